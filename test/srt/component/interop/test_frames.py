@@ -70,9 +70,8 @@ class Prefill:
 
     def __init__(self, say: Dialect, **fields: Any) -> None:
         self._say = say
-        self.manager, self.reader = say.listener()
+        self.manager, self.reader = say.listener(**fields)
         self.manager.kv_args.page_size = PAGE
-        self.manager.__dict__.update(fields)
         self.reader.handle(REGISTERED[say.backend])
 
     def announced(self, what: str) -> Any:

@@ -79,7 +79,7 @@ def test_words_of_a_room_that_is_followed() -> None:
     manager = decode("mooncake", 7, writers=2)
     reader = reader_of(manager)
     deferred = manager.servers.defer_free(7, ADDRESS, 1, 2)
-    manager.forget_status(7)
+    manager.statuses.forget(7)
     manager.required_prefill_response_num_table.clear()
     reader.handle(status(7, writer=0))
     assert not deferred.is_drained()

@@ -351,6 +351,7 @@ def test_without_the_flag_it_is_asked_what_stock_asks(network: Network, decode: 
     """Guards against requests that a stock server would not make."""
     manager = decode.manager
     manager.server_args.disaggregation_decode_enable_radix_cache = False
+    del manager.servers
     manager.start_delta(DisaggregationMode.DECODE, manager.server_args)
     assert manager.try_ensure_parallel_info(ADDRESS) and not manager.peer_takes_delta(ADDRESS)
     assert not any("pd_capabilities" in url for url in network.asked)

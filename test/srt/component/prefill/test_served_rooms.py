@@ -36,10 +36,8 @@ class Bootstrap:
 
 def rank(**attributes: int) -> Any:
     """A rank of a prefill server whose data-parallel ranks are chosen in turns."""
-    manager = bare.prefill("nixl")
+    manager = bare.prefill("nixl", **attributes)
     manager.server_args.dp_size, manager.server_args.load_balance_method = 2, "round_robin"
-    manager.__dict__.update({"attn_dp_rank": 0, "system_dp_size": 1, "system_dp_rank": 0})
-    manager.__dict__.update(attributes)
     return manager
 
 

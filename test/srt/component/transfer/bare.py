@@ -43,13 +43,18 @@ def without_engine(kind: Any, **own: Any) -> Any:
         server_args=SimpleNamespace(
             dp_size=1, disaggregation_decode_enable_radix_cache=True, enable_hisparse=False
         ),
+        kv_args=None,
         is_mla_backend=False,
         attn_tp_size=1,
         attn_tp_rank=0,
         attn_cp_size=1,
         attn_cp_rank=0,
+        attn_dp_rank=0,
+        system_dp_size=1,
         pp_size=1,
         pp_rank=0,
+        local_ip="127.0.0.1",
+        rank_port=4999,
         bootstrap_timeout=300,
         enable_staging=False,
         is_dummy_cp_rank=False,
@@ -136,9 +141,9 @@ def _mooncake() -> Any:
     )
 
 
-def bare(backend: str, mode: Any, sockets: Any = None) -> Any:
-    """A manager of either side; its metadata buffer is ``manager.aux``, and what it says to peers
-    goes to ``manager.sockets``."""
+def bare(backend: str, mode: Any, sockets: Any = None, **own: Any) -> Any:
+    """A manager of either side, with ``own`` attributes; its metadata buffer is ``manager.aux``,
+    and what it says to peers goes to ``manager.sockets``."""
     manager = {"nixl": _nixl, "mooncake": _mooncake}[backend]()
     manager.aux = np.zeros((SLOTS, ITEM), dtype=np.uint8)
     manager.kv_args = SimpleNamespace(
@@ -150,24 +155,25 @@ def bare(backend: str, mode: Any, sockets: Any = None) -> Any:
         state_type="none",
     )
     manager.sockets = sockets or Sockets()
+    manager.__dict__.update(own)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire, "PeerSockets", lambda *_: manager.sockets)
         manager.start_delta(mode, manager.server_args)
     return manager
 
 
-def prefill(backend: str, sockets: Any = None) -> Any:
+def prefill(backend: str, sockets: Any = None, **own: Any) -> Any:
     """A prefill rank's manager; NIXL's transfer workers have nothing to drop."""
-    manager = bare(backend, DisaggregationMode.PREFILL, sockets)
+    manager = bare(backend, DisaggregationMode.PREFILL, sockets, **own)
     if backend == "nixl":
         manager.transfers = SimpleNamespace(open=lambda *_: None, cancel=lambda *_: None)
     return manager
 
 
-def decode(backend: str, *rooms: int, writers: int = 1) -> Any:
+def decode(backend: str, *rooms: int, writers: int = 1, **own: Any) -> Any:
     """A decode rank's manager that waits for ``rooms``; room ``n`` has metadata slot ``n % 8``
     (over NIXL a test announces it)."""
-    manager = bare(backend, DisaggregationMode.DECODE)
+    manager = bare(backend, DisaggregationMode.DECODE, **own)
     for room in rooms:
         if backend == "mooncake":
             manager.open_progress(room).slot = room % SLOTS

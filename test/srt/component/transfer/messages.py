@@ -9,15 +9,11 @@ from typing import Any
 import numpy as np
 
 from component.transfer import bare
-from sglang.srt.disaggregation.delta.mooncake.messages import MooncakeAnnouncements
-from sglang.srt.disaggregation.delta.nixl.prefill import NixlAnnouncements
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 from sglang.srt.disaggregation.delta.wire import DeltaFrame, encode_frame
 from sglang.srt.disaggregation.mooncake import conn as mooncake
 from sglang.srt.disaggregation.nixl import conn as nixl
 
-#: Takes what a decode rank registers and announces, by backend.
-ANNOUNCEMENTS: dict[str, Any] = {"nixl": NixlAnnouncements, "mooncake": MooncakeAnnouncements}
 _FROM = [b"10.0.0.2", b"4000"]
 
 
@@ -84,10 +80,10 @@ class Dialect:
     def _announcement(self, room: bytes, pages: bytes, slot: bytes, needed: bytes) -> list[bytes]:
         raise NotImplementedError
 
-    def listener(self, *clock: Any) -> tuple[Any, MessageReader]:
-        """A prefill rank's manager, and what its reading thread runs."""
-        manager = bare.prefill(self.backend)
-        take = ANNOUNCEMENTS[self.backend](manager).take
+    def listener(self, *clock: Any, **own: Any) -> tuple[Any, MessageReader]:
+        """A prefill rank's manager with ``own`` attributes, and what its reading thread runs."""
+        manager = bare.prefill(self.backend, **own)
+        take = manager.announcements().take
         return manager, MessageReader(manager.decode_ranks.take, take, *clock)
 
     def acquainted(self, *clock: Any) -> tuple[Any, MessageReader]:

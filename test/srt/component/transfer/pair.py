@@ -70,9 +70,9 @@ class Side:
             waiting_timeout=LIMIT_S,
             bootstrap_timeout=LIMIT_S,
         )
-        manager.start_delta(mode, manager.server_args)
         manager.server_socket = zmq.Context.instance().socket(zmq.PULL)
         manager.rank_port = manager.server_socket.bind_to_random_port("tcp://127.0.0.1")
+        manager.start_delta(mode, manager.server_args)
         manager.register_buffer_to_engine()
         self.manager = manager
 

@@ -14,7 +14,7 @@ import pytest
 
 from component.broken import broken
 from component.transfer.bare import ADDRESS, decode
-from component.transfer.messages import ANNOUNCEMENTS, DIALECTS, MOONCAKE, NIXL, Dialect
+from component.transfer.messages import DIALECTS, MOONCAKE, NIXL, Dialect
 from effort import tries
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
@@ -151,7 +151,7 @@ def test_to_prefill(say: Dialect, spoil: Any, complaints: Any) -> None:
     ]
     for _ in range(total // 500 or 1):
         manager, _ = say.listener()
-        port = Port(manager, ANNOUNCEMENTS[say.backend](manager).take)
+        port = Port(manager, manager.announcements().take)
         port.read(say.registration())
         for _ in range(500):
             port.read(spoil(rng, rng.choice(kinds)))

@@ -28,8 +28,8 @@ GOOD = {
 def register(mla: bool = False, lens: tuple[int, ...] = (64,) * 4, **changes: Any) -> None:
     """A registration at a prefill rank of two, with four KV and two metadata buffers."""
     ours = SimpleNamespace(kv_data_ptrs=[1] * 4, aux_data_ptrs=[1] * 2, kv_item_lens=lens)
-    manager = SimpleNamespace(kv_args=ours, is_mla_backend=mla, attn_tp_size=2, pp_size=1)
-    check_registration(manager, **(GOOD | changes))
+    rank: Any = SimpleNamespace(kv_args=ours, is_mla=mla, tp_size=2, pp_size=1)
+    check_registration(rank, **(GOOD | changes))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ Every backend that derives from them gets the delta protocol; only how bytes mov
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 import threading
@@ -17,6 +16,7 @@ import msgspec
 from aiohttp import web
 from typing_extensions import override
 
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import capability, wire
 from sglang.srt.disaggregation.delta.decode.deferred_free import Progress
 from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
@@ -27,11 +27,12 @@ from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks
 from sglang.srt.disaggregation.delta.prefill.room import Announcement, Room
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.prefill.served_rooms import ServedRooms
+from sglang.srt.disaggregation.delta.rank import RankView, Statuses
 from sglang.srt.patchset import environment
 from sglang.srt.patchset.exchange import exchanged
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
+    from sglang.srt.disaggregation.base.conn import KVArgs
     from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager
     from sglang.srt.disaggregation.utils import DisaggregationMode
     from sglang.srt.server_args import ServerArgs
@@ -39,20 +40,6 @@ else:
     CommonKVBootstrapServer = CommonKVManager = object
 
 logger = logging.getLogger(__name__)
-
-
-@functools.cache
-def kv_poll() -> type[KVPoll]:
-    """SGLang's states of a room. Imported late, so that unit tests need no SGLang, and once: what
-    asks for them is called for each room in each step."""
-    from sglang.srt.disaggregation.base import conn
-
-    return conn.KVPoll
-
-
-def is_failed(status: KVPoll | None) -> bool:
-    """Whether a room's status is ``KVPoll.Failed``."""
-    return bool(status == kv_poll().Failed)
 
 
 def check_deadlines() -> None:
@@ -125,34 +112,40 @@ class DeltaManager(CommonKVManager):
 
     #: Set by the backends that build on this; the others stay what they are in SGLang.
     moves_deltas = False
+    #: Of a prefill rank that does: a ``RoomTable`` and ``DecodeRanks``.
+    rooms: Any = None
+    decode_ranks: Any = None
+    #: Of a decode rank with the radix cache that does: ``PrefillServers``.
+    servers: Any = None
 
     def __init__(
         self, args: KVArgs, disaggregation_mode: DisaggregationMode, server_args: ServerArgs,
         is_mla_backend: bool | None = False,
     ) -> None:  # fmt: skip
-        self.start_delta(disaggregation_mode, server_args)  # before the threads that use it
         names = {"get_zmq_socket_on_host": wire.bounded_socket} if self.moves_deltas else {}
         with exchanged("delta", "sglang.srt.disaggregation.common.conn", names):
             super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        self.start_delta(disaggregation_mode, server_args)  # before the backend's threads
 
     def start_delta(self, mode: DisaggregationMode, server_args: ServerArgs) -> None:
         """Set up the side that this rank is on."""
         from sglang.srt.disaggregation.utils import DisaggregationMode
 
-        self._status_lock = threading.Lock()
-        self.rooms: RoomTable | None = None
-        self.decode_ranks: DecodeRanks | None = None
-        self.servers: PrefillServers | None = None
+        has_flag = getattr(server_args, "disaggregation_decode_enable_radix_cache", False)
+        is_prefill = mode == DisaggregationMode.PREFILL
         if not self.moves_deltas:
             return
-        is_prefill = mode == DisaggregationMode.PREFILL
-        if is_prefill or getattr(server_args, "disaggregation_decode_enable_radix_cache", False):
+        if is_prefill or has_flag:
             check_deadlines()  # wrong values are refused at start
+        self.rank = RankView.of(self)
+        self.statuses = Statuses(self.request_status, self.failure_records)
         if is_prefill:
             self.rooms = RoomTable(self)
-            self.decode_ranks = DecodeRanks(self, self.rooms)
-            self.served_rooms = ServedRooms(self)
-        elif getattr(server_args, "disaggregation_decode_enable_radix_cache", False):
+            self.decode_ranks = DecodeRanks(
+                self.rooms, self.decode_kv_args_table, self.rank.writer_id
+            )
+            self.served_rooms = ServedRooms(self.rank, server_args)
+        elif has_flag:
             self._receivers().drops_dead_sockets = True
             self.servers = PrefillServers(self, super().try_ensure_parallel_info)
 
@@ -164,8 +157,7 @@ class DeltaManager(CommonKVManager):
         """Read this rank's socket on a thread of its own: control messages are for its rooms
         (prefill) or servers (decode), SGLang's own kinds for ``take_other``. ``tick`` is called
         every second or so."""
-        side = self.decode_ranks if self.decode_ranks is not None else self.servers
-        assert side is not None
+        side = self.decode_ranks or self.servers
         reader = MessageReader(side.take, take_other)
         threading.Thread(
             target=reader.serve, args=(self.server_socket, tick), name="pd-reader", daemon=True
@@ -173,7 +165,6 @@ class DeltaManager(CommonKVManager):
 
     def forget_silent_peers(self) -> None:
         """Prefill, every second or so: drop the decode ranks that gave no sign for too long."""
-        assert self.decode_ranks is not None
         for peer in self.decode_ranks.tick():
             known = self.decode_kv_args_table.get(peer)
             logger.warning(
@@ -191,14 +182,6 @@ class DeltaManager(CommonKVManager):
         raise NotImplementedError
 
     # ---- what a backend knows of peers and arrivals ----
-
-    @property
-    def writer_id(self) -> int:
-        """Tells this prefill rank from the others that write for one decode rank."""
-        ranks_a_stage = self.pp_size * self.attn_cp_size
-        return int(
-            self.attn_tp_rank * ranks_a_stage + self.pp_rank * self.attn_cp_size + self.attn_cp_rank
-        )
 
     @property
     def peer_name(self) -> str:
@@ -268,65 +251,35 @@ class DeltaManager(CommonKVManager):
 
     @override
     def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
-        # Stock merges states with max(), where Failed is the lowest: a late message would bring a
-        # failed room back to life. Threads of both kinds call this.
-        with self._status_lock:
-            if not (self.moves_deltas and is_failed(self.request_status.get(bootstrap_room))):
-                super().update_status(bootstrap_room, status)
-
-    def advance(self, room: int, status: KVPoll) -> None:
-        """``update_status`` for a room whose request is here: a late message revives no other."""
-        with self._status_lock:
-            known = self.request_status.get(room)
-            if known is not None and not is_failed(known):
-                super().update_status(room, status)
-
-    def fail_known(self, room: int, text: str) -> bool:
-        """Fail a room whose request is here and that has neither ended nor failed; whether it
-        was one."""
-        poll = kv_poll()
-        with self._status_lock:
-            if self.request_status.get(room) in (None, poll.Failed, poll.Success):
-                return False
-            self.record_failure(room, text)
-            super().update_status(room, poll.Failed)
-            return True
-
-    def failure_of(self, room: int) -> str:
-        """Why a room failed, for its client and the log."""
-        elsewhere = (
-            f"room {room} failed on another rank of this server, or two requests used its number"
-        )
-        return str(self.failure_records.get(room, elsewhere))
-
-    def forget_status(self, room: int) -> None:
-        """The room's request is done with: nothing about it is kept, now or later."""
-        with self._status_lock:
-            self.request_status.pop(room, None)
-            self.failure_records.pop(room, None)
+        if self.moves_deltas:
+            self.statuses.update(bootstrap_room, status)
+        else:
+            super().update_status(bootstrap_room, status)
 
     # ---- prefill.room.Listener ----
 
+    def fail_known(self, room: int, text: str) -> bool:
+        """``room`` was given up: whether its request is here and had not ended."""
+        return self.statuses.fail_known(room, text)
+
     def room_delivered(self, room: int) -> None:
         """Decode has all of ``room``."""
-        self.advance(room, kv_poll().Success)
+        self.statuses.advance(room, KVPoll.Success)
 
     def room_stopped(self, room: Room, kind: Reason) -> None:
         """``room`` failed; a backend with queues of its own drops what is in them."""
 
     def room_drained(self, room: int, reason: str, announcements: list[Announcement]) -> None:
         """Nothing of ``room`` is under way: its decode ranks may have their pages back."""
-        assert self.decode_ranks is not None
         self.decode_ranks.tell(room, reason, announcements)
 
     def start_if_announced(self, room: int) -> bool:
         """A room starts when its request is here and all its decode ranks have announced it,
         whichever comes last; whether the latter have. Prefill only."""
-        assert self.rooms is not None
         known = self.rooms.room(room)
         is_announced = known is not None and known.reason is None and known.is_announced
         if is_announced:
-            self.advance(room, kv_poll().WaitingForInput)
+            self.statuses.advance(room, KVPoll.WaitingForInput)
         return is_announced
 
     def listed_pages(self, info: Announcement) -> int:

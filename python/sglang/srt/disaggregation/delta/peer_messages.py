@@ -24,7 +24,9 @@ from sglang.srt.disaggregation.delta.pages import of_one_shape
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs
-    from sglang.srt.disaggregation.delta.manager import DeltaManager
+    from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks
+    from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
+    from sglang.srt.disaggregation.delta.rank import RankView
     from sglang.srt.disaggregation.nixl.conn import TransferInfo  # or Mooncake's
 else:
     TransferInfo = object
@@ -122,10 +124,25 @@ class DeltaTransferInfo(TransferInfo):
 
 
 class Announcements:
-    """Feeds a prefill rank's manager with what decode ranks send, from the reader thread."""
+    """Takes what decode ranks send to a prefill rank, on the reader thread."""
 
-    def __init__(self, manager: DeltaManager) -> None:
-        self._manager = manager
+    def __init__(
+        self,
+        rank: RankView,
+        rooms: RoomTable,
+        decode_ranks: DecodeRanks,
+        registered: dict[str, Any],
+        register: Callable[[Any], None],
+        announced: Callable[[int], None],
+    ) -> None:
+        """``registered``: SGLang's ``decode_kv_args_table``. ``register`` keeps what a decode rank
+        registered, once it is checked; ``announced`` is told of a room that one has announced."""
+        self._rank = rank
+        self._rooms = rooms
+        self._decode_ranks = decode_ranks
+        self._registered = registered
+        self._keep = register
+        self._announced = announced
 
     def take_message(self, conn: Any, frames: list[bytes], registration_frames: int) -> None:
         """Take one registration or announcement. ``conn``: SGLang's module of the backend, which
@@ -155,18 +172,17 @@ class Announcements:
 
     def _announce(self, info: Any) -> None:
         """Record one decode rank's announcement; the last one of a room makes it ready."""
-        manager, peer = self._manager, self._peer(info)
-        assert manager.rooms is not None and manager.decode_ranks is not None
+        peer = self._peer(info)
         check_announcement(info)
-        if peer not in manager.decode_kv_args_table:
-            manager.decode_ranks.refuse_stranger(info)
+        if peer not in self._registered:
+            self._decode_ranks.refuse_stranger(info)
             raise BadMessage(f"room {info.room}: decode rank {peer!r} never registered")
-        if manager.rooms.announce(info.room, peer, info, info.required_dst_info_num):
-            manager.take_announcement(info.room)
+        if self._rooms.announce(info.room, peer, info, info.required_dst_info_num):
+            self._announced(info.room)
 
 
 def check_registration(
-    manager: DeltaManager,
+    rank: RankView,
     *,
     kv_buffers: int,
     state_buffers: int,
@@ -182,7 +198,7 @@ def check_registration(
     Raises:
         BadMessage: they do not; the text has the numbers.
     """
-    ours: KVArgs = manager.kv_args
+    ours: KVArgs = rank.kv_args
     if kv_buffers < len(ours.kv_data_ptrs):
         raise BadMessage(
             f"decode registered {kv_buffers} KV buffers, "
@@ -194,7 +210,7 @@ def check_registration(
             f"this prefill rank has {len(ours.aux_data_ptrs)}"
         )
     state = len(getattr(ours, "state_data_ptrs", None) or ())
-    if state_buffers and state_buffers != state and manager.pp_size == 1:
+    if state_buffers and state_buffers != state and rank.pp_size == 1:
         raise BadMessage(
             f"decode registered {state_buffers} buffers of state, this prefill rank has {state}. "
             "A later release of SGLang lists them differently and cannot be served for a model "
@@ -202,18 +218,16 @@ def check_registration(
         )
     if tp_size < 1 or tp_rank < 0:
         raise BadMessage(f"decode rank {tp_rank} of {tp_size} is invalid")
-    if tp_size != manager.attn_tp_size and not of_one_shape(
-        ours.kv_item_lens, latent=manager.is_mla_backend
-    ):
+    if tp_size != rank.tp_size and not of_one_shape(ours.kv_item_lens, latent=rank.is_mla):
         raise BadMessage(
             "the KV pages of the draft model and of the target differ in size (number of heads), "
-            f"but with tensor parallel sizes {manager.attn_tp_size} on prefill and {tp_size} on "
+            f"but with tensor parallel sizes {rank.tp_size} on prefill and {tp_size} on "
             "decode the heads of all layers are split in the same way. Use the same tensor "
             "parallel size, or no --speculative-algorithm"
         )
     if item_len is None:
         return
-    same_layout = manager.is_mla_backend or tp_size == manager.attn_tp_size
+    same_layout = rank.is_mla or tp_size == rank.tp_size
     if item_len < 1 or (same_layout and item_len != ours.kv_item_lens[0]):
         raise BadMessage(
             f"decode's KV pages have {item_len} bytes, this prefill rank's "

@@ -124,18 +124,19 @@ def test_servers_do_not_disturb_each_other(prefills: Prefills) -> None:
     for room, address in enumerate(servers):
         prefills.connect(address)
         prefills.room(room, address)
-    record = prefills.manager.record_failure
+    statuses = prefills.manager.statuses
+    fail = statuses.fail_known
 
-    def note(room: int, reason: str) -> None:
-        record(room, reason)
+    def note(room: int, reason: str) -> bool:
         if room == 1:
             is_judged.set()
+        return bool(fail(room, reason))
 
     def hang() -> Answer:
         seen.append(is_judged.wait(60))
         return HUNG
 
-    prefills.manager.record_failure = note  # type: ignore[method-assign]
+    statuses.fail_known = note
     signs = [hang, HUNG, UnicodeError("label too long"), ALIVE]
     prefills.answers.update(zip(servers, signs, strict=True))
     prefills.beat()

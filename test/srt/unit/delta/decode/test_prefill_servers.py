@@ -210,7 +210,7 @@ def test_a_room_is_drained_when_each_writer_has_stopped(
         assert deferred.is_drained() == (len(stopped) >= writers)
         deferred.stop_following()
     assert manager.failure_records == {ROOM: reason}
-    manager.forget_status(ROOM)
+    manager.statuses.forget(ROOM)
     servers.take(wire.Stopped(ROOM, 0, "late"))
     servers.fail(ROOM, Reason.PEER_FAILED, "late")
     manager.required_prefill_response_num_table.clear()  # SGLang's receiver's
@@ -232,7 +232,7 @@ def test_words_about_other_rooms(prefills: Prefills) -> None:
     assert not any(9 in rooms for rooms in prefills.manager.open_rooms().values())
     assert prefills.servers.deferred(7) is deferred and prefills.servers.deferred(8) is None
     assert prefills.servers.progress_of(7) is deferred.progress
-    prefills.manager.forget_status(7)
+    prefills.manager.statuses.forget(7)
     prefills.room(7)  # the new request, about to be refused
     prefills.servers.take(wire.Stopped(7, 0, "because"))
     assert deferred.is_drained() and prefills.end_of(7) is None

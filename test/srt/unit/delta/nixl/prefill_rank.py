@@ -15,7 +15,6 @@ from component.transfer import bare
 from sglang.srt.disaggregation.delta import manager, wire
 from sglang.srt.disaggregation.delta.nixl import backend as backend_module
 from sglang.srt.disaggregation.delta.nixl import prefill
-from sglang.srt.disaggregation.delta.nixl.prefill import NixlAnnouncements
 from sglang.srt.disaggregation.delta.prefill import scheduler
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings
@@ -79,6 +78,7 @@ class PrefillRank:
         peers: Sequence[str] = ("decode",),
         prefill_side: Side | None = None,
         decode_side: Side | None = None,
+        stages: int = 1,
         **limits: int,
     ) -> None:
         self.clock = Clock()
@@ -97,13 +97,15 @@ class PrefillRank:
         for module in (prefill, scheduler):
             patch.setattr(module, "time", SimpleNamespace(monotonic=self.clock))
         self.sockets = Sockets(self.agent)
-        self.manager: Any = bare.prefill("nixl", self.sockets)
-        self.manager.__dict__.update(
+        self.manager: Any = bare.prefill(
+            "nixl",
+            self.sockets,
             agent=self.agent,
             kv_args=self.side.args,
             is_mla_backend=self.side.is_mla,
             attn_tp_size=self.side.size,
             attn_tp_rank=self.side.rank,
+            pp_size=stages,
         )
         patch.setattr(
             backend_module, "read_memory", lambda *where: self.side.memory.at(*where).tobytes()
@@ -112,7 +114,7 @@ class PrefillRank:
         self.pool: Steps = self.manager.transfers
         self._label_handles(self.pool.backend)
         #: A message of a decode rank arrives.
-        self.take = NixlAnnouncements(self.manager).take
+        self.take = self.manager.announcements().take
         for name in peers:
             self.register(name)
 

@@ -71,15 +71,16 @@ CASES = [
 FORMS = {"ranges": "0,0,1,1", "prepared": "1,1,0,0"}
 
 
-def rank_of(patch: pytest.MonkeyPatch, ranks: str, form: str = "prepared") -> PrefillRank:
-    """A prefill rank and the decode rank that it serves."""
+def rank_of(
+    patch: pytest.MonkeyPatch, ranks: str, form: str = "prepared", stages: int = 1
+) -> PrefillRank:
+    """A prefill rank, of one of some pipeline ``stages``, and the decode rank that it serves."""
     patch.setenv(DESCRIPTOR_COSTS.name, FORMS.get(form, form))
     rank, size, their_rank, their_size, total = RANKS[ranks]
     is_mla = ranks == "latent"
     ours = Side(2**63 - 5000, 12, rank, size, total, is_mla)
-    return PrefillRank(
-        patch, prefill_side=ours, decode_side=Side(2**40, 17, their_rank, their_size, total, is_mla)
-    )
+    theirs = Side(2**40, 17, their_rank, their_size, total, is_mla)
+    return PrefillRank(patch, prefill_side=ours, decode_side=theirs, stages=stages)
 
 
 def started(rank: PrefillRank, to: Sequence[int], **said: Any) -> Any:
@@ -227,8 +228,8 @@ def assert_told(rank: PrefillRank, has_state: bool, in_note: bool) -> None:
 def test_a_pipeline_stage(monkeypatch: pytest.MonkeyPatch, is_mla: bool, start_layer: int) -> None:
     """Guards against layers of another stage, of KV or of state, and values taken from where
     another number of layers puts them: decode holds all six layers, this stage two."""
-    rank = rank_of(monkeypatch, "latent" if is_mla else "of equal size")
-    rank.manager.pp_size, args = 3, rank.side.args
+    rank = rank_of(monkeypatch, "latent" if is_mla else "of equal size", stages=3)
+    args = rank.side.args
     args.prefill_start_layer, args.state_type = start_layer, "nsa" if is_mla else "mamba"
     keys, values = ([base + 2**20 * layer for layer in range(6)] for base in (2**50, 2**51))
     rank.decode["decode"].args.state_data_ptrs = keys if is_mla else keys[:2]

@@ -33,16 +33,16 @@ class Side:
     """Decode ranks D and E are registered; each listens at a host of its own name."""
 
     def __init__(self, sockets: Any = None, **options: Any) -> None:
-        self.clock, self.manager = Clock(), bare.prefill("nixl")
-        self.manager.attn_tp_rank = 3
+        self.clock, self.manager = Clock(), bare.prefill("nixl", attn_tp_rank=3)
         #: ``wire.PeerSockets``: real ones.
         self.sockets = sockets or Sockets()
         self.table = self.manager.rooms = RoomTable(self.manager, self.clock, **options)
         with pytest.MonkeyPatch.context() as patch:
             if sockets is not wire.PeerSockets:
                 patch.setattr(wire, "PeerSockets", lambda clock: self.sockets)
+            known, writer = self.manager.decode_kv_args_table, self.manager.rank.writer_id
             self.ranks = self.manager.decode_ranks = DecodeRanks(
-                self.manager, self.table, self.clock
+                self.table, known, writer, self.clock
             )
         #: By number, the request that is here.
         self.requests: dict[int, Room] = {}
@@ -88,7 +88,7 @@ class Side:
         """The request of a room is done with."""
         if room in self.requests:
             self.table.forget(self.requests[room])
-            self.manager.forget_status(room)
+            self.manager.statuses.forget(room)
 
     def status(self, room: int = ROOM) -> KVPoll | None:
         return self.manager.request_status.get(room)

@@ -153,11 +153,14 @@ class MooncakeRank:
         patch.setenv("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", str(DOUBT_S))
         patch.setattr(mooncake, "time", SimpleNamespace(monotonic=self.clock))
         self.sockets = Sockets(lambda room: any(call.room == room for call in self.under_way()))
-        self.manager: Any = bare.prefill("mooncake", self.sockets)
         for side in (self.side, theirs):
             side.args.__dict__.update(state_data_ptrs=[], state_item_lens=[], state_type="none")
-        self.manager.__dict__.update(
-            engine=self.engine, kv_args=self.side.args, enable_custom_mem_pool=False, pp_size=1
+        self.manager: Any = bare.prefill(
+            "mooncake",
+            self.sockets,
+            engine=self.engine,
+            kv_args=self.side.args,
+            enable_custom_mem_pool=False,
         )
         # The reader's thread is this one.
         self.manager.start_reader = lambda take, tick: self.__dict__.update(_take=take, _tick=tick)

@@ -158,7 +158,7 @@ class PrefillServers:
 
     def fail(self, room: int, kind: Reason, text: str) -> None:
         """Fail one room that has neither ended nor failed."""
-        if self._manager.fail_known(room, text):
+        if self._manager.statuses.fail_known(room, text):
             STATS.count("kv_transfer_failed", reason=kind.value)
 
     def withdraw(self, address: str, infos: list[dict[str, Any]], room: int, reason: str) -> None:

@@ -226,7 +226,7 @@ class DeltaReceiver(CommonKVReceiver):
     def forget(self) -> None:
         """Leave no entry of the room in the manager's tables."""
         room, manager = self.bootstrap_room, self.kv_mgr
-        manager.forget_status(room)
+        manager.statuses.forget(room)
         manager.required_prefill_response_num_table.pop(room, None)
         if self._servers is not None:
             manager.take_progress(room)

@@ -74,7 +74,7 @@ class DeltaMooncakeSender(MooncakeKVSender):
             status = KVPoll.Failed
         elif status == KVPoll.Failed:
             if not self._room.is_stopped:  # SGLang's code only sets the status
-                manager.rooms.fail(room, Reason.TRANSPORT, manager.failure_of(room))
+                manager.rooms.fail(room, Reason.TRANSPORT, manager.statuses.failure_of(room))
             if not self._room.is_over:
                 return KVPoll.Transferring  # it still reads pages, which must not be freed
         if status in (KVPoll.Failed, KVPoll.Success):
@@ -161,7 +161,7 @@ class DeltaMooncakeReceiver(MooncakeKVReceiver):
         if self._servers is None:
             super().failure_exception()
             return
-        text = self.kv_mgr.failure_of(self.bootstrap_room)
+        text = self.kv_mgr.statuses.failure_of(self.bootstrap_room)
         self.clear()
         raise KVTransferError(self.bootstrap_room, text)
 

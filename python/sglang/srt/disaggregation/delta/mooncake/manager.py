@@ -38,7 +38,11 @@ logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVPoll
     from sglang.srt.disaggregation.common.utils import FastQueue
-    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, TransferKVChunk
+    from sglang.srt.disaggregation.mooncake.conn import (
+        KVArgsRegisterInfo,
+        MooncakeKVManager,
+        TransferKVChunk,
+    )
 else:
     MooncakeKVManager = object
 
@@ -60,7 +64,22 @@ class DeltaMooncakeManager(MooncakeKVManager):
         self._unsettled: list[tuple[float, int]] = []
         #: Until when the chunks in the queues, and in calls of the engine, have to be over.
         self.chunk_deadlines = ChunkDeadlines(environment.TRANSFER_TIMEOUT.read())
-        self.start_reader(MooncakeAnnouncements(self).take, self._tick)
+        self.start_reader(self.announcements().take, self._tick)
+
+    def announcements(self) -> MooncakeAnnouncements:
+        """Takes what decode ranks register and announce."""
+        return MooncakeAnnouncements(
+            self.rank,
+            self.rooms,
+            self.decode_ranks,
+            self.decode_kv_args_table,
+            self._register,
+            self.take_announcement,
+        )
+
+    def _register(self, info: KVArgsRegisterInfo) -> None:
+        self.decode_kv_args_table[info.mooncake_session_id] = info
+        self.session_registered(info.mooncake_session_id)
 
     def _tick(self) -> None:
         self.forget_silent_peers()
@@ -86,7 +105,6 @@ class DeltaMooncakeManager(MooncakeKVManager):
         """
         from sglang.srt.disaggregation.mooncake.conn import TransferKVChunk
 
-        assert self.rooms is not None
         room = self.rooms.room(bootstrap_room)
         if room is None or not room.announcements:
             raise pages.DeltaMismatch(
@@ -116,7 +134,6 @@ class DeltaMooncakeManager(MooncakeKVManager):
         is sent at once."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
-        assert self.rooms is not None
         is_known = self.rooms.room(chunk.room) is chunk.owner
         infos = self.rooms.destinations(chunk.room) if is_known else []
         if not self.rooms.fail(chunk.room, kind, text, meant=chunk.owner):
@@ -129,7 +146,7 @@ class DeltaMooncakeManager(MooncakeKVManager):
         """Notify a decode rank how its room ended, as SGLang does; best effort."""
         try:
             self.sync_status_to_decode_endpoint(
-                info.endpoint, info.dst_port, info.room, int(status), self.writer_id
+                info.endpoint, info.dst_port, info.room, int(status), self.rank.writer_id
             )
         except (OSError, ValueError) as error:
             logger.warning(
@@ -144,7 +161,6 @@ class DeltaMooncakeManager(MooncakeKVManager):
         """Fail the rooms with a chunk that took too long. What the engine is at is waited for."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
-        assert self.rooms is not None
         seconds = self.chunk_deadlines.seconds
         limit = f"after {seconds:g} s (SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT)"
         for chunk, peer in self.chunk_deadlines.take_overdue():
@@ -251,7 +267,6 @@ class DeltaMooncakeManager(MooncakeKVManager):
         self, remote: str, dst_port: int, room: int, status: int, prefill_rank: int
     ) -> None:
         frames = [str(int(number)).encode("ascii") for number in (room, status, prefill_rank)]
-        assert self.decode_ranks is not None
         self.decode_ranks.sockets.send_frames(remote, dst_port, frames)
 
     @override
@@ -260,7 +275,6 @@ class DeltaMooncakeManager(MooncakeKVManager):
     ) -> None:
         numbers = [str(int(number)).encode("ascii") for number in (room, buffer_index, aux_index)]
         frames = [self.AUX_DATA_HEADER, *numbers, len(data).to_bytes(4, "big"), data]
-        assert self.decode_ranks is not None
         self.decode_ranks.sockets.send_frames(remote, dst_port, frames)
 
     # ---- prefill side: transfers that failed ----
@@ -295,13 +309,11 @@ class DeltaMooncakeManager(MooncakeKVManager):
         """A transfer of ``room`` failed, and others of its batch may still write: how long is not
         known, so decode's pages stay held for as long as it would wait without an answer. The
         request goes: decode is never told that the room is complete."""
-        assert self.rooms is not None
         self.rooms.room_overdue(room)
         self._unsettled.append((time.monotonic() + environment.QUARANTINE_TIMEOUT.read(), room))
 
     def _leave_due(self) -> None:
         """Leave the rooms whose failed transfers were waited for."""
-        assert self.rooms is not None
         now = time.monotonic()
         due = [entry for entry in list(self._unsettled) if entry[0] <= now]
         for entry in due:

@@ -88,13 +88,13 @@ class MooncakeAnnouncements(Announcements):
 
     @override
     def _register(self, info: KVArgsRegisterInfo) -> None:
-        manager, session = self._manager, info.mooncake_session_id
+        session = info.mooncake_session_id
         # SGLang chooses the queue by the port of the session.
         _, colon, port = session.rpartition(":")
         if not (colon and port.isdigit()):
             raise BadMessage(f"Mooncake session {session[:80]!r} does not end with a port")
         check_registration(
-            manager,
+            self._rank,
             kv_buffers=len(info.dst_kv_ptrs),
             state_buffers=len(info.dst_state_data_ptrs),
             aux_buffers=len(info.dst_aux_ptrs),
@@ -102,8 +102,7 @@ class MooncakeAnnouncements(Announcements):
             tp_rank=info.dst_tp_rank,
             item_len=None if info.enable_hisparse else info.dst_kv_item_len,
         )
-        manager.decode_kv_args_table[session] = info
-        manager.session_registered(session)
+        self._keep(info)
 
     @override
     def _peer(self, info: MooncakeTransferInfo) -> str:
@@ -156,7 +155,7 @@ class MooncakeStatuses:
         if wanted is None:
             logger.debug("late completion of room %s by writer %s", room, writer)
         elif delivered >= wanted:
-            manager.advance(room, KVPoll.Success)
+            manager.statuses.advance(room, KVPoll.Success)
 
     def _take_metadata(self, frames: list[bytes]) -> None:
         """Write one metadata buffer of a room, if it is the room's own slot and of its size."""

@@ -100,7 +100,7 @@ class NixlBackend:
         costs: descriptors.Costs = descriptors.COSTS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``writer``: ``DeltaManager.writer_id`` of this rank."""
+        """``writer``: ``RankView.writer_id`` of this rank."""
         self._agent = agent
         self._peers = peers
         self._layout = layout

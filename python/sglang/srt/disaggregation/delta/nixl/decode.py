@@ -195,7 +195,6 @@ class NixlDecode(NixlKVManager):
         lengths = [len(part) for part in note.metadata]
         wanted = list(ours.aux_item_lens)
         if len(lengths) != len(wanted) or not all(map(wire.metadata_fit, count(), lengths, wanted)):
-            assert self.servers is not None  # without it no room has a slot here
             self.servers.fail(
                 note.room,
                 Reason.MISMATCH,
@@ -240,7 +239,7 @@ class DeltaNixlReceiver(NixlKVReceiver):
 
     @override
     def failure_exception(self) -> None:
-        reason = self.kv_mgr.failure_of(self.bootstrap_room)
+        reason = self.kv_mgr.statuses.failure_of(self.bootstrap_room)
         self.clear()
         raise RuntimeError(reason)
 

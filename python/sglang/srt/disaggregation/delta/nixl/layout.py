@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any  # Any: SGLang's lists of addresses
 
 from sglang.srt.disaggregation.delta import pages as heads
 from sglang.srt.disaggregation.delta.metrics import Reason
@@ -13,7 +13,7 @@ from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferErr
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs
-    from sglang.srt.disaggregation.delta.nixl.manager import DeltaNixlManager
+    from sglang.srt.disaggregation.delta.rank import RankView
     from sglang.srt.disaggregation.nixl.conn import KVArgsRegisterInfo
 
 #: Slots of a pool whose owner did not say how many there are. No index is too large for it, and no
@@ -38,10 +38,19 @@ class Pair:
 class Layout:
     """Reads SGLang's ``KVArgs`` of this rank and what a decode rank registered. Keeps nothing."""
 
-    def __init__(self, manager: DeltaNixlManager) -> None:
-        self._manager = manager
+    def __init__(
+        self,
+        rank: RankView,
+        latent_buffers: Callable[[Sequence[int], Sequence[int]], Any],
+        kv_buffers: Callable[[Sequence[int], Sequence[int]], Any],
+    ) -> None:
+        """``latent_buffers``, ``kv_buffers``: SGLang's ``get_mla_kv_ptrs_with_pp`` and
+        ``get_mha_kv_ptrs_with_pp``."""
+        self._rank = rank
+        self._latent_buffers = latent_buffers
+        self._kv_buffers = kv_buffers
         #: This rank's memory.
-        self.ours: KVArgs = manager.kv_args
+        self.ours: KVArgs = rank.kv_args
 
     def kv(self, info: KVArgsRegisterInfo, slots: int | None) -> Pair:
         """KV pools, of whole pages or of some heads of every token; no buffers where this rank
@@ -50,8 +59,8 @@ class Layout:
         Raises:
             TransferError: they do not fit.
         """
-        manager, ours = self._manager, self.ours
-        if not manager.is_mla_backend and info.decode_tp_size != manager.attn_tp_size:
+        rank, ours = self._rank, self.ours
+        if not rank.is_mla and info.decode_tp_size != rank.tp_size:
             return self._heads(info, slots)
         source, destination = self._buffers(ours.kv_data_ptrs, info.dst_kv_ptrs)
         return self._pair(
@@ -87,14 +96,14 @@ class Layout:
             TransferError: it is of a kind, or between tensor parallel sizes, that is not served.
         """
         ours, kind = self.ours, getattr(self.ours, "state_type", "none")
-        same_size = info.decode_tp_size == self._manager.attn_tp_size
+        same_size = info.decode_tp_size == self._rank.tp_size
         if kind not in (*PAGED_STATE, "mamba"):
             raise TransferError(Reason.MISMATCH, f"NIXL cannot transfer state of the kind {kind!r}")
-        if not same_size and not (kind in PAGED_STATE and self._manager.is_mla_backend):
+        if not same_size and not (kind in PAGED_STATE and self._rank.is_mla):
             raise TransferError(
                 Reason.MISMATCH,
                 f"state of the kind {kind!r} needs equal tensor parallel sizes, not "
-                f"{self._manager.attn_tp_size} on prefill and {info.decode_tp_size} on decode",
+                f"{self._rank.tp_size} on prefill and {info.decode_tp_size} on decode",
             )
         source, destination = ours.state_data_ptrs, info.dst_state_data_ptrs
         if kind in PAGED_STATE:
@@ -111,8 +120,8 @@ class Layout:
         Stock divides by zero where there are fewer KV heads than ranks, and cuts values by the
         length of keys.
         """
-        manager, ours = self._manager, self.ours
-        size, theirs = manager.attn_tp_size, info.decode_tp_size
+        ours = self.ours
+        size, theirs = self._rank.tp_size, info.decode_tp_size
         total = getattr(ours, "total_kv_head_num", 0) or ours.kv_head_num * size
         try:
             plan = heads.plan_heads(
@@ -159,12 +168,10 @@ class Layout:
     ) -> tuple[list[int], list[int]]:
         """Addresses of this pipeline stage's buffers on either side: keys of all layers, then
         values; or the latent buffers."""
-        if self._manager.is_mla_backend:
-            ours, theirs, layers = self._manager.get_mla_kv_ptrs_with_pp(source, destination)
+        if self._rank.is_mla:
+            ours, theirs, layers = self._latent_buffers(source, destination)
             return list(ours[:layers]), list(theirs[:layers])
-        keys, values, their_keys, their_values, layers = self._manager.get_mha_kv_ptrs_with_pp(
-            source, destination
-        )
+        keys, values, their_keys, their_values, layers = self._kv_buffers(source, destination)
         return (
             [*keys[:layers], *values[:layers]],
             [*their_keys[:layers], *their_values[:layers]],

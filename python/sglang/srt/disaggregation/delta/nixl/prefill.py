@@ -88,7 +88,7 @@ class NixlAnnouncements(Announcements):
     @override
     def _register(self, info: KVArgsRegisterInfo) -> None:
         check_registration(
-            self._manager,
+            self._rank,
             kv_buffers=len(info.dst_kv_ptrs),
             state_buffers=len(info.dst_state_data_ptrs),
             aux_buffers=len(info.dst_aux_ptrs),
@@ -96,7 +96,7 @@ class NixlAnnouncements(Announcements):
             tp_rank=info.decode_tp_rank,
             item_len=info.dst_kv_item_len,
         )
-        self._manager.peers.add(info)
+        self._keep(info)
 
     @override
     def _peer(self, info: NixlTransferInfo) -> str:
@@ -104,12 +104,11 @@ class NixlAnnouncements(Announcements):
 
     @override
     def _announce(self, info: NixlTransferInfo) -> None:
-        manager = self._manager
-        registered = manager.decode_kv_args_table.get(info.agent_name)
+        rank, registered = self._rank, self._registered.get(info.agent_name)
         if registered is not None and info.later_prefix_len and not len(info.dst_kv_indices):
             # A full hit looks the same there. Of latent KV the first rank of a group sends all.
-            group = max(manager.attn_tp_size // registered.decode_tp_size, 1)
-            info.is_left_out = manager.is_mla_backend and manager.attn_tp_rank % group != 0
+            group = max(rank.tp_size // registered.decode_tp_size, 1)
+            info.is_left_out = rank.is_mla and rank.tp_rank % group != 0
         super()._announce(info)
 
 
@@ -122,15 +121,14 @@ class NixlPrefill(NixlKVManager):
         Raises:
             ValueError: a variable is set to something that cannot be; the message names it.
         """
-        assert self.rooms is not None
         #: Seconds that a chunk may take, from the queue to its end.
         self.transfer_s = environment.TRANSFER_TIMEOUT.read()
         self.transfer_report = TransferReport(environment.TRANSFER_LOG_INTERVAL.read())
         backend = NixlBackend(
             self.agent,
             self.peers,
-            Layout(self),
-            writer=self.writer_id,
+            Layout(self.rank, self.get_mla_kv_ptrs_with_pp, self.get_mha_kv_ptrs_with_pp),
+            writer=self.rank.writer_id,
             costs=descriptors.Costs(*environment.DESCRIPTOR_COSTS.read()),
         )
         self.transfers = TransferPool(
@@ -173,7 +171,6 @@ class NixlPrefill(NixlKVManager):
         Raises:
             DeltaMismatch: a decode rank listed another number of pages for it, or none is known.
         """
-        assert self.rooms is not None
         announcements = self.rooms.destinations(bootstrap_room)
         if not announcements:
             raise DeltaMismatch(f"room {bootstrap_room}: no decode rank's pages are known for it")
@@ -199,7 +196,18 @@ class NixlPrefill(NixlKVManager):
     @override
     def _start_bootstrap_thread(self) -> None:
         self.start_transfers()
-        self.start_reader(NixlAnnouncements(self).take, self._tick)
+        self.start_reader(self.announcements().take, self._tick)
+
+    def announcements(self) -> NixlAnnouncements:
+        """Takes what decode ranks register and announce."""
+        return NixlAnnouncements(
+            self.rank,
+            self.rooms,
+            self.decode_ranks,
+            self.decode_kv_args_table,
+            self.peers.add,
+            self.take_announcement,
+        )
 
     def _tick(self) -> None:
         self.transfer_report.tick()

@@ -20,7 +20,6 @@ from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.delta.manager import DeltaManager
     from sglang.srt.disaggregation.nixl.conn import KVArgsRegisterInfo  # or Mooncake's
 
 logger = logging.getLogger(__name__)
@@ -43,12 +42,16 @@ class DecodeRanks:
 
     def __init__(
         self,
-        manager: DeltaManager,
         rooms: RoomTable,
+        registered: dict[str, KVArgsRegisterInfo],
+        writer: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._manager = manager
+        """``registered``: SGLang's ``decode_kv_args_table``; ``writer``: this rank's number among
+        those that write for one decode rank."""
         self._rooms = rooms
+        self._registered = registered
+        self._writer = writer
         self._clock = clock
         self._sockets = wire.PeerSockets(clock)
         #: For answers to ranks that are not registered. Anybody can name any address: those sockets
@@ -73,7 +76,7 @@ class DecodeRanks:
     def tell(self, room: int, reason: str, announcements: list[Announcement]) -> None:
         """Nothing is written for ``room``, now and later: they may have their pages back."""
         for info in announcements:
-            self._send(info, wire.Stopped(room, self._manager.writer_id, reason))
+            self._send(info, wire.Stopped(room, self._writer, reason))
 
     def refuse_stranger(self, info: Announcement) -> None:
         """A decode rank that is not registered here announced a room: it must connect again."""
@@ -81,7 +84,7 @@ class DecodeRanks:
             info,
             wire.Stopped(
                 info.room,
-                self._manager.writer_id,
+                self._writer,
                 "the decode rank is not registered at this prefill rank (was prefill restarted?)",
                 unknown_peer=True,
             ),
@@ -118,7 +121,7 @@ class DecodeRanks:
             OSError, ValueError: its sender cannot be answered.
         """
         if isinstance(message, wire.Ping):
-            info = self._manager.decode_kv_args_table.get(message.peer)
+            info = self._registered.get(message.peer)
             if info is not None:
                 self._heard[message.peer] = self._clock(), info
             self._answer(message, info, wire.Pong(message.to, info is not None))
@@ -146,7 +149,7 @@ class DecodeRanks:
         rooms, room, text = self._rooms, message.room, f"decode cancelled it: {message.reason}"
         # Told with the room's other decode ranks, once: a second message could meet a new request
         # of that number. Of a room that is complete the completion itself is the answer.
-        known, info = rooms.room(room), self._manager.decode_kv_args_table.get(message.peer)
+        known, info = rooms.room(room), self._registered.get(message.peer)
         is_peer = known is not None and message.peer in known.announcements
         is_told = rooms.stopped(room) is None and is_peer
         # One that has not announced it may be about to.
@@ -159,7 +162,7 @@ class DecodeRanks:
             return
         if not is_its_own or not rooms.is_under_way(room):
             # Nothing is known of its room any more, or it ended before: nothing is under way.
-            self._answer(message, info, wire.Stopped(room, self._manager.writer_id, text))
+            self._answer(message, info, wire.Stopped(room, self._writer, text))
 
     # ---- liveness ----
 
@@ -192,7 +195,7 @@ class DecodeRanks:
     def _too_many(self) -> list[str]:
         """Registrations beyond what is kept: of those that neither ping nor have rooms, the ones
         that announced nothing for longest."""
-        registered, announced = list(self._manager.decode_kv_args_table), self._rooms.last_announced
+        registered, announced = list(self._registered), self._rooms.last_announced
         for peer in announced.keys() - registered:
             del announced[peer]
         excess = len(registered) - _MOST_REGISTERED

@@ -373,7 +373,7 @@ class DeltaSender(CommonKVSender):
     @property
     def failure(self) -> str:
         """Why the room failed, for its client and the log."""
-        return self._room.reason or self.kv_mgr.failure_of(self.bootstrap_room)
+        return self._room.reason or self.kv_mgr.statuses.failure_of(self.bootstrap_room)
 
     def forget(self) -> None:
         """Leave no entry of this request in the manager's tables."""
@@ -381,5 +381,5 @@ class DeltaSender(CommonKVSender):
         holder = manager.rooms.room(room)
         # Before the room goes: from then on decode may announce another one of its number.
         if holder is None or holder is self._room or holder.state in UNCLAIMED:
-            manager.forget_status(room)
+            manager.statuses.forget(room)
         manager.rooms.forget(self._room)

@@ -18,7 +18,8 @@ import requests
 from sglang.srt.disaggregation.delta.address_pool import AddressPool
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.delta.manager import DeltaManager
+    from sglang.srt.disaggregation.delta.rank import RankView
+    from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -29,41 +30,35 @@ _TIMEOUT_S = 5.0
 class ServedRooms:
     """One for each prefill rank."""
 
-    def __init__(self, manager: DeltaManager) -> None:
-        self._manager = manager
+    def __init__(self, rank: RankView, args: ServerArgs) -> None:
+        self._rank = rank
+        self._args = args
         self.pool = AddressPool("pd-served-rooms")
 
     def tell(self, address: str, room: int) -> None:
         """This rank serves ``room``: have the bootstrap server at ``address`` (host:port) know it.
         Never waits. A rank that does not speak for its data-parallel group says nothing."""
-        if self._manager.writer_id == 0:
+        if self._rank.writer_id == 0:
             told = self.pool.submit(address, self._tell, address, room)
             told.add_done_callback(partial(self._log, address, room))
-
-    @property
-    def rank(self) -> int:
-        """The data-parallel rank of this process, as it has registered at the bootstrap server."""
-        manager = self._manager
-        by_process = manager.system_dp_size > 1
-        return int(manager.system_dp_rank if by_process else manager.attn_dp_rank)
 
     def why_not_found(self, room: int) -> str:
         """What may be why nobody announces ``room`` here, as the end of a sentence; empty where a
         decode server finds this rank by itself."""
-        args = self._manager.server_args
+        args, ours = self._args, self._rank.dp_rank
         if args.dp_size == 1 or args.load_balance_method != "follow_bootstrap_room":
             return ""
         expected = room % args.dp_size
-        if expected == self.rank:
+        if expected == ours:
             return ""
         return (
-            f"; this is data-parallel rank {self.rank}, and without disagg_prefill_dp_rank decode "
+            f"; this is data-parallel rank {ours}, and without disagg_prefill_dp_rank decode "
             f"looks for the room on rank {expected}, which follows from its number: check that the "
             "router sends it"
         )
 
     def _tell(self, address: str, room: int) -> None:
-        served = {"bootstrap_room": room, "dp_rank": self.rank}
+        served = {"bootstrap_room": room, "dp_rank": self._rank.dp_rank}
         url = f"http://{address}/register_dp_rank"
         requests.post(url, json=served, timeout=_TIMEOUT_S).raise_for_status()
 
@@ -74,7 +69,7 @@ class ServedRooms:
                 "could not notify bootstrap server %s that data-parallel rank %d serves room %d "
                 "(%s): the decode server of this request waits for it until its deadline",
                 address,
-                self.rank,
+                self._rank.dp_rank,
                 room,
                 error,
             )
