@@ -21,7 +21,7 @@ from benchmark.harness import without_engine
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.decode import DecodeReqToTokenPool, DecodeRequest
 from sglang.srt.disaggregation.delta.decode.record import record_of
-from sglang.srt.disaggregation.delta.decode.scheduler import DecodeMetrics
+from sglang.srt.disaggregation.delta.observability import Telemetry
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.server_args import get_global_server_args
 
@@ -123,7 +123,7 @@ def scheduler() -> Any:
         enable_metrics=False,
         enable_hisparse=False,
         server_args=get_global_server_args(),
-        decode_metrics=DecodeMetrics(),
+        telemetry=Telemetry(),
         model_config=SimpleNamespace(vocab_size=VOCABULARY, is_encoder_decoder=False),
         stream_output=lambda *arguments: None,
     )
