@@ -66,10 +66,7 @@ class Room:
     # ---- what a deferred free asks of a backend and of the prefill servers ----
 
     def defer_free(self) -> DeferredFree | None:
-        return DeferredFree(self, 0, "", self, 1) if self.writing else None  # type: ignore[arg-type]
-
-    def collect_arrivals(self, asker: int) -> None:
-        """Nothing to read: ``writing`` is always true to the fact."""
+        return DeferredFree(0, "", self, 1, forget=self.forget_deferred) if self.writing else None
 
     def is_drained(self, writers: int) -> bool:
         return not self.writing
@@ -117,17 +114,14 @@ class Unasked:
     """The prefill servers of which nothing is ever learned; ``asking``: for ever."""
 
     def __init__(self, asking: bool = True) -> None:
-        self._asking = asking
         self.connections = SimpleNamespace(
-            is_connected=lambda address, dp_rank: False, forget_unwanted=lambda addresses: None
+            is_connected=lambda address, dp_rank: False,
+            ensure=lambda address: False,
+            is_asking=lambda address: asking,
+            forget_answer=lambda address: True,
+            forget_unwanted=lambda addresses: None,
+            refusals=SimpleNamespace(pop=lambda address: f"{address} could not be reached"),
         )
-        self.refusals = SimpleNamespace(pop=lambda address: f"{address} could not be reached")
-
-    def is_asking(self, address: str) -> bool:
-        return self._asking
-
-    def forget_answer(self, address: str) -> bool:
-        return True
 
 
 @dataclass
@@ -146,10 +140,6 @@ class Manager:
         self.kv_args = SimpleNamespace(kv_item_lens=self.item_lens, state_item_lens=self.state_lens)
         self.waiting_timeout = 300
         self.servers = Unasked()
-
-    def try_ensure_parallel_info(self, address: str) -> bool:
-        """No prefill server's topology is ever learned here."""
-        return False
 
     def peer_takes_delta(self, address: str) -> bool:
         return address not in self.stock_peers

@@ -216,11 +216,13 @@ def test_what_only_prefill_can(lost: int) -> None:
 
 
 @pytest.fixture
-def unreachable(remote: Decoder) -> Decoder:
-    """No prefill server answers; it is asked ten times."""
-    remote.kv_manager.servers = Unasked(asking=False)
-    remote.disagg_decode_prealloc_queue.__dict__["_max_ensure_retries"] = 10
-    return remote
+def unreachable() -> Decoder:
+    """No prefill server answers any more; it is asked ten times."""
+    decoder = Decoder(16, 1024, lost=LOST, chunk=32)
+    decoder.kv_manager.servers = Unasked(asking=False)
+    decoder.disagg_decode_prealloc_queue.__dict__["_max_ensure_retries"] = 10
+    serve(decoder, PROMPT)
+    return decoder
 
 
 def seconds(decoder: Decoder, count: int = 1) -> None:

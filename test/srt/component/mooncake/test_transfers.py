@@ -34,7 +34,7 @@ def test_dummy_rank_sends_nothing_and_proves_nothing(pair: Pair) -> None:
     info["is_dummy"] = False
     pair.serve(31, 6)  # what it said is here by then
     assert not deferred.is_drained(), "a rank that writes nothing spoke for the one that writes"
-    deferred.stop_following()
+    deferred.free(lambda entry: None)
 
 
 def test_metadata_over_tcp_arrive(pair: Pair) -> None:
@@ -80,7 +80,7 @@ def test_batch_that_the_engine_refuses(pair: Pair) -> None:
     for end in (second, other):
         assert "register again" in pair.reason(end)
     until(deferred.is_drained, "held for ever")
-    deferred.stop_following()
+    deferred.free(lambda entry: None)
     pair.register()
     pair.serve(30, 4)
     assert pair.arrived([30], [4])

@@ -238,8 +238,8 @@ def test_nothing_is_kept_of_a_server_that_nobody_asks_for(
     decode.queue.pending_reqs.clear()
     network.hangs = ""
     decode.steps()
-    assert not any(servers.is_asking(f"{host}:{PORT}") for host in hosts)
-    assert not servers.refusals
+    assert not any(servers.connections.is_asking(f"{host}:{PORT}") for host in hosts)
+    assert not servers.connections.refusals
 
 
 def test_a_rank_that_is_not_named(network: Network, decode: Decode) -> None:

@@ -242,7 +242,7 @@ def test_decode_gives_it_up(pair: Pair, stage: str, by: str) -> None:
         until(deferred.is_drained, "drained")
     assert pair.arrived([30], [4]) if stage == "under way" else pair.arrived([], [])
     assert GIVEN_UP[by][1] in pair.reason(sender)
-    deferred.stop_following()
+    deferred.free(lambda entry: None)
 
 
 @pytest.mark.hazard("late-notification", "room-number-reused")
@@ -258,7 +258,7 @@ def test_decode_gives_it_up_when_all_was_sent(pair: Pair) -> None:
     assert pair.reason(receiver)
     if deferred is not None:
         until(deferred.is_drained, "drained")
-        deferred.stop_following()
+        deferred.free(lambda entry: None)
     pair.serve(31, 6)
     assert pair.arrived([30, 31], [4, 6])
 
@@ -312,7 +312,7 @@ def test_a_write_that_does_not_end(pair: Pair) -> None:
     assert pair.reason(receiver)
     if deferred is not None:
         until(deferred.is_drained, "drained")
-        deferred.stop_following()
+        deferred.free(lambda entry: None)
     pair.serve(31, 4)
 
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import capability, wire
-from sglang.srt.disaggregation.delta.decode.deferred_free import Progress
+from sglang.srt.disaggregation.delta.decode.handshakes import Tables
 from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import log_announced
@@ -147,7 +147,8 @@ class DeltaManager(CommonKVManager):
             self.served_rooms = ServedRooms(self.rank, server_args)
         elif has_flag:
             self._receivers().drops_dead_sockets = True
-            self.servers = PrefillServers(self, super().try_ensure_parallel_info)
+            tables, ask = Tables.of(self), super().try_ensure_parallel_info
+            self.servers = PrefillServers(self.rank, self.statuses, tables, self, ask, server_args)
 
     # ---- the thread that reads what peers send ----
 
@@ -182,19 +183,6 @@ class DeltaManager(CommonKVManager):
         raise NotImplementedError
 
     # ---- what a backend knows of peers and arrivals ----
-
-    @property
-    def peer_name(self) -> str:
-        """The name under which this decode rank registers with prefill ranks."""
-        raise NotImplementedError
-
-    def progress(self, room: int) -> Progress:
-        """What prefill's ranks have said about a room of this decode rank so far."""
-        raise NotImplementedError
-
-    def take_progress(self, room: int) -> Progress:
-        """The same, and forget it here: a deferred free takes it over."""
-        raise NotImplementedError
 
     def collect_arrivals(self, asker: int) -> None:
         """Read what the transport says has arrived, for room ``asker``; nothing where it says so by
@@ -232,7 +220,7 @@ class DeltaManager(CommonKVManager):
     @override
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         if self.servers is not None:
-            return self.servers.ensure(bootstrap_addr)
+            return bool(self.servers.connections.ensure(bootstrap_addr))
         return bool(super().try_ensure_parallel_info(bootstrap_addr))
 
     def peer_takes_delta(self, bootstrap_addr: str) -> bool:

@@ -19,6 +19,7 @@ from component.transfer import bare
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import capability, wire
 from sglang.srt.disaggregation.delta.decode import prefill_servers
+from sglang.srt.disaggregation.delta.decode.handshakes import Tables
 from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
 from unit.delta.fakes import Sockets
 
@@ -36,6 +37,9 @@ def run_of_ours(name: str | None) -> Answer:
 class Beats:
     """The heartbeat's thread: it sleeps until a test lets it probe once."""
 
+    #: Probes without an answer after which a server is lost.
+    failures = 1
+
     def __init__(self, servers: PrefillServers) -> None:
         self._servers, self._runs = servers, False
         self._go, self._asleep = threading.Semaphore(0), threading.Semaphore(0)
@@ -49,7 +53,7 @@ class Beats:
         """One probe of each server."""
         if not self._runs:
             self._runs = True
-            self._servers.start_heartbeat()
+            self._servers.start_heartbeat(5.0, self.failures)
             assert self._asleep.acquire(timeout=60)
         self._go.release()
         assert self._asleep.acquire(timeout=60)
@@ -64,14 +68,19 @@ class Prefills:
         patch.setattr(wire, "PeerSockets", lambda: self.sockets)
         self._get = requests.get
         patch.setattr(requests, "get", self.get)
-        self.manager = bare.decode("nixl")
-        self.manager.__dict__.update(
-            max_failures=1, heartbeat_interval=5.0, local_ip="10.9.9.9", rank_port=4999
-        )
+        self.manager = bare.decode("nixl", local_ip="10.9.9.9")
         #: Sockets of SGLang's receivers that were closed.
         self.dropped: list[tuple[str, int]] = []
         self.manager.drop_socket = lambda *address: self.dropped.append(address)
-        self.servers = self.manager.servers = PrefillServers(self.manager, self.topology)
+        self.manager.server_args.speculative_algorithm = None
+        self.servers = self.manager.servers = PrefillServers(
+            self.manager.rank,
+            self.manager.statuses,
+            Tables.of(self.manager),
+            self.manager,
+            self.topology,
+            self.manager.server_args,
+        )
         self.beat = Beats(self.servers)
         patch.setattr(prefill_servers, "time", self.beat)
         #: By address.
@@ -128,10 +137,10 @@ class Prefills:
 
     def ask(self, address: str = ADDRESS) -> bool:
         """As at each step, until the answer is there; whether the server is known then."""
-        known, until = self.servers.ensure(address), time.monotonic() + 30
-        while not known and self.servers.is_asking(address):
+        known, until = self.servers.connections.ensure(address), time.monotonic() + 30
+        while not known and self.servers.connections.is_asking(address):
             assert time.monotonic() < until
-            known = self.servers.ensure(address)
+            known = self.servers.connections.ensure(address)
         return known
 
     def connect(self, address: str = ADDRESS, name: str | None = "a", ranks: Any = None) -> None:

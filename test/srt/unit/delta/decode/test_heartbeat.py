@@ -97,7 +97,7 @@ def test_when_a_server_is_given_up(
     """``ends``: by the probe after which its rooms fail, why. Guards against a server given up for
     one lost packet, or never; against failures of a whole day that add up; and against rooms that
     wait for ranks which do not exist any more."""
-    prefills.manager.max_failures = failures
+    prefills.beat.failures = failures
     prefills.connect(name=known)
     found = dict[int, str]()
     for probe, sign in enumerate(signs):

@@ -44,11 +44,11 @@ def test_servers_that_hang(prefills: Prefills) -> None:
     prefills.hung.update(hung)
     prefills.answers.update(dict.fromkeys(hung, run_of_ours("a")))
     for _ in range(5):
-        assert not any(prefills.servers.ensure(address) for address in hung)
-        assert all(prefills.servers.is_asking(address) for address in hung)
+        assert not any(prefills.servers.connections.ensure(address) for address in hung)
+        assert all(prefills.servers.connections.is_asking(address) for address in hung)
     prefills.servers.disconnect(ADDRESS)
     prefills.connect()
-    assert not any(prefills.servers.ensure(address) for address in hung)
+    assert not any(prefills.servers.connections.ensure(address) for address in hung)
     prefills.go_on()
     assert all(prefills.ask(address) for address in hung)
     assert [prefills.asked[address] for address in (ADDRESS, *hung)] == [2, *[1] * 100]
@@ -73,21 +73,25 @@ def test_what_differs_is_said(prefills: Prefills) -> None:
     prefills.answers[ADDRESS] = run_of_ours("a")
     prefills.problem = RuntimeError("Page size mismatch: 16 and 64")
     assert not prefills.ask()
-    assert prefills.servers.refusals == {ADDRESS: "Page size mismatch: 16 and 64"}
+    assert prefills.servers.connections.refusals == {ADDRESS: "Page size mismatch: 16 and 64"}
     prefills.problem = None
-    assert prefills.ask() and prefills.servers.refusals == {}
+    assert prefills.ask() and prefills.servers.connections.refusals == {}
 
 
 def test_a_server_that_cannot_be_asked_is_asked_again(prefills: Prefills) -> None:
     """Guards against a server that is just starting and counts as stock for ever."""
     prefills.answers[ADDRESS] = None
     assert not prefills.ask() and not prefills.asked
-    assert "could not be reached" in prefills.servers.refusals[ADDRESS]
+    assert "could not be reached" in prefills.servers.connections.refusals[ADDRESS]
     assert prefills.servers.capabilities(ADDRESS) == STOCK
     prefills.connect()
     assert prefills.servers.capabilities(ADDRESS).takes_delta
-    assert prefills.servers.ensure(ADDRESS) and prefills.asked[ADDRESS] == 1, "known: not again"
-    assert prefills.servers.refusals == {}, "a later abort must not say that it cannot be reached"
+    assert prefills.servers.connections.ensure(ADDRESS) and prefills.asked[ADDRESS] == 1, (
+        "known: not again"
+    )
+    assert prefills.servers.connections.refusals == {}, (
+        "a later abort must not say that it cannot be reached"
+    )
 
 
 def test_a_restart_is_noticed_at_the_next_handshake(prefills: Prefills) -> None:
@@ -208,7 +212,7 @@ def test_a_room_is_drained_when_each_writer_has_stopped(
         stopped.add(writer)
     if deferred is not None:
         assert deferred.is_drained() == (len(stopped) >= writers)
-        deferred.stop_following()
+        deferred.free(lambda entry: None)
     assert manager.failure_records == {ROOM: reason}
     manager.statuses.forget(ROOM)
     servers.take(wire.Stopped(ROOM, 0, "late"))

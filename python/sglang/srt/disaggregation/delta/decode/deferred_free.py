@@ -19,7 +19,6 @@ from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
-    from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +43,16 @@ class DeferredFree:
 
     def __init__(
         self,
-        servers: PrefillServers | None = None,
         room: int = -1,
         address: str = "",
         progress: Progress | None = None,
         writers: int = 0,
+        collect: Callable[[int], None] = lambda room: None,
+        forget: Callable[[DeferredFree], None] = lambda deferred: None,
     ) -> None:
-        self._servers = servers
+        """``collect`` reads what has arrived, for a room; ``forget``: it is followed no longer."""
+        self._collect = collect
+        self._forget = forget
         self.room = room
         #: The prefill server, host:port of its bootstrap server.
         self.address = address
@@ -78,9 +80,9 @@ class DeferredFree:
 
     def is_drained(self) -> bool:
         """Whether prefill can write to the pages no more; also reads what has arrived."""
-        if self.progress is None or self._servers is None:
+        if self.progress is None:
             return True
-        self._servers.collect_arrivals(self.room)
+        self._collect(self.room)
         return self._writers_are_gone or self.progress.is_drained(self.writers)
 
     def poll(self) -> int:
@@ -93,15 +95,10 @@ class DeferredFree:
 
     def free(self, free_entry: Callable[[DecodeRequest], None]) -> None:
         """Give what is kept to ``free_entry``, once, and follow the room no longer."""
-        self.stop_following()
+        self._forget(self)
         entry, self._entry = self._entry, None
         if entry is not None:
             free_entry(entry)
-
-    def stop_following(self) -> None:
-        """Another request may use the room's number. Calling it again does nothing."""
-        if self._servers is not None:
-            self._servers.forget_deferred(self)
 
     def _is_overdue(self) -> bool:
         waited = time.monotonic() - self._since

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -19,13 +20,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple  # Any: values in SGLang's JSON of a rank
 
 from sglang.srt.disaggregation.delta.decode.record import record_of
-from sglang.srt.disaggregation.delta.decode.waiting import fail, why_failed
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.disaggregation.delta.address_pool import AddressPool
-    from sglang.srt.disaggregation.delta.decode.prealloc_queue import RadixPreallocQueue
-    from sglang.srt.disaggregation.delta.manager import DeltaManager
     from sglang.srt.managers.schedule_batch import Req
 
 logger = logging.getLogger(__name__)
@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 Rank = tuple[int, int, int, int]
 #: SGLang's question for where one rank of a server listens; None: no answer.
 AskRank = Callable[..., "dict[str, Any] | None"]
-#: SGLang's question for the data-parallel ranks of some rooms, by the room's number in decimal.
-AskRooms = Callable[[str, list[int]], dict[str, int]]
 
 #: Seconds between the first two questions for a room that a prefill server does not know yet, by
 #: which factor it is asked more rarely then, and the longest pause.
@@ -49,20 +47,47 @@ class _Again(NamedTuple):
     pause: float = _ASK_AGAIN_S
 
 
+class Tables(NamedTuple):
+    """SGLang's tables of a decode rank, by prefill server (host:port of its bootstrap server)."""
+
+    #: ``prefill_info_table``: the topology.
+    topology: dict[str, Any]
+    #: ``connection_pool``, by server and ranks in it, and ``connection_lock``.
+    connections: dict[str, Any]
+    lock: threading.Lock
+    #: ``addr_to_rooms_tracker``.
+    rooms: dict[str, set[int]]
+
+    @classmethod
+    def of(cls, manager: Any) -> Tables:
+        """Those of SGLang's ``CommonKVManager``."""
+        return cls(
+            manager.prefill_info_table,
+            manager.connection_pool,
+            manager.connection_lock,
+            manager.addr_to_rooms_tracker,
+        )
+
+
 class Connections:
     """One for each decode rank. The scheduler's thread queries; any thread may ``forget``."""
 
     def __init__(
         self,
-        manager: DeltaManager,
+        tables: Tables,
+        handshake: Callable[[str], bool],
         pool: AddressPool,
-        ask_rooms: AskRooms | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._manager = manager
+        """``handshake`` asks a server who it is, and for its topology; whether that is known."""
+        self._tables = tables
+        self._handshake = handshake
         self._pool = pool
-        self._ask_rooms = ask_rooms or _ask_rooms
         self._clock = clock
+        #: Servers whose topology is asked for; and why that was impossible, the last time.
+        self._asked: dict[str, Future[bool]] = {}
+        self.refusals: dict[str, str] = {}
+        #: Of what is below.
         self._lock = threading.Lock()
         #: By server and data-parallel rank: what each of its ranks that we need answered.
         self._ranks: dict[tuple[str, int], Future[dict[Rank, dict[str, Any] | None]]] = {}
@@ -70,11 +95,53 @@ class Connections:
         #: By server, its rooms that were asked for and are not known.
         self._again: dict[str, dict[int, _Again]] = {}
 
+    def ensure(self, address: str) -> bool:
+        """Whether the server at ``address`` (bootstrap host:port) is known. Never waits: a server
+        that hangs must not stop the scheduler. Called again until it is, or is given up."""
+        table, future = self._tables.topology, self._asked.get(address)
+        if future is None:
+            if address in table:
+                return True
+            future = self._asked[address] = self._pool.submit(address, self._handshake, address)
+        if not future.done():
+            # Not before it is over: the table has the server before we know which one it is.
+            return False
+        del self._asked[address]
+        try:
+            known = future.result() and address in table
+        except Exception as error:  # SGLang raises where page size or dtype differ
+            self.refusals[address] = str(error)
+            logger.error("prefill server %s cannot be used: %s", address, error)
+            return False
+        if known:
+            self.refusals.pop(address, None)
+        else:
+            self.refusals.setdefault(
+                address,
+                f"prefill server {address} could not be reached, its ranks are not all up, or it "
+                "runs a version whose answer this server cannot read (see this server's log)",
+            )
+        return known
+
+    def is_asking(self, address: str) -> bool:
+        """Whether ``ensure`` has queried the server and has no answer yet."""
+        return address in self._asked
+
+    def forget_answer(self, address: str) -> bool:
+        """Nobody waits for the server any more: drop what ``ensure`` keeps of it, unless it is
+        being asked. Returns whether that was done."""
+        future = self._asked.get(address)
+        if future is not None and not future.done():
+            return False
+        self._asked.pop(address, None)
+        self.refusals.pop(address, None)
+        return True
+
     def is_connected(self, address: str, dp_rank: int) -> bool:
         """Whether a room needs no query: this decode rank has registered there already."""
-        info = self._manager.prefill_info_table.get(address)
+        info = self._tables.topology.get(address)
         return info is not None and all(
-            f"{address}_{dp_rank}_{cp_rank}_{info.target_tp_rank}" in self._manager.connection_pool
+            f"{address}_{dp_rank}_{cp_rank}_{info.target_tp_rank}" in self._tables.connections
             for cp_rank in info.target_cp_ranks
         )
 
@@ -83,7 +150,7 @@ class Connections:
         topology of the server at ``address`` is known."""
         if self.is_connected(address, dp_rank):
             return True
-        info = self._manager.prefill_info_table.get(address)
+        info = self._tables.topology.get(address)
         if info is None:  # lost meanwhile, which the receiver says
             return True
         with self._lock:
@@ -138,7 +205,7 @@ class Connections:
             due = [room for room, when in again.items() if now >= when.at]
             if due:
                 asked = list(again)  # one question, whoever it is for
-                self._rooms[address] = self._pool.submit(address, self._ask_rooms, address, asked)
+                self._rooms[address] = self._pool.submit(address, _ask_rooms, address, asked)
             for room in due:
                 pause = again[room].pause
                 again[room] = _Again(now + pause, min(_MORE_RARELY * pause, _MOST_S))
@@ -216,87 +283,91 @@ class _Reached:
 class Handshakes:
     """One for each prealloc queue. Called in every step by the scheduler's thread.
 
-    A request passes three questions: the topology of its prefill server (``PrefillServers``), the
-    data-parallel rank that serves it, and where the ranks listen that write to this one
-    (``Connections``).
+    A request passes the three questions of ``Connections``: the topology of its prefill server, the
+    data-parallel rank that serves it, and where the ranks listen that write to this one.
     """
 
-    def __init__(self, queue: RadixPreallocQueue) -> None:
-        """``queue``: the prealloc queue."""
-        self._queue = queue
+    def __init__(
+        self,
+        connections: Connections,
+        dp_rank_of: Callable[[Req], int | None],
+        clock: Callable[[], float],
+        *,
+        allowed_s: float,
+        attempts: int,
+        retry_s: float,
+    ) -> None:
+        """``dp_rank_of``: the data-parallel rank that serves a request, None where prefill has to
+        be queried; ``allowed_s``: how long a handshake may take; ``attempts``: how often a server's
+        topology is asked for before its requests fail, ``retry_s`` apart."""
+        self._connections = connections
+        self._dp_rank_of = dp_rank_of
+        self._clock = clock
+        self._allowed_s = allowed_s
+        self._most_attempts = attempts
+        self._retry_s = retry_s
         self._attempts: dict[str, _Attempts] = {}
 
-    def advance(self) -> None:
-        """Initialise the receivers of ``pending_reqs`` that are ready; drop those that failed."""
-        queue = self._queue
-        pending: dict[str, list[DecodeRequest]] = {}
-        for entry in queue.pending_reqs:
-            if entry.kv_receiver.conclude_state is None:  # else who polls it answers
-                pending.setdefault(bootstrap_addr(entry.req), []).append(entry)
-        waiting = []
-        for address, entries in pending.items():
-            waiting += self._advance(address, self._in_time(address, entries))
-        queue.pending_reqs = waiting
-        for address in self._attempts.keys() - pending.keys():  # whoever asked went away
-            if queue.kv_manager.servers.forget_answer(address):
-                del self._attempts[address]
-            else:
-                self._attempts[address] = _Attempts()
-        queue.kv_manager.servers.connections.forget_unwanted(pending)
-
-    def finish(self) -> list[DecodeRequest]:
-        """Poll the handshakes that are not done, on all ranks; answer and return who failed."""
-        from sglang.srt.disaggregation.base.conn import KVPoll
-        from sglang.srt.disaggregation.utils import poll_and_all_reduce
-
-        queue = self._queue
-        pending = [entry for entry in queue.queue if not entry.waiting_for_input]
-        if not pending:
-            return []
-        turns = queue.local_turns
-        tries_here = turns is not None and turns.choice.limits.when_lost > 0
-        pollers = [_Reached(entry) if tries_here else entry.kv_receiver for entry in pending]
-        polls = poll_and_all_reduce(pollers, queue.gloo_group)
-        failed = []
-        for entry, vote in zip(pending, polls, strict=True):
-            poll, is_reached = divmod(vote, 2) if tries_here else (vote, True)
-            if poll == KVPoll.Failed:
-                if queue.without_prefill.save(entry, why_failed(queue, entry)):
-                    continue
-                fail(queue, entry, "Decode handshake failed for request")
-                if queue.scheduler.enable_metrics:
-                    queue.scheduler.metrics_collector.increment_bootstrap_failed_reqs()
-                failed.append(entry)
-            elif poll == KVPoll.WaitingForInput:
-                entry.waiting_for_input = True
-                record_of(entry.req).wait.since = queue.clock()
-                entry.req.time_stats.set_bootstrap_done_time()
-            elif not is_reached:
-                queue.without_prefill.try_here(entry)
-        return failed
-
-    def _in_time(self, address: str, entries: list[DecodeRequest]) -> list[DecodeRequest]:
-        """Fail those that have waited for longer than a transfer may take."""
-        allowed = self._queue.kv_manager.waiting_timeout
-        now, left = self._queue.clock(), []
+    def advance(self, entries: Sequence[DecodeRequest]) -> list[DecodeRequest]:
+        """Initialise the receivers of ``entries`` that are ready, and fail those that waited for
+        too long; the others wait on."""
+        now, pending = self._clock(), defaultdict[str, list["DecodeRequest"]](list)
         for entry in entries:
-            record = record_of(entry.req)
+            if entry.kv_receiver.conclude_state is not None:
+                continue  # who polls it answers
+            record, address = record_of(entry.req), bootstrap_addr(entry.req)
             if record.handshake_since is None:
                 record.handshake_since = now
-            if now - record.handshake_since < allowed:
-                left.append(entry)
+            in_time = pending[address]
+            if now - record.handshake_since < self._allowed_s:
+                in_time.append(entry)
                 continue
             entry.kv_receiver.fail_handshake(
                 f"prefill {address} did not report {record.handshake_lacks} "
-                f"within {allowed} s ({_DEADLINE})"
+                f"within {self._allowed_s} s ({_DEADLINE})"
             )
-        return left
+        waiting = []
+        for address, in_time in pending.items():
+            waiting += self._advance(address, in_time)
+        for address in self._attempts.keys() - pending.keys():  # whoever asked went away
+            if self._connections.forget_answer(address):
+                del self._attempts[address]
+            else:
+                self._attempts[address] = _Attempts()
+        self._connections.forget_unwanted(pending)
+        return waiting
+
+    def finish(
+        self, entries: Sequence[DecodeRequest], group: ProcessGroup, *, tries_here: bool
+    ) -> tuple[list[DecodeRequest], list[DecodeRequest]]:
+        """Poll the handshakes of ``entries``, on all ranks of ``group``: which of them failed, and
+        of which no prefill server was reached. The latter are asked for only where it
+        ``tries_here`` to compute such requests."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+        from sglang.srt.disaggregation.utils import poll_and_all_reduce
+
+        failed: list[DecodeRequest] = []
+        unreached: list[DecodeRequest] = []
+        if not entries:
+            return failed, unreached
+        pollers = [_Reached(entry) if tries_here else entry.kv_receiver for entry in entries]
+        for entry, vote in zip(entries, poll_and_all_reduce(pollers, group), strict=True):
+            poll, is_reached = divmod(vote, 2) if tries_here else (vote, True)
+            if poll == KVPoll.Failed:
+                failed.append(entry)
+            elif poll == KVPoll.WaitingForInput:
+                entry.waiting_for_input = True
+                record_of(entry.req).wait.since = self._clock()
+                entry.req.time_stats.set_bootstrap_done_time()
+            elif not is_reached:
+                unreached.append(entry)
+        return failed, unreached
 
     def _advance(self, address: str, entries: list[DecodeRequest]) -> list[DecodeRequest]:
         """Those of ``entries`` that are still not ready."""
         known = self._is_known(address)
         if known is None:
-            why = self._queue.kv_manager.servers.refusals.pop(address)
+            why = self._connections.refusals.pop(address)
             for entry in entries:
                 entry.kv_receiver.fail_handshake(why)
             return []
@@ -305,9 +376,9 @@ class Handshakes:
                 for entry in entries:
                     record_of(entry.req).unreachable = True
             return entries
-        ranks = {id(entry): self._queue.prefill_dp_rank(entry.req) for entry in entries}
+        ranks = {id(entry): self._dp_rank_of(entry.req) for entry in entries}
         rooms = [entry.req.bootstrap_room for entry in entries if ranks[id(entry)] is None]
-        found = self._queue.kv_manager.servers.connections.dp_ranks(address, rooms) if rooms else {}
+        found = self._connections.dp_ranks(address, rooms) if rooms else {}
         waiting = []
         for entry in entries:
             rank = ranks[id(entry)]
@@ -326,18 +397,17 @@ class Handshakes:
 
     def _is_known(self, address: str) -> bool | None:
         """Whether the server's topology is known; None where it was asked for too often."""
-        queue = self._queue
         attempts = self._attempts.setdefault(address, _Attempts())
-        if queue.clock() < attempts.again_at:
+        if self._clock() < attempts.again_at:
             return False
-        if queue.kv_manager.try_ensure_parallel_info(address):
+        if self._connections.ensure(address):
             del self._attempts[address]
             return True
-        if queue.kv_manager.servers.is_asking(address):
+        if self._connections.is_asking(address):
             return False
         attempts.failed += 1
-        attempts.again_at = queue.clock() + queue._ensure_retry_interval
-        if attempts.failed < queue._max_ensure_retries:
+        attempts.again_at = self._clock() + self._retry_s
+        if attempts.failed < self._most_attempts:
             return False
         logger.error(
             "prefill server %s did not report its server info in %d attempts: the requests that "

@@ -79,7 +79,14 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
     @cached_property
     def _handshakes(self) -> Handshakes:
-        return Handshakes(self)
+        return Handshakes(
+            self.kv_manager.servers.connections,
+            self.prefill_dp_rank,
+            self.clock,
+            allowed_s=self.kv_manager.waiting_timeout,
+            attempts=self._max_ensure_retries,
+            retry_s=self._ensure_retry_interval,
+        )
 
     @cached_property
     def without_prefill(self) -> WithoutPrefill:
@@ -124,7 +131,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
     @override
     def _resolve_pending_reqs(self) -> None:
         if self.shares_prefixes:
-            self._handshakes.advance()
+            self.pending_reqs = self._handshakes.advance(self.pending_reqs)
         else:
             super()._resolve_pending_reqs()
 
@@ -135,7 +142,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         if not self.shares_prefixes:
             return super().pop_preallocated(rids_to_check)
         self._resolve_pending_reqs()
-        failed = self._handshakes.finish()
+        failed = self._end_handshakes()
         self._leave(failed)
         admitted: list[DecodeRequest] = []
         ready = self._ready()
@@ -154,6 +161,24 @@ class RadixPreallocQueue(DecodePreallocQueue):
             self._leave([*admitted, *taken])
             self._log_waits([entry.req for entry in checked], limits)
         return admitted, failed
+
+    def _end_handshakes(self) -> list[DecodeRequest]:
+        """Answer and return those whose handshake failed, on all ranks."""
+        turns = self.local_turns
+        tries_here = turns is not None and turns.choice.limits.when_lost > 0
+        pending = [entry for entry in self.queue if not entry.waiting_for_input]
+        failed, unreached = self._handshakes.finish(pending, self.gloo_group, tries_here=tries_here)
+        for entry in unreached:
+            self.without_prefill.try_here(entry)
+        gone = []
+        for entry in failed:
+            if self.without_prefill.save(entry, waiting.why_failed(self, entry)):
+                continue
+            waiting.fail(self, entry, "Decode handshake failed for request")
+            if self.scheduler.enable_metrics:
+                self.scheduler.metrics_collector.increment_bootstrap_failed_reqs()
+            gone.append(entry)
+        return gone
 
     @override
     def resume_retracted_reqs(self, rids_to_check: list[str] | None = None) -> list[Req]:

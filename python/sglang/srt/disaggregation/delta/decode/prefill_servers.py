@@ -12,15 +12,15 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any  # Any: values in SGLang's JSON of a rank
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol  # Any: values in SGLang's JSON of a rank
 
 import requests
 
 from sglang.srt.disaggregation.delta import capability, wire
 from sglang.srt.disaggregation.delta.address_pool import AddressPool
 from sglang.srt.disaggregation.delta.decode.deferred_free import DeferredFree, Progress
-from sglang.srt.disaggregation.delta.decode.handshakes import Connections
+from sglang.srt.disaggregation.delta.decode.handshakes import Connections, Tables
 from sglang.srt.disaggregation.delta.decode.heartbeat import (
     Heartbeat,
     Liveness,
@@ -33,25 +33,55 @@ from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.delta.manager import DeltaManager
+    from sglang.srt.disaggregation.delta.rank import RankView, Statuses
+    from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
+
+
+class Transport(Protocol):
+    """What a decode rank's backend knows of its peers and their writes."""
+
+    @property
+    def peer_name(self) -> str:
+        """The name under which this decode rank registers with prefill ranks."""
+
+    def progress(self, room: int) -> Progress:
+        """What prefill's ranks have said about a room of this decode rank so far."""
+
+    def take_progress(self, room: int) -> Progress:
+        """The same, and forget it there: a deferred free takes it over."""
+
+    def collect_arrivals(self, asker: int) -> None:
+        """Read what has arrived, for room ``asker``; nothing where it is said without asking."""
+
+    def drop_socket(self, host: str, port: int) -> None:
+        """Throw away what is queued for a prefill rank that is gone."""
 
 
 class PrefillServers:
     """One for each decode rank with the radix cache on. Used by the scheduler thread, the reader
     thread and the heartbeat thread."""
 
-    def __init__(self, manager: DeltaManager, ask: Callable[[str], bool]) -> None:
-        """``manager``: the rank's ``DeltaManager``; ``ask``: SGLang's own blocking question for a
-        server's topology."""
-        self._manager = manager
+    def __init__(
+        self,
+        rank: RankView,
+        statuses: Statuses,
+        tables: Tables,
+        transport: Transport,
+        ask: Callable[[str], bool],
+        args: ServerArgs,
+    ) -> None:
+        """``ask``: SGLang's own blocking question for a server's topology."""
+        self._rank = rank
+        self._statuses = statuses
+        self._tables = tables
+        self._transport = transport
         self._ask = ask
+        self._args = args
         self._sockets = wire.PeerSockets()
         self._lock = threading.RLock()
-        self._pool = AddressPool("pd-handshake")
-        self._asked: dict[str, Future[bool]] = {}
-        self.connections = Connections(manager, self._pool)
+        self.connections = Connections(tables, self._handshake, AddressPool("pd-handshake"))
         self._capabilities: dict[str, capability.Capabilities] = {}
         #: Counts handshakes with an address, to tell the server there from the one before it.
         self._epochs: dict[str, int] = defaultdict(int)
@@ -61,53 +91,10 @@ class PrefillServers:
         self._gone_epochs: dict[str, int] = defaultdict(int)
         #: Addresses of the ranks that this rank is connected to, and their unanswered pings.
         self._ranks: dict[str, dict[tuple[str, int], int]] = defaultdict(dict)
-        #: Why the last handshake with an address that is asked for was impossible.
-        self.refusals: dict[str, str] = {}
         #: By room; changed and read under the lock: the reader and the heartbeat use it too.
         self._deferred: dict[int, DeferredFree] = {}
 
     # ---- handshake ----
-
-    def ensure(self, address: str) -> bool:
-        """Whether the server at ``address`` (bootstrap host:port) is known. Never waits: a server
-        that hangs must not stop the scheduler. Called again until it is, or is given up."""
-        table = self._manager.prefill_info_table
-        future = self._asked.get(address)
-        if future is None:
-            if address in table:
-                return True
-            future = self._asked[address] = self._pool.submit(address, self._handshake, address)
-        if not future.done():
-            # Not before it is over: the table has the server before we know which one it is.
-            return False
-        try:
-            known = future.result() and address in table
-        except Exception as error:  # SGLang raises where page size or dtype differ
-            self.refusals[address] = str(error)
-            logger.error("prefill server %s cannot be used: %s", address, error)
-            known = False
-        del self._asked[address]
-        if not known:
-            self.refusals.setdefault(
-                address,
-                f"prefill server {address} could not be reached, its ranks are not all up, or it "
-                "runs a version whose answer this server cannot read (see this server's log)",
-            )
-        return known
-
-    def is_asking(self, address: str) -> bool:
-        """Whether ``ensure`` has queried the server and has no answer yet."""
-        return address in self._asked
-
-    def forget_answer(self, address: str) -> bool:
-        """Nobody waits for the server any more: drop what ``ensure`` keeps of it, unless it is
-        being asked. Returns whether that was done."""
-        future = self._asked.get(address)
-        if future is None or future.done():
-            self._asked.pop(address, None)
-            self.refusals.pop(address, None)
-            return True
-        return False
 
     def _handshake(self, address: str) -> bool:
         # Asked whenever the topology is: a server that came back may be another version.
@@ -122,14 +109,13 @@ class PrefillServers:
             if before is None or before.incarnation != capabilities.incarnation:
                 self._compare_drafts(address, capabilities)
             self._epochs[address] += 1
-            self.refusals.pop(address, None)
         return True
 
     def _compare_drafts(self, address: str, capabilities: capability.Capabilities) -> None:
         """Warn where prompts come without the draft model's KV that this server would use."""
         if capabilities.speculative != capability.NO_DRAFTS:
             return
-        algorithm = self._manager.server_args.speculative_algorithm
+        algorithm = self._args.speculative_algorithm
         if algorithm:
             logger.warning(
                 "prefill server %s runs without --speculative-algorithm, this decode server with "
@@ -158,20 +144,19 @@ class PrefillServers:
 
     def fail(self, room: int, kind: Reason, text: str) -> None:
         """Fail one room that has neither ended nor failed."""
-        if self._manager.statuses.fail_known(room, text):
+        if self._statuses.fail_known(room, text):
             STATS.count("kv_transfer_failed", reason=kind.value)
 
     def withdraw(self, address: str, infos: list[dict[str, Any]], room: int, reason: str) -> None:
         """Notify the prefill ranks of ``room`` that it is not wanted any more. Best effort."""
-        manager = self._manager
         if not self.capabilities(address).takes_control:
             return
         for info in infos:
             message = wire.Withdraw(
                 room,
-                manager.peer_name,
-                manager.local_ip,
-                manager.rank_port,
+                self._transport.peer_name,
+                self._rank.host,
+                self._rank.port,
                 reason,
                 wants_answer=not info.get("is_dummy", False),
             )
@@ -204,10 +189,17 @@ class PrefillServers:
     def defer_free(self, room: int, address: str, epoch: int, writers: int) -> DeferredFree | None:
         """Follow a room that is given up; None if nobody can write to its pages any more."""
         with self._lock:
-            progress = self._manager.take_progress(room)
+            progress = self._transport.take_progress(room)
             if epoch <= self._gone_epochs[address] or progress.is_drained(writers):
                 return None
-            deferred = DeferredFree(self, room, address, progress, writers)
+            deferred = DeferredFree(
+                room,
+                address,
+                progress,
+                writers,
+                collect=self._transport.collect_arrivals,
+                forget=self.forget_deferred,
+            )
             self._deferred[room] = deferred
             return deferred
 
@@ -233,11 +225,7 @@ class PrefillServers:
             deferred = self._deferred.get(room)
             if deferred is not None and deferred.progress is not None:
                 return deferred.progress
-            return self._manager.progress(room)
-
-    def collect_arrivals(self, room: int) -> None:
-        """Read what the transport says has arrived, for ``room`` which was given up."""
-        self._manager.collect_arrivals(room)
+            return self._transport.progress(room)
 
     # ---- messages from prefill ranks ----
 
@@ -260,13 +248,15 @@ class PrefillServers:
             if deferred is not None and deferred.progress is not None:
                 deferred.progress.stop(message.writer)
                 return
-            if message.room not in self._manager.request_status:
+            if message.room not in self._statuses:
                 return
-            self._manager.progress(message.room).stop(message.writer)
-            address = self._address_of(message.room)
+            self._transport.progress(message.room).stop(message.writer)
+            tracked = list(self._tables.rooms.items())
+            addresses = [address for address, rooms in tracked if message.room in rooms]
         self.fail(message.room, Reason.PEER_FAILED, f"prefill reported: {message.reason}")
-        if message.unknown_peer and address is not None:
-            self.disconnect(address)
+        if message.unknown_peer:
+            for address in addresses:
+                self.disconnect(address)
 
     def _take_pong(self, message: wire.Pong) -> None:
         host, _, port = message.to.rpartition(":")
@@ -278,29 +268,27 @@ class PrefillServers:
                     if not message.knows_peer:
                         self.disconnect(address)
 
-    def _address_of(self, room: int) -> str | None:
-        tracked = self._manager.addr_to_rooms_tracker
-        return next((address for address, rooms in list(tracked.items()) if room in rooms), None)
-
     def disconnect(self, address: str) -> None:
         """Forget the connections to a server: the next request connects and registers again."""
-        manager = self._manager
-        with manager.connection_lock:
-            for key in list(manager.connection_pool):  # the scheduler adds without the lock
+        with self._tables.lock:
+            for key in list(self._tables.connections):  # the scheduler adds without the lock
                 if key.startswith(f"{address}_"):
-                    del manager.connection_pool[key]
-            manager.prefill_info_table.pop(address, None)
+                    del self._tables.connections[key]
+            self._tables.topology.pop(address, None)
         self.connections.forget(address)
 
     # ---- heartbeat ----
 
-    def start_heartbeat(self) -> None:
-        """Probe all prefill servers every ``SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL``."""
-        heartbeat = Heartbeat(self._probe, self._given_up, max_failures=self._manager.max_failures)
+    def start_heartbeat(self, interval_s: float, max_failures: int) -> None:
+        """Probe all prefill servers every ``interval_s``
+        (``SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL``)."""
+        timeout_s = min(environment.HANDSHAKE_TIMEOUT.read(), interval_s)
+        probe = partial(self._probe, timeout_s=timeout_s)
+        heartbeat = Heartbeat(probe, self._given_up, max_failures=max_failures)
 
         def beat() -> None:
             while True:
-                time.sleep(self._manager.heartbeat_interval)
+                time.sleep(interval_s)
                 try:
                     heartbeat.beat(self._known())
                 except Exception:  # the thread must outlive what it meets
@@ -310,20 +298,19 @@ class PrefillServers:
 
     def _known(self) -> dict[str, str | None]:
         with self._lock:
-            addresses = {*self._manager.prefill_info_table}
+            addresses = {*self._tables.topology}
             addresses |= {deferred.address for deferred in self._deferred.values()}
             self._probed_at = {address: self._epochs[address] for address in addresses}
             return {address: self.capabilities(address).incarnation for address in addresses}
 
-    def _probe(self, address: str) -> Probe:
+    def _probe(self, address: str, timeout_s: float) -> Probe:
         """Query the identity of the bootstrap server, and ping the connected ranks."""
         takes_control = self.capabilities(address).takes_control
         route = capability.ROUTE if takes_control else "/health"
-        timeout = min(environment.HANDSHAKE_TIMEOUT.read(), self._manager.heartbeat_interval)
         try:
-            response = requests.get(f"http://{address}{route}", timeout=timeout)
+            response = requests.get(f"http://{address}{route}", timeout=timeout_s)
         except requests.ConnectionError as error:
-            is_gone = is_refused(error) and self._ranks_refuse(address, timeout)
+            is_gone = is_refused(error) and self._ranks_refuse(address, timeout_s)
             return Probe(Liveness.GONE if is_gone else Liveness.SILENT)
         except requests.RequestException:
             return Probe(Liveness.SILENT)
@@ -347,10 +334,8 @@ class PrefillServers:
         return all(refuses(host, port, timeout_s) for host, port in ranks)
 
     def _ping(self, host: str, port: int) -> None:
-        manager = self._manager
-        message = wire.Ping(
-            f"{host}:{port}", manager.peer_name, manager.local_ip, manager.rank_port
-        )
+        ours = self._transport.peer_name, self._rank.host, self._rank.port
+        message = wire.Ping(f"{host}:{port}", *ours)
         try:
             self._sockets.send(host, port, message)
         except (OSError, ValueError) as error:
@@ -373,7 +358,7 @@ class PrefillServers:
         ``is_gone``: its processes do not exist any more, so that nothing more can be written.
         """
         self.disconnect(address)
-        rooms = list(self._manager.addr_to_rooms_tracker.get(address, ()))
+        rooms = list(self._tables.rooms.get(address, ()))
         for room in rooms:
             self.fail(room, Reason.PEER_LOST, f"lost prefill server {address}: {why}")
         logger.error(
@@ -400,4 +385,4 @@ class PrefillServers:
                 deferred.writers_are_gone()
         for host, port in self._ranks.pop(address, {}):
             self._sockets.drop(host, port)
-            self._manager.drop_socket(host, port)
+            self._transport.drop_socket(host, port)

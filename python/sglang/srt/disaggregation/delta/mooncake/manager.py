@@ -329,10 +329,9 @@ class DeltaMooncakeManager(MooncakeKVManager):
             return
         self._progress: dict[int, RoomProgress] = {}
         self.start_reader(MooncakeStatuses(self).take)
-        self.servers.start_heartbeat()
+        self.servers.start_heartbeat(self.heartbeat_interval, self.max_failures)
 
     @property
-    @override
     def peer_name(self) -> str:
         return str(self.get_session_id())
 
@@ -341,12 +340,10 @@ class DeltaMooncakeManager(MooncakeKVManager):
         progress = self._progress[room] = RoomProgress()
         return progress
 
-    @override
     def progress(self, room: int) -> RoomProgress:
         # Nothing is kept for a room that is not open.
         return self._progress.get(room) or RoomProgress()
 
-    @override
     def take_progress(self, room: int) -> RoomProgress:
         return self._progress.pop(room, None) or RoomProgress()
 

@@ -113,18 +113,15 @@ class NixlDecode(NixlKVManager):
             super()._start_heartbeat_checker_thread()
             return
         self.start_reader(_refuse)
-        self.servers.start_heartbeat()
+        self.servers.start_heartbeat(self.heartbeat_interval, self.max_failures)
 
     @property
-    @override
     def peer_name(self) -> str:
         return str(self.agent.name)
 
-    @override
     def progress(self, room: int) -> DeltaTransferStatus:
         return self.transfer_statuses[room]
 
-    @override
     def take_progress(self, room: int) -> DeltaTransferStatus:
         from sglang.srt.disaggregation.nixl.conn import TransferStatus
 
