@@ -101,8 +101,6 @@ class FakeAgent:
     )
     #: By call: what each of its calls does first.
     before: dict[str, Any] = field(default_factory=dict)
-    #: Whether it knows lists with strides.
-    is_strided: bool = True
     lists: list[List] = field(default_factory=list)
     _in_peers: threading.Lock = field(default_factory=threading.Lock)
 
@@ -145,8 +143,6 @@ class FakeAgent:
 
     def prep_xfer_dlist(self, name: str, rows: npt.NDArray[np.uint64], memory: str) -> List:
         self._call("prep_xfer_dlist")
-        if rows.shape[1] == 5 and not self.is_strided:
-            raise ValueError("rows of three")
         is_ours = name == "NIXL_INIT_AGENT"
         loaded = None if is_ours else self._loaded(name)
         self.lists.append(List("" if is_ours else name, memory, self._ranges(rows), loaded))

@@ -58,9 +58,9 @@ GOES = {
 }
 #: Of prefill and of decode: pages of state, metadata slots.
 STATE, SLOTS = ((4, 0), (1, 5)), (3, 1)
-#: Lists that NIXL prepares: of strided rows, of all rows, none, of this rank only, or none as the
-#: peer is a stock one.
-LISTS = ("strided", "long", "none", "ours only", "stock peer")
+#: Lists that NIXL prepares: of both ranks, none, of this rank only, or none as the peer is a stock
+#: one.
+LISTS = ("prepared", "none", "ours only", "stock peer")
 CASES = [
     (ranks, goes, lists)
     for ranks, goes, lists in product(RANKS, GOES, LISTS)
@@ -174,7 +174,6 @@ def test_a_room(
     is_stock = lists == "stock peer"
     if is_stock and which == "none":
         return  # that is a dummy's
-    rank.agent.is_strided = lists != "long"
     if lists == "none":
         rank.agent.before["prep_xfer_dlist"] = lambda: 1 / 0
     elif lists == "ours only":
@@ -200,7 +199,7 @@ def test_a_room(
     sides = rank.side.args.gpu_id, rank.decode["decode"].args.gpu_id
     for handle, kind in zip(rank.agent.handles, kinds, strict=True):
         assert handle.memory == ("DRAM" if kind == "aux" else "VRAM")
-        assert handle.is_prepared == (lists in ("strided", "long") and kind != "state")
+        assert handle.is_prepared == (lists == "prepared" and kind != "state")
         devices = (0, 0) if kind == "aux" else sides
         assert {device for *_, device in handle.sources} == {devices[0]}
         assert {device for *_, device in handle.destinations} == {devices[1]}

@@ -1,11 +1,10 @@
 """What is moved: a chunk of a room, and its memory as arrays.
 
-``cut_chunk`` takes a chunk, which pages go where, out of what the decode ranks announced. NIXL is
-told of it in merged ranges of memory, or in indices into lists that were prepared. Both ways say
-the same: the pages of a chunk, in every buffer of a rank, to the peer's pages. Ranges are built for
-each chunk, one for each run of pages that are neighbours on both sides. Prepared lists describe a
-whole pool once, one slot (page) of one buffer an entry, and a chunk only selects; nothing is
-merged, so that a chunk of neighbouring pages costs more than it has to.
+A chunk says which pages go where: the same pages in every buffer of a rank, to the peer's pages.
+NIXL is told of it in merged ranges of memory, or in indices into lists that were prepared. Ranges
+are built for each chunk, one for each run of pages that are neighbours on both sides. Prepared
+lists describe a whole pool once, one slot (page) of one buffer an entry, and a chunk only selects;
+nothing is merged, so that a chunk of neighbouring pages costs more than it has to.
 
 Between ranks of different tensor parallel sizes a slot is a part of a token: some of its heads.
 Such slots are never neighbours, so there is a range for each of them.
@@ -17,19 +16,14 @@ uint64, and selectors in int32.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any  # Any: page indices in each of SGLang's forms
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from sglang.srt.disaggregation.delta.pages import DeltaMismatch, Pages
+from sglang.srt.disaggregation.delta.pages import Pages
 from sglang.srt.patchset import environment
-
-if TYPE_CHECKING:
-    from sglang.srt.disaggregation.delta.nixl.prefill import NixlTransferInfo
 
 #: Rows of numbers, unsigned since an address may be 2**63 or more.
 Rows = npt.NDArray[np.uint64]
@@ -67,59 +61,6 @@ class ChunkPayload(msgspec.Struct, frozen=True, eq=False):
     state_pages: Pages
     #: By the name of the peer.
     destinations: dict[str, Destination]
-
-
-def cut_chunk(
-    room: int,
-    announcements: Iterable[NixlTransferInfo],
-    pages: Pages,
-    index_slice: slice,
-    chunk_id: int,
-    metadata_slot: int | None,
-    state_pages: Sequence[Any] | None,
-) -> ChunkPayload:
-    """Cut one chunk out of what the decode ranks of ``room`` announced.
-
-    ``pages`` are copied: SGLang's may be a view of its own table, which changes while the chunk is
-    in a queue. ``index_slice`` is the chunk's place among the room's destination pages.
-
-    Raises:
-        DeltaMismatch: a rank listed another number of pages there.
-    """
-    own = _copy(pages)
-    destinations = {}
-    for info in announcements:
-        if info.is_dummy():
-            continue
-        listed = info.dst_kv_indices[index_slice]
-        if len(listed) != len(own):
-            raise DeltaMismatch(
-                f"room {room}: chunk {chunk_id} has {len(own)} pages, and decode rank "
-                f"{info.agent_name} listed {len(listed)} for it"
-            )
-        frame = info.delta
-        destinations[info.agent_name] = Destination(
-            pages=listed,
-            state_pages=_copy(info.dst_state_indices if state_pages is not None else ()),
-            metadata_slot=info.dst_aux_index,
-            pool_pages=(frame.pool_pages or None) if frame else None,
-            metadata_slots=(frame.metadata_slots or None) if frame else None,
-            takes_metadata=bool(frame and frame.takes_metadata),
-        )
-    return ChunkPayload(
-        chunk_id=chunk_id,
-        pages=own,
-        metadata_slot=metadata_slot,
-        state_pages=_copy(state_pages if state_pages is not None else ()),
-        destinations=destinations,
-    )
-
-
-def _copy(pages: Sequence[Any] | Pages) -> Pages:
-    """SGLang gives lists of numbers, arrays, and lists of arrays."""
-    own = np.array(pages, np.int32).reshape(-1)
-    own.setflags(write=False)
-    return own
 
 
 # ---- the memory of both sides ----
@@ -299,22 +240,9 @@ def _rows(pool: Pool, slots: Rows, lengths: Rows) -> Rows:
 # ---- prepared lists ----
 
 
-def prepared(pool: Pool) -> Rows:
-    """(address, length, device) of every slot of every buffer: (buffers x slots, 3), ordered by
-    buffer, then slot. What ``select`` selects from.
-
-    Raises:
-        SelectorOverflow: it would have more entries than can be selected.
-    """
-    _check_selectable(pool)
-    slots = np.arange(pool.slots, dtype=np.uint64)
-    lens = np.array(pool.item_lens, np.uint64)[:, None]
-    return _rows(pool, slots, np.broadcast_to(lens, (len(pool.bases), pool.slots)))
-
-
 def prepared_strided(pool: Pool) -> Rows:
-    """The same list in NIXL's short form, (address, length, device, stride, count), one row a
-    buffer: shape (buffers, 5).
+    """Every slot of every buffer, ordered by buffer, then slot, for ``select`` to select from: in
+    NIXL's strided form, (address, length, device, stride, count), one row a buffer: (buffers, 5).
 
     Raises:
         SelectorOverflow: it would have more entries than can be selected.

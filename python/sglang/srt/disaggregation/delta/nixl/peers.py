@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any  # Any: NIXL's binding has no types
 
-import numpy as np
-import numpy.typing as npt
-
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.nixl.descriptors import Heads, Pool
@@ -61,12 +58,8 @@ class PreparedLists:
 
     def _prepare(self, memory: str, pool: Pool) -> Any | None:
         try:
-            rows: npt.NDArray[np.uint64] = descriptors.prepared_strided(pool)
-            try:
-                return self._agent.prep_xfer_dlist(self._name, rows, memory)
-            except (ValueError, TypeError):  # an older NIXL knows no strided form
-                rows = descriptors.prepared(pool)
-                return self._agent.prep_xfer_dlist(self._name, rows, memory)
+            rows = descriptors.prepared_strided(pool)
+            return self._agent.prep_xfer_dlist(self._name, rows, memory)
         except Exception as error:  # bindings raise what they like
             logger.warning(
                 "NIXL could not prepare %d buffers of %s (%r); ranges are built for each chunk "

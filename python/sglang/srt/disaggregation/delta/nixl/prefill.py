@@ -9,9 +9,9 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any  # Any: page indices in each of SGLang's forms
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend
-from sglang.srt.disaggregation.delta.nixl.descriptors import cut_chunk
+from sglang.srt.disaggregation.delta.nixl.descriptors import ChunkPayload, Destination
 from sglang.srt.disaggregation.delta.nixl.layout import Layout
 from sglang.srt.disaggregation.delta.nixl.peers import Peers
 from sglang.srt.disaggregation.delta.observability import TransferReport
@@ -38,7 +38,6 @@ from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool, 
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.delta.nixl.manager import DeltaNixlManager
     from sglang.srt.disaggregation.nixl.conn import KVArgsRegisterInfo, NixlKVManager, NixlKVSender
 else:
     NixlKVManager = NixlKVSender = object
@@ -72,6 +71,59 @@ class NixlTransferInfo(DeltaTransferInfo):
         if self.later_prefix_len:
             return self.is_left_out
         return self.delta_error is None and bool(super().is_dummy())
+
+
+def cut_chunk(
+    room: int,
+    announcements: Iterable[NixlTransferInfo],
+    pages: Pages,
+    index_slice: slice,
+    chunk_id: int,
+    metadata_slot: int | None,
+    state_pages: Sequence[Any] | None,
+) -> ChunkPayload:
+    """Cut one chunk out of what the decode ranks of ``room`` announced.
+
+    ``pages`` are copied: SGLang's may be a view of its own table, which changes while the chunk is
+    in a queue. ``index_slice`` is the chunk's place among the room's destination pages.
+
+    Raises:
+        DeltaMismatch: a rank listed another number of pages there.
+    """
+    own = _copy(pages)
+    destinations = {}
+    for info in announcements:
+        if info.is_dummy():
+            continue
+        listed = info.dst_kv_indices[index_slice]
+        if len(listed) != len(own):
+            raise DeltaMismatch(
+                f"room {room}: chunk {chunk_id} has {len(own)} pages, and decode rank "
+                f"{info.agent_name} listed {len(listed)} for it"
+            )
+        frame = info.delta
+        destinations[info.agent_name] = Destination(
+            pages=listed,
+            state_pages=_copy(info.dst_state_indices if state_pages is not None else ()),
+            metadata_slot=info.dst_aux_index,
+            pool_pages=(frame.pool_pages or None) if frame else None,
+            metadata_slots=(frame.metadata_slots or None) if frame else None,
+            takes_metadata=bool(frame and frame.takes_metadata),
+        )
+    return ChunkPayload(
+        chunk_id=chunk_id,
+        pages=own,
+        metadata_slot=metadata_slot,
+        state_pages=_copy(state_pages if state_pages is not None else ()),
+        destinations=destinations,
+    )
+
+
+def _copy(pages: Sequence[Any] | Pages) -> Pages:
+    """SGLang gives lists of numbers, arrays, and lists of arrays."""
+    own = np.array(pages, np.int32).reshape(-1)
+    own.setflags(write=False)
+    return own
 
 
 class NixlAnnouncements(Announcements):
@@ -158,10 +210,6 @@ class NixlPrefill(NixlKVManager):
         return Peers(self.agent, self.decode_kv_args_table)
 
     @override
-    def _add_remote_peer(self, decode_kv_args: KVArgsRegisterInfo) -> None:
-        self.peers.add(decode_kv_args)
-
-    @override
     def add_transfer_request(
         self, bootstrap_room: int, kv_indices: Pages, index_slice: slice, is_last: bool,
         chunk_id: int, aux_index: int | None = None, state_indices: Sequence[int] | None = None,
@@ -226,7 +274,7 @@ class DeltaNixlSender(NixlKVSender):
     has_sent: bool
 
     def __init__(
-        self, mgr: DeltaNixlManager, bootstrap_addr: str, bootstrap_room: int,
+        self, mgr: NixlPrefill, bootstrap_addr: str, bootstrap_room: int,
         dest_tp_ranks: list[int], pp_rank: int,
     ) -> None:  # fmt: skip
         #: Another rank of the context parallel group sends all of it, and this one is done.
