@@ -30,7 +30,7 @@ def test_a_peer_is_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> N
     made = RateLimitedLog(LOGGER, clock=clock)
     for _ in range(1000):
         made.error("a:1", "first")
-        made.warning("b:1", "other: %s", "x" * 1_000_000)
+        made.error("b:1", "other: %s", "x" * 1_000_000)
     assert caplog.messages[0] == "first" and caplog.messages[1].startswith("other: xxx")
     assert len(caplog.messages) == 2 and len(caplog.messages[1]) < 1000
     clock.now += INTERVAL_S

@@ -3,7 +3,7 @@
 And one for each request that asked HiCache's store (``hicache-<pid>.jsonl``). It is off unless
 ``SGLANG_DISAGGREGATION_EVENT_LOG`` names a folder; each scheduler process appends to
 ``<folder>/<side>-<pid>.jsonl``. Times are seconds since the epoch, so that the files of two servers
-on one host can be joined by room. Most events are written by functions of ``observability.py``.
+on one host can be joined by room. ``observability.record`` writes to it.
 """
 
 from __future__ import annotations

@@ -20,8 +20,9 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import capability, wire
 from sglang.srt.disaggregation.delta.decode.handshakes import Tables
 from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
+from sglang.srt.disaggregation.delta.event_log import Announced, now
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.observability import log_announced
+from sglang.srt.disaggregation.delta.observability import record
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks
 from sglang.srt.disaggregation.delta.prefill.room import Announcement, Room
@@ -58,14 +59,6 @@ def check_deadlines() -> None:
         variable.read()
 
 
-def metadata_in_host_memory() -> bool:
-    """Whether the metadata buffers of this process are where it can read and write them itself:
-    for one kind of Mooncake's memory pools SGLang makes them on the GPU, whatever the backend."""
-    from sglang.srt.environ import envs
-
-    return bool(envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get() != "INTRA_NODE_NVLINK")
-
-
 class DeltaBootstrapServer(CommonKVBootstrapServer):
     """Prefill's bootstrap server also says what this prefill server understands, and who it is."""
 
@@ -75,32 +68,22 @@ class DeltaBootstrapServer(CommonKVBootstrapServer):
     @override
     def _setup_routes(self) -> None:
         super()._setup_routes()
-        if not self._moves_deltas:
+        # The manager that belongs to this server, and whether its group is attached.
+        names = vars(sys.modules[type(self).__module__]).values()
+        if not any(getattr(each, "moves_deltas", False) for each in names):
             return  # as a stock server: decode sends it whole prompts
         self._capabilities = msgspec.structs.replace(capability.OURS, incarnation=uuid.uuid4().hex)
         self.app.router.add_get(capability.ROUTE, self._handle_capabilities)
 
-    @property
-    def _moves_deltas(self) -> bool:
-        """Whether the manager that belongs to this server does, its group being attached."""
-        names = vars(sys.modules[type(self).__module__]).values()
-        return any(getattr(each, "moves_deltas", False) for each in names)
-
     async def _handle_capabilities(self, request: web.Request) -> web.Response:
-        says = msgspec.structs.replace(
-            self._capabilities, speculative=_speculation(), yields=self.yields
-        )
+        from sglang.srt.server_args import get_global_server_args
+
+        try:
+            drafts = get_global_server_args().speculative_algorithm or capability.NO_DRAFTS
+        except ValueError:  # of several tokenizers' router, SGLang does not set them
+            drafts = None
+        says = msgspec.structs.replace(self._capabilities, speculative=drafts, yields=self.yields)
         return web.json_response(msgspec.to_builtins(says))
-
-
-def _speculation() -> str | None:
-    """What this prefill server drafts with, for its capabilities."""
-    from sglang.srt.server_args import get_global_server_args
-
-    try:
-        return get_global_server_args().speculative_algorithm or capability.NO_DRAFTS
-    except ValueError:  # of several tokenizers' router, SGLang does not set them
-        return None
 
 
 class DeltaManager(CommonKVManager):
@@ -178,10 +161,6 @@ class DeltaManager(CommonKVManager):
             )
             self.forget_peer(peer)
 
-    def forget_peer(self, peer: str) -> None:
-        """Drop what a decode rank registered; nothing more is sent to it until it does so again."""
-        raise NotImplementedError
-
     # ---- what a backend knows of peers and arrivals ----
 
     def collect_arrivals(self, asker: int) -> None:
@@ -205,17 +184,13 @@ class DeltaManager(CommonKVManager):
         return CommonKVReceiver
 
     @override
-    def get_mha_kv_ptrs_with_pp(
-        self, src_kv_ptrs: list[int], dst_kv_ptrs: list[int]
-    ) -> tuple[list[int], list[int], list[int], list[int], int]:
+    def get_mha_kv_ptrs_with_pp(self, src_kv_ptrs: list[int], dst_kv_ptrs: list[int]) -> Any:
         # A decode server may have a draft model where prefill has none: its buffers stand behind
         # the target's. Stock takes such a list for one of more pipeline stages where the draft has
         # as many layers as the target, or several times as many.
         if self.pp_size == 1 and len(dst_kv_ptrs) > len(src_kv_ptrs):
             dst_kv_ptrs = dst_kv_ptrs[: len(src_kv_ptrs)]
-        found: tuple[list[int], list[int], list[int], list[int], int]
-        found = super().get_mha_kv_ptrs_with_pp(src_kv_ptrs, dst_kv_ptrs)
-        return found
+        return super().get_mha_kv_ptrs_with_pp(src_kv_ptrs, dst_kv_ptrs)
 
     @override
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
@@ -277,7 +252,7 @@ class DeltaManager(CommonKVManager):
     def take_announcement(self, room: int) -> None:
         """One more decode rank has announced ``room``."""
         if self.start_if_announced(room):
-            log_announced(room)
+            record("prefill", lambda: Announced(at=now(), room=room))
 
     def open_rooms(self) -> dict[str, list[int]]:
         """Every per-room table of this rank with its rooms; all empty on an idle server."""

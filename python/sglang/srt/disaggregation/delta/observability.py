@@ -3,8 +3,8 @@
 ``STATS`` has this process's counters and durations, ``TransferReport`` the log line of a pool of
 transfer workers. ``RateLimitedLog`` writes a line at most once in a while for
 each peer (or other key). ``best_effort`` is for counting and logging: the error is logged once, and
-the caller goes on. The functions at the end are called where it happens, whether the event log is
-on or not; ``count_sent`` also counts.
+the caller goes on. ``record`` is called where something happens, whether the event log is on or
+not.
 """
 
 from __future__ import annotations
@@ -17,15 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar  # Any: prometheus_client has no types
 
-from sglang.srt.disaggregation.delta.event_log import (
-    Announced,
-    Arrived,
-    Moved,
-    Prefetched,
-    Sent,
-    event_log,
-    now,
-)
+from sglang.srt.disaggregation.delta.event_log import Event, Sent, event_log, now
 from sglang.srt.disaggregation.delta.metrics import METRICS
 from sglang.srt.disaggregation.delta.pages import Pages
 
@@ -57,13 +49,6 @@ class RateLimitedLog:
 
     def error(self, key: str, message: str, *args: object) -> None:
         """Log ``message % args`` unless a line with ``key`` was just logged."""
-        self._log(logging.ERROR, key, message, args)
-
-    def warning(self, key: str, message: str, *args: object) -> None:
-        """As ``error``, at the level WARNING."""
-        self._log(logging.WARNING, key, message, args)
-
-    def _log(self, level: int, key: str, message: str, args: tuple[object, ...]) -> None:
         now = self._clock()
         if key not in self._last and len(self._last) >= _REMEMBERED_KEYS:
             self._last = {it: at for it, at in self._last.items() if now - at < self._interval_s}
@@ -73,7 +58,7 @@ class RateLimitedLog:
         if last is not None and now - last < self._interval_s:
             return
         self._last[key] = now
-        self._logger.log(level, "%s", (message % args)[:_MAX_CHARACTERS])
+        self._logger.error("%s", (message % args)[:_MAX_CHARACTERS])
 
 
 Parameters = ParamSpec("Parameters")
@@ -226,12 +211,10 @@ class TransferReport:
         passed = self._clock() - self._logged_at
         if self._interval_s and passed >= self._interval_s:
             self._logged_at += passed
-            line = self._line(passed, *now)
-            if line is not None:
-                logger.info(line)
+            self._log(passed, *now)
 
-    def _line(self, passed: float, waiting: int, in_flight: int, overdue: int) -> str | None:
-        """Of the ``passed`` seconds since the last line; None where there is nothing to say."""
+    def _log(self, passed: float, waiting: int, in_flight: int, overdue: int) -> None:
+        """One line for the ``passed`` seconds since the last one."""
         total = STATS.since(self._logged)
         failed = [
             f"{key[1]} {rooms:.0f}"
@@ -241,13 +224,13 @@ class TransferReport:
         posted = total[_TIMES["queue"], COUNT]
         # A full prefix hit is queued and posted, but moves nothing that a transport counts.
         if not posted and not failed:
-            return None
+            return
         means = ", ".join(
             f"{short} {1e3 * total[name,] / max(total[name, COUNT], 1):.2f}"
             for short, name in _TIMES.items()
         )
         moved = total["kv_transfer_bytes",]
-        return (
+        logger.info(
             f"KV transfers of the last {passed:.0f} s: {posted:.0f} posted, "
             f"{total['kv_transfer_descriptors',]:.0f} descriptors, "
             f"{moved / 1e6:.1f} MB, {moved / 1e9 / passed:.3f} GB/s; means in ms: {means}; "
@@ -260,58 +243,25 @@ class TransferReport:
 
 
 @best_effort
+def record(side: str, event: Callable[[], Event]) -> None:
+    """Write an event to the log of ``side`` (``event_log``); it is made if the log is on."""
+    log = event_log(side)
+    if log is not None:
+        log.write(event())
+
+
+@best_effort
 def count_sent(room: int, peer: str, source: Pages, destination: Pages, moved: int) -> None:
     """``moved`` bytes of KV went from our ``source`` pages to ``destination`` pages of ``peer``."""
     STATS.count("kv_transfer_sent_bytes", moved)
-    log = event_log("prefill")
-    if log is not None:
-        log.write(
-            Sent(
-                at=now(),
-                room=room,
-                peer=peer,
-                source_pages=source.tolist(),
-                destination_pages=destination.tolist(),
-                bytes=moved,
-            )
-        )
-
-
-@best_effort
-def count_moved(
-    room: int, peer: str, *, chunk: int, is_last: bool, queue_s: float, build_s: float,
-    post_s: float, wire_s: float, descriptors: int, moved: int,
-) -> None:  # fmt: skip
-    """A chunk is with ``peer``; see ``Moved``."""
-    log = event_log("prefill")
-    if log is not None:
-        log.write(
-            Moved(
-                at=now(), room=room, peer=peer, chunk=chunk, is_last=is_last, queue_s=queue_s,
-                build_s=build_s, post_s=post_s, wire_s=wire_s, descriptors=descriptors, bytes=moved,
-            )
-        )  # fmt: skip
-
-
-@best_effort
-def log_announced(room: int) -> None:
-    """Every decode rank has announced ``room``."""
-    log = event_log("prefill")
-    if log is not None:
-        log.write(Announced(at=now(), room=room))
-
-
-@best_effort
-def log_arrived(room: int) -> None:
-    """Everything of ``room`` has arrived on this decode rank."""
-    log = event_log("decode")
-    if log is not None:
-        log.write(Arrived(at=now(), room=room))
-
-
-@best_effort
-def log_prefetched(event: Callable[[], Prefetched]) -> None:
-    """A request that asked HiCache's store runs, or is gone; ``event`` is made if the log is on."""
-    log = event_log("hicache")
-    if log is not None:
-        log.write(event())
+    record(
+        "prefill",
+        lambda: Sent(
+            at=now(),
+            room=room,
+            peer=peer,
+            source_pages=source.tolist(),
+            destination_pages=destination.tolist(),
+            bytes=moved,
+        ),
+    )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.event_log import Prefetched, now
 from sglang.srt.disaggregation.delta.metrics import Metric
-from sglang.srt.disaggregation.delta.observability import log_prefetched
+from sglang.srt.disaggregation.delta.observability import record
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 
 if TYPE_CHECKING:
@@ -176,7 +176,8 @@ class Times:
         for state, name in STATES.items():
             if state in spent:
                 self._kept.append((name, spent[state] / 1000))
-        log_prefetched(
+        record(
+            "hicache",
             lambda: Prefetched(
                 at=now(),
                 rid=prefetch.rid,
@@ -188,5 +189,5 @@ class Times:
                 wait_ms=spent.get(State.FOUND, 0),
                 fetch_ms=spent.get(State.FETCHING, 0),
                 staged_ms=spent.get(State.STAGED, 0),
-            )
+            ),
         )

@@ -86,7 +86,6 @@ class DeltaMooncakeManager(MooncakeKVManager):
         self._leave_due()
         self._fail_overdue()
 
-    @override
     def forget_peer(self, peer: str) -> None:
         self.decode_kv_args_table.pop(peer, None)
         self.session_registered(peer)

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any  # Any: NIXL's binding has no types
 import numpy as np
 
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.manager import metadata_in_host_memory
+from sglang.srt.disaggregation.delta.event_log import Moved, now
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.nixl.descriptors import ChunkPayload, Destination, Form
-from sglang.srt.disaggregation.delta.nixl.layout import Layout, Pair
+from sglang.srt.disaggregation.delta.nixl.layout import Layout, Pair, metadata_in_host_memory
 from sglang.srt.disaggregation.delta.nixl.peers import OURS, Peer, Peers, PreparedLists
 from sglang.srt.disaggregation.delta.observability import (
     STATS,
-    count_moved,
     count_sent,
+    record,
 )
 from sglang.srt.disaggregation.delta.pages import Pages
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
@@ -316,15 +316,19 @@ class NixlBackend:
 
     def _log(self, transfer: _Transfer) -> None:
         chunk = transfer.chunk
-        count_moved(
-            chunk.room,
-            transfer.peer,
-            chunk=chunk.payload.chunk_id,
-            is_last=chunk.is_last,
-            queue_s=transfer.began_at - chunk.enqueued_at,
-            build_s=transfer.build_s,
-            post_s=transfer.post_s,
-            wire_s=self._clock() - transfer.ended_at,
-            descriptors=transfer.descriptors,
-            moved=transfer.bytes,
+        record(
+            "prefill",
+            lambda: Moved(
+                at=now(),
+                room=chunk.room,
+                peer=transfer.peer,
+                chunk=chunk.payload.chunk_id,
+                is_last=chunk.is_last,
+                queue_s=transfer.began_at - chunk.enqueued_at,
+                build_s=transfer.build_s,
+                post_s=transfer.post_s,
+                wire_s=self._clock() - transfer.ended_at,
+                descriptors=transfer.descriptors,
+                bytes=transfer.bytes,
+            ),
         )

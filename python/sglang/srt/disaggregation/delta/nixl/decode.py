@@ -16,9 +16,10 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.manager import metadata_in_host_memory
+from sglang.srt.disaggregation.delta.event_log import Arrived, now
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.observability import RateLimitedLog, log_arrived
+from sglang.srt.disaggregation.delta.nixl.layout import metadata_in_host_memory
+from sglang.srt.disaggregation.delta.observability import RateLimitedLog, record
 from sglang.srt.disaggregation.delta.peer_messages import BadMessage
 
 if TYPE_CHECKING:
@@ -226,7 +227,7 @@ class DeltaNixlReceiver(NixlKVReceiver):
             status = KVPoll.WaitingForInput
             if manager.check_transfer_done(room):
                 status = KVPoll.Success
-                log_arrived(room)
+                record("decode", lambda: Arrived(at=now(), room=room))
             elif self.fail_if_overdue():
                 return self.conclude_state
         if status in (KVPoll.Success, KVPoll.Failed):

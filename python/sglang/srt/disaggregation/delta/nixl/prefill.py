@@ -262,7 +262,6 @@ class NixlPrefill(NixlKVManager):
         self.watchdog.tick()
         self.forget_silent_peers()
 
-    @override
     def forget_peer(self, peer: str) -> None:
         self.peers.forget(peer)
 
