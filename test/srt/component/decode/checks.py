@@ -10,6 +10,13 @@ import torch
 from component.decode import drafting, kv
 from component.decode.peer import WarmUpRoom
 from sglang.srt.disaggregation.delta.decode import invariants
+from sglang.srt.disaggregation.delta.decode.claims import (
+    Claim,
+    entering,
+    expected_length,
+    final_length,
+    growth,
+)
 from sglang.srt.disaggregation.delta.decode.prefix_tree import Retired
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 from sglang.srt.disaggregation.delta.pages import page_ceil
@@ -65,7 +72,7 @@ def _claims(decoder: Any) -> list[str]:
     claims = decoder.tree_cache.claims
     if claims is None:  # nobody was admitted yet
         return []
-    problems = invariants.claims_problems(
+    problems = claims_problems(
         claims,
         running,
         [*decoder.in_transfer, *decoder.waiting_queue, *decoder.local],
@@ -83,6 +90,59 @@ def _claims(decoder: Any) -> list[str]:
         if claims.reserved < wanted:  # SGLang would retract some, and abort the last one
             problems.append(f"a step takes {wanted} tokens, {claims.reserved} are reserved")
     return problems
+
+
+def claims_problems(
+    claims: Any, running: list[Any], waiting: list[Any], deferred: list[Any], total: int
+) -> list[str]:
+    """The sums of ``claims`` against a walk of all requests that hold pages.
+
+    ``waiting``: those that do not run yet; ``deferred``: those whose free is deferred; ``total``:
+    the pool's size in tokens.
+    """
+    claims.recount()  # as a step does
+    problems = []
+    page, cap = claims.page, claims.cap
+    reserved = sum(growth(_claim(req, claims.step), cap, page) for req in running) + sum(
+        growth(entering(_claim(req, claims.step), claims.step), claims.entry_cap, page)
+        for req in waiting
+    )
+    if claims.reserved != reserved:
+        problems.append(f"claims reserve {claims.reserved} tokens, not {reserved}")
+    pinned_nodes = {
+        node.id: len(node.key) for req in (*waiting, *deferred) for node in _up(req.last_node)
+    }
+    private = {
+        id(req): page_ceil(req.kv_allocated_len, page) - req.cache_protected_len
+        for req in (*waiting, *deferred)
+    }
+    pinned = sum(pinned_nodes.values()) + sum(private.values())
+    if claims.pinned != pinned:
+        problems.append(f"claims pin {claims.pinned} tokens, not {pinned}")
+    needs = [0]
+    for req in (*running, *waiting):
+        shared = sum(pinned_nodes.get(node.id, 0) for node in _up(req.last_node))
+        whole = page_ceil(expected_length(req, req.kv_allocated_len, claims.step), page)
+        needs.append(whole - shared - private.get(id(req), 0))
+    for size in (total, total // 2, pinned + max(needs), pinned + max(needs) - 1):
+        found = claims.everyone_can_finish(None, 0, 0, size)
+        alone = not running and not waiting
+        if found != (alone or max(needs) <= size - pinned):
+            problems.append(f"claims return {found} for whether all can end with {size} tokens")
+    if len(claims) != len(running) + len(waiting) + len(deferred):
+        problems.append(f"{len(claims)} claims of {[*running, *waiting, *deferred]}")
+    return problems
+
+
+def _claim(req: Any, step: int) -> Claim:
+    return Claim(req.kv_allocated_len, final_length(req, step))
+
+
+def _up(node: Any) -> Iterator[Any]:
+    """``node`` and all above it, without the root."""
+    while node is not None and node.parent is not None:
+        yield node
+        node = node.parent
 
 
 def _tables(decoder: Any, held: list[Any]) -> list[str]:

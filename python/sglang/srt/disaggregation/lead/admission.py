@@ -2,7 +2,7 @@
 
 Stock keeps ``--num-reserved-decode-tokens`` free for every request in sight. Here a running one
 reserves what it can still generate, at most that number, and one that does not run yet half of it
-(the arithmetic is ``delta.decode.admission``'s). More requests run, and if they were too many, one
+(the arithmetic is ``delta.decode.claims``'s). More requests run, and if they were too many, one
 is retracted. A rule keeps that safe: nobody is admitted after whom some request could not end. It
 takes the place of stock's, which counts a prefix once for each running request that shares it, and
 so expects memory of retractions that they do not give.
@@ -15,7 +15,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple  # Any: SGLang's objects
 
-from sglang.srt.disaggregation.delta.decode.admission import (
+from sglang.srt.disaggregation.delta.decode.claims import (
     Claim,
     entering,
     expected_length,

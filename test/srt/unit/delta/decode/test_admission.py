@@ -1,9 +1,8 @@
-"""What requests take of the pool: never negative, never more than they can become; and summed. The
+"""What requests take of the pool: never negative, never more than they can become. The
 limits of their waits are read from variables."""
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,16 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.delta.decode.admission import (
-    CeilSum,
-    Claim,
-    GrowthSum,
-    Limits,
-    Track,
-    entering,
-    entry_cost,
-    growth,
-)
+from sglang.srt.disaggregation.delta.decode.admission import Limits
+from sglang.srt.disaggregation.delta.decode.claims import Claim, entering, entry_cost, growth
 from sglang.srt.disaggregation.delta.manager import check_deadlines
 from sglang.srt.disaggregation.delta.pages import page_ceil, page_floor
 from sglang.srt.patchset import environment as env
@@ -91,38 +82,6 @@ def test_an_entering_request_claims_half_of_its_answer(new: int, step: int, clai
     """Guards against memory that stands empty until answers have grown into it, and against a
     request that is let in without room for its first token."""
     assert entering(Claim(100, 100 + new), step) == Claim(100, 100 + claimed)
-
-
-COMES = st.tuples(st.integers(0, 300), st.integers(0, 500))
-EVENTS = st.lists(st.one_of(COMES, st.integers(0, 40)), max_size=60)
-
-
-@given(events=EVENTS, cap=st.integers(0, 100), page=PAGES)
-def test_the_sum_is_what_a_walk_finds(events: list[object], cap: int, page: int) -> None:
-    """Guards against a sum that drifts from its requests: they come, grow by a token a step, fill
-    pages, reach the end of their answers, overrun it, and leave in any order."""
-    total, running = GrowthSum(cap, page), list[tuple[Claim, Track, int]]()
-    for event in events:
-        if isinstance(event, tuple):
-            running.append((Claim(*event), total.add(*event), total.steps))
-        elif event % 3 == 0 and running:
-            total.remove(running.pop(event % len(running))[1])
-        else:
-            for _ in range(int(str(event))):
-                total.step()
-        now = [Claim(c.allocated + total.steps - since, c.final) for c, _, since in running]
-        assert total.total == sum(growth(claim, cap, page) for claim in now)
-
-
-def test_what_was_counted_leaves_no_entry() -> None:
-    """Guards against memory that grows with each step of speculation: lengths grow unevenly, so
-    each request is taken out and counted anew, and no step drops the empty entries."""
-    total = CeilSum(16)
-    for length in range(1000):
-        track = Track(length, 10_000)
-        total.add(track)
-        total.remove(track)
-    assert pickle.dumps(total) == pickle.dumps(CeilSum(16))
 
 
 LIMITS = (env.ADMISSION_TIMEOUT, env.PREFIX_WAIT_TIMEOUT, env.WAIT_LOG, env.PREFIX_WAIT_TOKENS)

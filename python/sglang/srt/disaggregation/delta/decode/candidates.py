@@ -9,20 +9,20 @@ plan only says for whom it is worth to ask.
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any  # Any: tokens, or pairs of them
+from typing import TYPE_CHECKING, Any  # Any: tokens, or pairs of them; what may be None
 
-from sglang.srt.disaggregation.delta.decode.admission import DecodeBudget, Limits, PoolState
+from sglang.srt.disaggregation.delta.decode.admission import DecodeBudget
+from sglang.srt.disaggregation.delta.decode.claims import start_length
 from sglang.srt.disaggregation.delta.decode.handshakes import bootstrap_addr
 from sglang.srt.disaggregation.delta.decode.prefix_tree import (
     DecodeRadixTree,
     KnownPrefix,
     PrefixLease,
+    key_pairs,
     unlocked_tokens,
 )
 from sglang.srt.disaggregation.delta.decode.record import (
@@ -31,25 +31,11 @@ from sglang.srt.disaggregation.delta.decode.record import (
     Refusal,
     record_of,
 )
-from sglang.srt.disaggregation.delta.decode.speculation import key_pairs
-from sglang.srt.disaggregation.delta.observability import RateLimitedLog
 from sglang.srt.disaggregation.delta.pages import page_ceil
-from sglang.srt.disaggregation.delta.rank_agreement import (
-    AdmissionVote,
-    Checksum,
-    Offer,
-    State,
-    agree,
-    alone,
-    over,
-)
+from sglang.srt.disaggregation.delta.rank_agreement import Offer
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.decode import DecodeRequest
-    from sglang.srt.disaggregation.delta.decode.prealloc_queue import RadixPreallocQueue
     from sglang.srt.managers.schedule_batch import Req
-
-logger = logging.getLogger(__name__)
 
 #: Tried in one step at most: each is matched, and holds a lock until the step ends.
 TRIED = 8
@@ -59,8 +45,6 @@ LOOKED_AT = 128
 #: Requests in line, beside the candidates, whose failure and waiting time a step looks at. A longer
 #: line is gone through part by part: a step costs the same however many wait.
 CHECKED = 128
-#: Seconds between two errors about ranks whose pools differ.
-LOG_EVERY_S = 30.0
 
 
 # ---- prefixes that are arriving ----
@@ -79,19 +63,12 @@ def arriving(reqs: Iterable[Req]) -> ArrivingPrefixes:
     return dict.fromkeys(prefix for prefix in found if prefix is not None)
 
 
-def under_way(queue: RadixPreallocQueue) -> ArrivingPrefixes:
-    """What prefill sends to this server, and what it computes itself."""
-    reqs, turns = [entry.req for entry in queue.transfer_queue.queue], queue.local_turns
-    if turns is not None:
-        reqs += [req for req in turns.requests if not record_of(req).committed]
-    return arriving(req for req in reqs if queue.tree_cache.may_share(req))
-
-
 @dataclass
 class Candidate:
-    """One request in line. ``entry``: the prealloc queue's; None for a retracted request."""
+    """One request in line. ``entry``: SGLang's ``DecodeRequest`` in the prealloc queue; None for a
+    retracted request."""
 
-    entry: DecodeRequest | None
+    entry: Any
     req: Req
     #: Whether it may share a prefix; after ``settle``, on all ranks.
     shares: bool = False
@@ -99,23 +76,21 @@ class Candidate:
     given_up: bool = False
     #: Whether it waits for an arriving prefix, as this rank sees it in this step.
     waits: bool = False
-    lease: PrefixLease | None = None
+    #: A ``PrefixLease``; None where it was not attempted.
+    lease: Any = None
     #: Why it cannot get in, as this rank sees it in this step.
     refusal: Refusal | None = None
-    #: Whether it has no prefill server, and is computed locally or nowhere; with so many new tokens
-    #: at most.
-    is_alone: bool = False
+    #: With how many new tokens at most it is admitted: it has no prefill server, and is computed
+    #: locally or nowhere.
     most_new: float = math.inf
+    #: Whether it is computed locally, once it has its pages.
+    is_local: bool = False
 
-    @property
-    def resumes(self) -> bool:
-        """Whether it was retracted, and not just handshaken."""
-        return bool(self.req.is_retracted)
-
-    @property
-    def length(self) -> int:
-        """How many tokens need KV to start: all but the last one generated."""
-        return len(self.req.origin_input_ids) + max(len(self.req.output_ids) - 1, 0)
+    def __post_init__(self) -> None:
+        #: Whether it was retracted, and not just handshaken; whether it has no prefill server.
+        self.resumes = bool(self.req.is_retracted)
+        self.is_alone = record_of(self.req).is_alone
+        self.length = start_length(self.req)
 
     @cached_property
     def token_ids(self) -> list[int]:
@@ -178,115 +153,89 @@ class Candidate:
             self.lease.release()
 
 
-class StoppedMatch:
-    """Where the match of the request that was stopped last ended; the next step begins with it."""
+class Planner:
+    """Takes the leases of each step, for what this rank would do. One for each prealloc queue.
 
-    def __init__(self) -> None:
-        #: The request itself, not its name: clients may use a name again for another prompt.
-        self._last: tuple[Req, bool, KnownPrefix] | None = None
-
-    def recall(self, tree: DecodeRadixTree, candidate: Candidate) -> KnownPrefix | None:
-        """Where the match of ``candidate`` ends, if that is known."""
-        if self._last is None:
-            return None
-        req, shared, known = self._last
-        same = req is candidate.req and shared == candidate.shares
-        return known if same and known.holds(tree) else None
-
-    def note(self, tree: DecodeRadixTree, candidate: Candidate) -> None:
-        """``candidate`` was checked, and does not get in now."""
-        if candidate.lease is not None:
-            ids = candidate.key_ids(tree) if candidate.shares else []
-            known = KnownPrefix.of(tree, candidate.lease, ids, candidate.req.extra_key)
-            self._last = (candidate.req, candidate.shares, known)
-
-
-class StepPlan:
-    """What one rank would do in a step. ``places``: how many rows and slots are free."""
+    It remembers where the match of the request that was stopped last ended; the next step begins
+    with it.
+    """
 
     def __init__(
         self,
         budget: DecodeBudget,
-        stopped: StoppedMatch,
-        may_share: Callable[[Candidate], bool],
         tree: DecodeRadixTree,
-        places: int,
-        arriving: ArrivingPrefixes,
+        may_share: Callable[[Candidate], bool],
         window: int,
     ) -> None:
-        self._budget, self._stopped, self._tree = budget, stopped, tree
-        self._may_share = may_share
-        self._page: int = tree.page_size
-        self._places, self._window = places, window
-        #: What is arriving, and what those bring who would get in.
-        self._arriving = dict(arriving)
-        self._entering: list[Req] = []
-        #: Tokens that look free, and are taken by those who would get in.
-        self._taken = 0
+        """``window``: tokens that are worth waiting for (``Limits.window``)."""
+        self._budget, self._tree = budget, tree
+        self._may_share, self._window = may_share, window
+        #: The request itself, not its name: clients may use a name again for another prompt. And
+        #: whether it shared, and its ``KnownPrefix``.
+        self._stopped: tuple[Any, bool, Any] = (None, False, None)
 
-    @property
-    def has_place(self) -> bool:
-        """Whether one more request could get a row and a slot, whatever its size."""
-        return len(self._entering) < self._places
+    def take_leases(
+        self, candidates: Sequence[Candidate], places: int, arriving: ArrivingPrefixes
+    ) -> list[int]:
+        """Match and lock for each candidate up to the first that would not get in; their offers.
 
-    def find(self, candidate: Candidate) -> bool:
+        Those that wait for an arriving prefix are passed over, without a match. ``places``: how
+        many rows and slots are free.
+        """
+        claims, arriving = self._budget.claims, dict(arriving)  # and what those bring who get in
+        taken = tried = 0  # tokens that look free, and are taken by those who would get in
+        entering: list[Candidate] = []
+        try:
+            for candidate in candidates:
+                if candidate.given_up:
+                    continue
+                candidate.shares = self._may_share(candidate)
+                candidate.waits = candidate.awaits(arriving) is not None
+                if candidate.waits:
+                    continue
+                if tried == TRIED or len(entering) >= places:
+                    break
+                tried += 1
+                if not self._find(candidate, taken):
+                    break
+                req, lease = candidate.req, candidate.lease
+                if candidate.length - lease.length > candidate.most_new:
+                    continue  # it gets no memory, so it waits for none, and is in nobody's way
+                candidate.refusal = self._budget.refusal(req, lease, taken=taken)
+                if candidate.refusal is not None:
+                    self.stopped(candidate)
+                    candidate.release()
+                    break
+                taken += page_ceil(candidate.length, claims.page) - lease.length
+                claims.entered(req, lease.node, lease.length, candidate.length)
+                entering.append(candidate)
+                brought = candidate.brings(self._window)
+                if brought is not None:
+                    arriving[brought] = None
+        finally:
+            for candidate in entering:  # nobody has entered yet
+                claims.left(candidate.req)
+        return [candidate.offer for candidate in candidates]
+
+    def _find(self, candidate: Candidate, taken: int) -> bool:
         """Lock what the tree holds of it; false if it is known to be refused as before."""
-        known = self._stopped.recall(self._tree, candidate)
-        if known is None or candidate.length - known.length > candidate.most_new:
-            candidate.take(self._tree)
+        tree, (req, shared, known) = self._tree, self._stopped
+        is_known = req is candidate.req and shared == candidate.shares and known.holds(tree)
+        if not is_known or candidate.length - known.length > candidate.most_new:
+            candidate.take(tree)
             return True
-        taken = self._taken + unlocked_tokens(known.node)
-        candidate.refusal = self._budget.refusal(candidate, known, taken=taken)
+        taken += unlocked_tokens(known.node)
+        candidate.refusal = self._budget.refusal(candidate.req, known, taken=taken)
         if candidate.refusal is None:
-            candidate.lease = known.lock(self._tree)
+            candidate.lease = known.lock(tree)
         return candidate.refusal is None
 
-    def waits(self, candidate: Candidate) -> bool:
-        """Whether others pass it, because its prefix is just arriving."""
-        candidate.shares = self._may_share(candidate)
-        candidate.waits = candidate.awaits(self._arriving) is not None
-        return candidate.waits
-
-    def admit(self, candidate: Candidate) -> bool:
-        """Whether it would get in behind those before; if not, it lets go and says why."""
-        lease = candidate.lease
-        assert lease is not None, "it was found before"
-        if candidate.length - lease.length > candidate.most_new:
-            return True  # it gets no memory, so it waits for none, and is in nobody's way
-        candidate.refusal = self._budget.refusal(candidate, lease, taken=self._taken)
-        if candidate.refusal is not None:
-            self._stopped.note(self._tree, candidate)
-            candidate.release()
-            return False
-        self._taken += page_ceil(candidate.length, self._page) - lease.length
-        self._budget.claims.entered(candidate.req, lease.node, lease.length, candidate.length)
-        self._entering.append(candidate.req)
-        brought = candidate.brings(self._window)
-        if brought is not None:
-            self._arriving[brought] = None
-        return True
-
-    def close(self) -> None:
-        """Nobody has entered yet."""
-        for req in self._entering:
-            self._budget.claims.left(req)
-
-
-def take_leases(candidates: Sequence[Candidate], plan: StepPlan) -> list[int]:
-    """Match and lock for each candidate up to the first that would not get in; their offers.
-
-    Those that wait for an arriving prefix are passed over, without a match.
-    """
-    tried = 0
-    for candidate in candidates:
-        if candidate.given_up or plan.waits(candidate):
-            continue
-        if tried == TRIED or not plan.has_place:
-            break
-        tried += 1
-        if not plan.find(candidate) or not plan.admit(candidate):
-            break
-    return [candidate.offer for candidate in candidates]
+    def stopped(self, candidate: Candidate) -> None:
+        """``candidate`` was checked, and does not get in now."""
+        if candidate.lease is not None:
+            ids = candidate.key_ids(self._tree) if candidate.shares else []
+            known = KnownPrefix.of(self._tree, candidate.lease, ids, candidate.req.extra_key)
+            self._stopped = (candidate.req, candidate.shares, known)
 
 
 def settle(
@@ -314,101 +263,3 @@ def release(candidates: Sequence[Candidate]) -> None:
     """Give all locks back that were not handed over."""
     for candidate in candidates:
         candidate.release()
-
-
-class AgreedSteps:
-    """Starts the steps of one prealloc queue, with one collective each."""
-
-    def __init__(
-        self,
-        queue: RadixPreallocQueue,
-        budget: DecodeBudget,
-        may_share: Callable[[Candidate], bool],
-    ) -> None:
-        """``queue``: the prealloc queue."""
-        self._queue, self._budget, self._may_share = queue, budget, may_share
-        self._stopped = StoppedMatch()
-        self._log = RateLimitedLog(logger, LOG_EVERY_S, lambda: self._queue.clock())
-
-    @contextmanager
-    def step(
-        self,
-        checked: list[DecodeRequest],
-        first: list[Candidate],
-        limits: Limits,
-        arriving: ArrivingPrefixes,
-        *,
-        slots_needed: bool = True,
-    ) -> Iterator[tuple[AdmissionVote, list[Candidate]]]:
-        """What the ranks agree on, and who may be attempted, with leases; takes the leases back.
-
-        ``checked``: entries without pages whose handshake is done, the candidates' among them;
-        ``first``: the candidates. Both are the same requests on all ranks, and there is at least
-        one of either.
-        """
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
-        queue, budget, tree = self._queue, self._budget, self._queue.tree_cache
-        pool, now, failed = budget.pool(), queue.clock(), KVPoll.Failed
-        states = [_state(entry, now, limits, failed) for entry in checked]
-        if min(states, default=State.FINE) <= State.EXPIRED:
-            ended = {id(e) for e, s in zip(checked, states, strict=True) if s <= State.EXPIRED}
-            for candidate in first:
-                candidate.given_up = id(candidate.entry) in ended
-        rows = queue.req_to_token_pool.available_size()
-        slots = queue.req_to_metadata_buffer_idx_allocator.available_size()
-        places = min(rows, slots) if slots_needed else rows
-        plan = StepPlan(
-            budget, self._stopped, self._may_share, tree, places, arriving, limits.window
-        )
-        try:
-            try:
-                offers = take_leases(first, plan)
-            finally:
-                plan.close()
-            free, protected = pool.free, pool.protected
-            turns = queue.local_turns
-            costs = [] if turns is None else turns.votes(first)
-            vote = AdmissionVote(
-                states, offers, rows, slots, free, protected, -free, -protected, costs
-            )
-            agreed = vote
-            if not alone(queue.gloo_group):
-                checksum = Checksum()
-                checksum.note([entry.req.rid for entry in checked], [one.req.rid for one in first])
-                agreed = agree(vote, checksum, over(queue.gloo_group))
-            if agreed.pools_differ:
-                self._log_difference(agreed, pool)
-            budget.surplus = pool.free - agreed.free
-            tried = settle(tree, first, agreed.offers)
-            if len(tried) < len(first) and first[len(tried)].offer != Offer.STOP:
-                self._stopped.note(tree, first[len(tried)])  # another rank stops it
-            yield agreed, tried
-        finally:
-            release(first)
-
-    def _log_difference(self, agreed: AdmissionVote, pool: PoolState) -> None:
-        self._log.error(
-            "pools",
-            "the KV pools of this server's ranks differ: this rank has %d free and %d protected "
-            "tokens, the smallest numbers on any rank are %d and %d. Admission uses those. If this "
-            "persists, a rank leaks pages: SGLANG_DISAGGREGATION_CHECK_INVARIANTS=1 checks idle "
-            "servers, and ends one that leaks",
-            pool.free,
-            pool.protected,
-            agreed.free,
-            agreed.protected,
-        )
-
-
-def _state(entry: DecodeRequest, now: float, limits: Limits, failed: int) -> State:
-    """What this rank thinks of a request without pages. ``failed``: a poll that says so."""
-    if entry.req.finished_reason is not None or entry.kv_receiver.poll() == failed:
-        return State.FAILED
-    wait = record_of(entry.req).wait
-    assert wait.since is not None, "its handshake is done"
-    if now - wait.since >= limits.for_memory:
-        return State.EXPIRED
-    if wait.prefix_since is not None and now - wait.prefix_since >= limits.for_prefix:
-        return State.WAITED_ENOUGH
-    return State.FINE

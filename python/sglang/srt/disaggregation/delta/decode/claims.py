@@ -1,29 +1,26 @@
-"""What admitted requests hold and may still need of the pool, as sums with one owner.
+"""What admitted requests hold and may still need of the decode pool.
 
-A request is entered when it gets its pages and leaves when SGLang's release reaches the tree. In
-between ``Claims`` is told of it: its prompt is shared, it begins to run, its transfer is given up.
-So admission asks for a number where it would have to walk all requests and their paths in the tree.
-``invariants.claims_problems`` walks them, and compares.
+The arithmetic first: how long requests become, and what that takes; all results are tokens of
+whole pages. Stock reserves ``--num-reserved-decode-tokens`` (512 by default) for every request in
+sight. With a pool full of shared prefixes that reserve, and not the KV, decides how many requests
+run. Here a *running* request reserves what it can still generate, at most that number. One that
+does not run yet reserves half of it: the requests of a steady stream are half-way through their
+answers on average. If too many were let in, the youngest is retracted: its KV goes to the CPU and
+back, and no work is lost.
+
+A request is entered in ``Claims`` when it gets its pages and leaves when SGLang's release reaches
+the tree. In between ``Claims`` is told of it: its prompt is shared, it begins to run, its transfer
+is given up. Those that run are counted as arrays, once in a step that has somebody in line.
 """
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_left, insort
 from collections.abc import Container
 from dataclasses import dataclass
-from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple  # Any: numpy arrays of int64
 
-from sglang.srt.disaggregation.delta.decode.admission import (
-    Claim,
-    GrowthSum,
-    Track,
-    entering,
-    expected_length,
-    final_length,
-    growth,
-)
+import numpy as np
+
 from sglang.srt.disaggregation.delta.pages import page_ceil
 
 if TYPE_CHECKING:
@@ -31,66 +28,92 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
 
-class Stage(Enum):
-    """What a request that holds pages does."""
+# ---- what one request takes ----
 
-    #: It is in transfer or waits for a slot in the batch, and cannot be retracted.
-    ENTERING = auto()
-    RUNNING = auto()
-    #: It was given up; prefill may still write to its pages. It needs no more than them.
-    DEFERRED = auto()
+
+def start_length(req: Req) -> int:
+    """How many tokens need KV before a request runs: all but the last one generated."""
+    return len(req.origin_input_ids) + max(len(req.output_ids) - 1, 0)
+
+
+def final_length(req: Req, step: int = 0) -> int:
+    """The longest that a request's KV can become, in tokens.
+
+    ``step``: with speculation, what its last step wants free (``speculation.step_tokens``).
+    """
+    return len(req.origin_input_ids) + int(req.sampling_params.max_new_tokens) + step
+
+
+def expected_length(req: Req, allocated: int, step: int = 0) -> int:
+    """How long its KV is taken to become by SGLang's estimate, in tokens; ``step`` as above.
+
+    Clients ask for far more new tokens than come, so SGLang expects 4,096 at most
+    (``SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION``). An answer that is longer already is expected to go
+    on to the next multiple.
+    """
+    from sglang.srt.disaggregation.decode import CLIP_MAX_NEW_TOKEN
+
+    prompt = len(req.origin_input_ids)
+    clip = CLIP_MAX_NEW_TOKEN * (1 + max(allocated - prompt, 0) // CLIP_MAX_NEW_TOKEN)
+    return int(prompt + min(req.sampling_params.max_new_tokens, clip)) + step
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One request's claim on the pool: ``allocated`` tokens now, ``final`` when it has ended."""
+
+    allocated: int
+    final: int
+
+
+def growth(claim: Claim, cap: int, page: int) -> int:
+    """New pages, in tokens, that the next ``cap`` generated tokens of a request can need."""
+    upto = min(max(claim.final, claim.allocated), claim.allocated + cap)
+    return page_ceil(upto, page) - page_ceil(claim.allocated, page)
+
+
+def entering(claim: Claim, step: int = 0) -> Claim:
+    """The claim of a request that does not run yet: half of what it may still generate, but all of
+    ``step``, what its first step wants free (``speculation.step_tokens``)."""
+    half = (claim.final - claim.allocated + 1) // 2
+    return Claim(claim.allocated, min(claim.allocated + max(half, step), claim.final))
+
+
+def entry_cost(prefix: int, claim: Claim, cap: int, page: int) -> int:
+    """What admitting one request takes: its delta pages and its own reserve.
+
+    ``prefix`` tokens are held by the tree already (and no longer evictable: the caller holds a
+    lease); ``claim.allocated`` tokens must be there to start.
+    """
+    return page_ceil(claim.allocated, page) - prefix + growth(claim, cap, page)
+
+
+# ---- all of them ----
 
 
 @dataclass(eq=False)
 class Holding:
-    """One request's part of the sums. Tokens of whole pages, except ``allocated``."""
+    """What a request holds that does not run. Tokens of whole pages."""
 
     req: Req
-    #: The deepest tree node that it shares.
+    #: The deepest tree node that it shares, and the tokens down to there.
     node: TreeNode
     shared: int
-    allocated: int
-    stage: Stage
-    #: What it reserves until it runs; and then its track in the sum of those that run.
-    reserved: int = 0
-    track: Track | None = None
-    #: What it takes to end: beyond what it holds where it does not run yet, in all where it runs.
-    need: int = 0
-    #: With speculation: from which length on, and up to which one, the sums are right for it.
-    since: int = 0
-    until: int = 0
-
-    def private(self, page: int) -> int:
-        """What it holds outside the tree while it does not run."""
-        return page_ceil(self.allocated, page) - self.shared
+    #: All that it holds, in the tree and outside.
+    whole: int
+    #: What it may take before anybody is retracted, and beyond what it holds to end.
+    reserved: int
+    need: int
 
 
-class Needs:
-    """Needs in order, the largest found at once."""
+class Running(NamedTuple):
+    """The running requests as they are in this step. Tokens of whole pages."""
 
-    def __init__(self) -> None:
-        self._ordered: list[tuple[int, int]] = []
-
-    def add(self, holding: Holding) -> None:
-        """Count a holding's need."""
-        insort(self._ordered, (holding.need, id(holding.req)))
-
-    def remove(self, holding: Holding) -> None:
-        """Count it no longer."""
-        del self._ordered[bisect_left(self._ordered, (holding.need, id(holding.req)))]
-
-    def __len__(self) -> int:
-        return len(self._ordered)
-
-    @property
-    def largest(self) -> int:
-        """The largest need; 0 where there is none."""
-        return self._ordered[-1][0] if self._ordered else 0
-
-    def above(self, limit: int) -> list[int]:
-        """The ids of the requests that need more than ``limit``, the neediest last."""
-        at = bisect_left(self._ordered, (limit + 1, -1))
-        return [number for _, number in self._ordered[at:]]
+    reqs: list[Req]
+    #: What all of them may take within their next ``cap`` tokens.
+    reserved: int
+    #: What each takes to end, int64 of shape (requests,).
+    needs: Any
 
 
 class Claims:
@@ -103,75 +126,57 @@ class Claims:
         self.cap, self.page, self.step = max(cap, step), page, step
         #: The cap of a request that does not run yet; at least a page, like the flag itself.
         self.entry_cap = max(cap // 2, page, step)
-        #: By the id of the request, which the holding keeps alive.
-        self._holdings: dict[int, Holding] = {}
-        self._running: dict[int, Holding] = {}
-        self._growth = GrowthSum(self.cap, page)
-        self._entering = 0
-        self._entering_needs, self._running_needs = Needs(), Needs()
-        #: When requests will have generated more than was expected of them.
-        self._outgrow: list[tuple[int, int]] = []
-        #: How many requests that do not run share a tree node, by its id; and their tokens.
+        #: By the id of the request, which the value keeps alive. Who is in transfer or waits for a
+        #: slot in the batch cannot be retracted.
+        self._entering: dict[int, Holding] = {}
+        self._running: dict[int, Req] = {}
+        #: They were given up; prefill may still write to their pages. They need no more than them.
+        self._deferred: dict[int, Holding] = {}
+        #: How many requests that do not run share a tree node, by its id; and their tokens, in the
+        #: tree and outside.
         self._pins: dict[int, int] = {}
-        self._pinned = 0
-        #: A running request that could not end when that was asked last.
-        self._witness: Holding | None = None
+        self.pinned = 0
+        #: Prompt and largest answer of the running requests: int64 of shape (requests, 2).
+        self._lengths: Any = None
+        self._counted: Running | None = None
 
     # ---- what happens to a request ----
 
     def entered(self, req: Req, node: TreeNode, shared: int, allocated: int) -> None:
         """``req`` holds ``allocated`` tokens; the tree shares ``shared`` of them, to ``node``."""
-        holding = Holding(req, node, shared, allocated, Stage.ENTERING)
         claim = entering(Claim(allocated, final_length(req, self.step)), self.step)
-        holding.reserved = growth(claim, self.entry_cap, self.page)
         whole = page_ceil(allocated, self.page)
-        holding.need = page_ceil(expected_length(req, allocated, self.step), self.page) - whole
-        self._holdings[id(req)] = holding
-        self._entering += holding.reserved
-        self._entering_needs.add(holding)
-        self._pin(holding)
+        need = page_ceil(expected_length(req, allocated, self.step), self.page) - whole
+        reserved = growth(claim, self.entry_cap, self.page)
+        holding = Holding(req, node, shared, whole, reserved, need)
+        self._entering[id(req)] = holding
+        self._pin(holding, 1)
 
     def shared(self, req: Req) -> None:
-        """The tree shares more of ``req`` than before, if it holds anything."""
-        holding = self._holdings.get(id(req))
-        if holding is None or holding.stage is Stage.RUNNING:
-            return
-        self._unpin(holding)
-        holding.node, holding.shared = req.last_node, req.cache_protected_len
-        self._pin(holding)
+        """The tree shares more of ``req`` than before, if it holds anything and does not run."""
+        holding = self._entering.get(id(req)) or self._deferred.get(id(req))
+        if holding is not None:
+            self._pin(holding, -1)
+            holding.node, holding.shared = req.last_node, req.cache_protected_len
+            self._pin(holding, 1)
 
     def started(self, req: Req) -> None:
         """``req`` runs from the next decode step on."""
-        holding = self._holdings[id(req)]
-        self._no_longer_entering(holding)
-        self._unpin(holding)
-        self.catch_up()
-        holding.stage = Stage.RUNNING
-        self._running[id(req)] = holding
-        self._count(holding)
+        self._pin(self._entering.pop(id(req)), -1)
+        self._running[id(req)] = req
+        self._lengths = self._counted = None
 
     def deferred(self, req: Req) -> None:
         """The transfer of ``req`` was given up, and the free of its pages is deferred."""
-        holding = self._holdings[id(req)]
-        self._no_longer_entering(holding)
-        holding.stage = Stage.DEFERRED
+        self._deferred[id(req)] = self._entering.pop(id(req))
 
     def left(self, req: Req) -> None:
         """``req`` holds nothing any more. Nothing happens if it did not before."""
-        holding = self._holdings.pop(id(req), None)
-        if holding is None:
-            return
-        if holding.stage is not Stage.RUNNING:
-            self._unpin(holding)
-        if holding.stage is Stage.ENTERING:
-            self._no_longer_entering(holding)
-        elif holding.track is not None:
-            self.catch_up()
-            self._growth.remove(holding.track)
-            self._running_needs.remove(holding)
-            del self._running[id(req)]
-            if self._witness is holding:
-                self._witness = None
+        holding = self._entering.pop(id(req), None) or self._deferred.pop(id(req), None)
+        if holding is not None:
+            self._pin(holding, -1)
+        elif self._running.pop(id(req), None) is not None:
+            self._lengths = self._counted = None
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """The tree put ``upper`` above ``lower``; together they are what ``lower`` was."""
@@ -181,24 +186,53 @@ class Claims:
 
     def __len__(self) -> int:
         """How many requests hold pages."""
-        return len(self._holdings)
+        return len(self._entering) + len(self._running) + len(self._deferred)
+
+    def _pin(self, holding: Holding, by: int) -> None:
+        """Count what ``holding`` pins, with 1, or no longer, with -1."""
+        self.pinned += by * (holding.whole - holding.shared)
+        pins, node = self._pins, holding.node
+        while node.parent is not None:
+            count = pins.pop(node.id, 0)
+            if count + by:
+                pins[node.id] = count + by
+            if not count or not count + by:
+                self.pinned += by * len(node.key)
+            node = node.parent
 
     # ---- what admission asks ----
+
+    def recount(self) -> None:
+        """A step begins: the running requests may have grown since they were counted."""
+        self._counted = None
+
+    @property
+    def running(self) -> Running:
+        """The running requests, counted once a step."""
+        if self._counted is None:
+            self._counted = self._count()
+        return self._counted
+
+    def _count(self) -> Running:
+        from sglang.srt.disaggregation.decode import CLIP_MAX_NEW_TOKEN as CLIP
+
+        reqs, page = list(self._running.values()), self.page
+        if self._lengths is None:
+            lengths = [(len(r.origin_input_ids), r.sampling_params.max_new_tokens) for r in reqs]
+            self._lengths = np.array(lengths, dtype=np.int64).reshape(-1, 2)
+        prompt, new = self._lengths.T
+        now = np.fromiter((req.kv_allocated_len for req in reqs), np.int64, len(reqs))
+        # ``growth`` and ``expected_length`` of each.
+        upto = np.minimum(np.maximum(prompt + new + self.step, now), now + self.cap)
+        clip = CLIP * (1 + np.maximum(now - prompt, 0) // CLIP)
+        expected = prompt + np.minimum(new, clip) + self.step
+        reserved = (-(-upto // page) + -now // page).sum() * page
+        return Running(reqs, int(reserved), -(-expected // page) * page)
 
     @property
     def reserved(self) -> int:
         """What all of them together may still need before anybody is retracted."""
-        self.catch_up()
-        return self._entering + self._growth.total
-
-    @property
-    def pinned(self) -> int:
-        """Tokens of requests that cannot be retracted, in the tree and outside."""
-        return self._pinned
-
-    def unpinned(self, node: TreeNode | None) -> int:
-        """Tokens from ``node`` up that would be pinned with it."""
-        return _below(node, self._pins)
+        return self.running.reserved + sum(each.reserved for each in self._entering.values())
 
     def everyone_can_finish(
         self, node: TreeNode | None, private: int, need: int, total: int
@@ -210,125 +244,26 @@ class Claims:
         Requests that do not run yet cannot be retracted, so what they hold is out of reach of all
         others; and once one of them runs, it must find the memory for the rest of its answer.
         """
-        self.catch_up()
-        if not self._running and not self._entering_needs:
+        if not self._running and not self._entering:
             return True  # it will have the pool for itself
-        free = total - self._pinned - private - self.unpinned(node)
-        if max(need, self._entering_needs.largest) > free:
+        free = total - self.pinned - private - below(node, self._pins)
+        if max([need, *(each.need for each in self._entering.values())]) > free:
             return False
-        if self._running_needs.largest <= free:
-            return True
-        # Some count on what they share with pinned requests. Whoever could not end is asked first.
-        path = _ids(node)
-        witness = self._witness
-        if witness is not None and not self._ends(witness, path, free):
-            return False
-        for number in reversed(self._running_needs.above(free)):
-            if not self._ends(self._running[number], path, free):
-                self._witness = self._running[number]
-                return False
-        return True
+        reqs, _, needs = self.running
+        # Some count on what they share with pinned requests; the neediest are asked first.
+        short = np.flatnonzero(needs > free)
+        path = ids(node) if len(short) else ()
+        return all(
+            needs[at] - self._own(reqs[at], path) <= free
+            for at in short[np.argsort(-needs[short], kind="stable")]
+        )
 
-    def _ends(self, running: Holding, path: set[int], free: int) -> bool:
-        """Whether ``free`` tokens, and what it shares with pinned requests, are enough."""
-        req = running.req
-        own = req.cache_protected_len - _below(req.last_node, self._pins, path)
-        return bool(running.need - own <= free)
-
-    # ---- the sums ----
-
-    def _pin(self, holding: Holding) -> None:
-        self._pinned += holding.private(self.page)
-        node = holding.node
-        while node.parent is not None:
-            count = self._pins.get(node.id, 0)
-            if count == 0:
-                self._pinned += len(node.key)
-            self._pins[node.id] = count + 1
-            node = node.parent
-
-    def _unpin(self, holding: Holding) -> None:
-        self._pinned -= holding.private(self.page)
-        node = holding.node
-        while node.parent is not None:
-            self._pins[node.id] -= 1
-            if self._pins[node.id] == 0:
-                del self._pins[node.id]
-                self._pinned -= len(node.key)
-            node = node.parent
-
-    def _no_longer_entering(self, holding: Holding) -> None:
-        self._entering -= holding.reserved
-        self._entering_needs.remove(holding)
-
-    def _expect(self, holding: Holding) -> None:
-        """File how much a running request is expected to need, and until when that is right."""
-        req = holding.req
-        expected = expected_length(req, req.kv_allocated_len)
-        holding.need = page_ceil(expected + self.step, self.page)
-        self._running_needs.add(holding)
-        if not self.step and expected < final_length(req):
-            until = self._growth.steps + expected - req.kv_allocated_len
-            heapq.heappush(self._outgrow, (until, id(req)))
-
-    def catch_up(self) -> None:
-        """Make the steps that the batch has made: each request of it has one token more for each,
-        so that any of them tells how many there were. Called once a step: a long answer beside
-        which nobody comes or goes would be thousands of steps at once.
-
-        With speculation each request has grown by as many tokens as were accepted for it, and all
-        of them are checked (48 at most, unless SGLang is told otherwise)."""
-        if self.step:
-            for each in self._running.values():
-                if not each.since <= each.req.kv_allocated_len < each.until:
-                    self._recount(each)
-            return
-        if not self._running:
-            self._outgrow.clear()
-            return
-        first = next(iter(self._running.values()))
-        assert first.track is not None
-        made = first.req.kv_allocated_len - first.track.start - self._growth.steps
-        for _ in range(made):
-            self._growth.step()
-        while self._outgrow and self._outgrow[0][0] <= self._growth.steps:
-            holding = self._running.get(heapq.heappop(self._outgrow)[1])
-            if holding is not None:
-                self._running_needs.remove(holding)
-                self._expect(holding)
-
-    def _count(self, holding: Holding) -> None:
-        """Count a running request with the tokens that it has now."""
-        req = holding.req
-        length, final = req.kv_allocated_len, final_length(req, self.step)
-        holding.track = self._growth.add(length, final)
-        self._expect(holding)
-        if self.step:
-            holding.since, holding.until = length, self._counts_until(req, length, final)
-
-    def _recount(self, holding: Holding) -> None:
-        """The same of one that was counted."""
-        assert holding.track is not None, "it runs"
-        self._growth.remove(holding.track)
-        self._running_needs.remove(holding)
-        self._count(holding)
-
-    def _counts_until(self, req: Req, length: int, final: int) -> int:
-        """The next length that changes a sum: at which ``length`` tokens, or those with what it
-        reserves, open another page, or at which it is longer than was expected."""
-        ahead = length + self.cap
-        until: int = page_ceil(length, self.page) + 1
-        if self.cap % self.page == 0 and ahead <= final:
-            until = final - self.cap + 1  # before, both open pages together
-        elif ahead < final:
-            until = min(until, length + page_ceil(ahead, self.page) + 1 - ahead)
-        expected = expected_length(req, length)
-        if length < expected < final_length(req):
-            until = min(until, expected)
-        return until
+    def _own(self, req: Req, path: Container[int]) -> int:
+        """Tokens that a running request shares with pinned ones, or with what is on ``path``."""
+        return int(req.cache_protected_len - below(req.last_node, self._pins, path))
 
 
-def _below(node: TreeNode | None, *covers: Container[int]) -> int:
+def below(node: TreeNode | None, *covers: Container[int]) -> int:
     """Tokens from ``node`` up to the first node with an id in one of ``covers``, or the root."""
     tokens: int = 0
     while (
@@ -341,7 +276,7 @@ def _below(node: TreeNode | None, *covers: Container[int]) -> int:
     return tokens
 
 
-def _ids(node: TreeNode | None) -> set[int]:
+def ids(node: TreeNode | None) -> set[int]:
     """The nodes from ``node`` up to below the root."""
     found = set()
     while node is not None and node.parent is not None:

@@ -16,18 +16,10 @@ from typing import TYPE_CHECKING, Any  # Any: SGLang's allocator, of any kind
 import torch
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta.decode.admission import (
-    Claim,
-    entering,
-    expected_length,
-    final_length,
-    growth,
-)
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import page_ceil
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.delta.decode.claims import Claims
     from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree
     from sglang.srt.disaggregation.delta.manager import DeltaManager
     from sglang.srt.managers.schedule_batch import Req
@@ -129,58 +121,6 @@ def pool_problems(
     return problems
 
 
-def claims_problems(
-    claims: Claims, running: list[Req], waiting: list[Req], deferred: list[Req], total: int
-) -> list[str]:
-    """The sums of ``claims`` against a walk of all requests that hold pages.
-
-    ``waiting``: those that do not run yet; ``deferred``: those whose free is deferred; ``total``:
-    the pool's size in tokens.
-    """
-    problems = []
-    page, cap = claims.page, claims.cap
-    reserved = sum(growth(_claim(req, claims.step), cap, page) for req in running) + sum(
-        growth(entering(_claim(req, claims.step), claims.step), claims.entry_cap, page)
-        for req in waiting
-    )
-    if claims.reserved != reserved:
-        problems.append(f"claims reserve {claims.reserved} tokens, not {reserved}")
-    pinned_nodes = {
-        node.id: len(node.key) for req in (*waiting, *deferred) for node in _up(req.last_node)
-    }
-    private = {
-        id(req): page_ceil(req.kv_allocated_len, page) - req.cache_protected_len
-        for req in (*waiting, *deferred)
-    }
-    pinned = sum(pinned_nodes.values()) + sum(private.values())
-    if claims.pinned != pinned:
-        problems.append(f"claims pin {claims.pinned} tokens, not {pinned}")
-    needs = [0]
-    for req in (*running, *waiting):
-        shared = sum(pinned_nodes.get(node.id, 0) for node in _up(req.last_node))
-        whole = page_ceil(expected_length(req, req.kv_allocated_len, claims.step), page)
-        needs.append(whole - shared - private.get(id(req), 0))
-    for size in (total, total // 2, pinned + max(needs), pinned + max(needs) - 1):
-        found = claims.everyone_can_finish(None, 0, 0, size)
-        alone = not running and not waiting
-        if found != (alone or max(needs) <= size - pinned):
-            problems.append(f"claims return {found} for whether all can end with {size} tokens")
-    if len(claims) != len(running) + len(waiting) + len(deferred):
-        problems.append(f"{len(claims)} claims of {[*running, *waiting, *deferred]}")
-    return problems
-
-
-def _claim(req: Req, step: int) -> Claim:
-    return Claim(req.kv_allocated_len, final_length(req, step))
-
-
-def _up(node: TreeNode) -> Iterator[TreeNode]:
-    """``node`` and all above it, without the root."""
-    while node is not None and node.parent is not None:
-        yield node
-        node = node.parent
-
-
 def idle_problems(scheduler: Scheduler) -> list[str]:
     """What an idle prefill or decode server must not have left: locks, rows, metadata slots."""
     tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
@@ -190,8 +130,11 @@ def idle_problems(scheduler: Scheduler) -> list[str]:
         tree, allocator, pool.req_to_token, [], scheduler.max_total_num_tokens
     )
     claims = getattr(tree, "claims", None)
-    if claims is not None:
-        problems += claims_problems(claims, [], [], [], scheduler.max_total_num_tokens)
+    if claims is not None and (len(claims) or claims.pinned or claims.reserved):
+        problems.append(
+            f"{len(claims)} requests claim memory: {claims.pinned} tokens are pinned, "
+            f"{claims.reserved} reserved"
+        )
     size = pool.size + getattr(pool, "pre_alloc_size", 0)
     if sorted(pool.free_slots) != list(range(size)):
         problems.append(

@@ -210,8 +210,6 @@ class DisaggScheduler(DecodeFlush):
             # Stock looks at no transfer while somebody waits to be resumed. But the memory that is
             # missing may be a transfer's, or its free deferred, and comes back only by looking.
             self.waiting_queue.extend(self.disagg_decode_transfer_queue.pop_transferred())
-        if self.tree_cache.claims is not None:
-            self.tree_cache.claims.catch_up()
         exports = self.current_scheduler_metrics_enabled
         if exports and time.monotonic() - self._gauges_at >= EVERY_S:
             self._gauges_at = time.monotonic()

@@ -9,22 +9,16 @@ shares n-1 slots at most.
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.delta.decode.record import record_of
 from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.patchset.compat import FLAG
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree
     from sglang.srt.managers.overlap_utils import FutureMap
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.memory_pool import KVCache
-    from sglang.srt.mem_cache.radix_cache import TreeNode
-
-Pair = tuple[int, int]
 
 
 def step_tokens(scheduler: Scheduler, page: int) -> int:
@@ -104,53 +98,3 @@ def place_first_drafts(batch: ScheduleBatch, future_map: FutureMap) -> None:
     start.new_seq_lens = batch.seq_lens
     start.future_indices = future_map.alloc_future_indices(len(batch.reqs))
     future_map.store_to_map_for_new_batch(start.future_indices, start)
-
-
-# ---- keys ----
-
-
-def key_pairs(req: Req, length: int) -> list[Pair]:
-    """What the tree finds the KV of the first ``length`` tokens of ``req`` by: each token with the
-    one behind it, so one pair less. The list is not to be changed.
-
-    They are made once: those of a prompt at its first match, and kept until the tree has them.
-    SGLang's own methods make them anew at each match and each insert, for 100,000 tokens about
-    25 ms in which nothing else is scheduled.
-    """
-    from sglang.srt.mem_cache.utils import convert_to_bigram_key
-
-    record = record_of(req)
-    known = record.pairs = record.pairs or _path_pairs(req.last_node)
-    if len(known) < length - 1:
-        text = req.origin_input_ids + req.output_ids
-        known += convert_to_bigram_key(text[len(known) : length])
-    return known if len(known) == length - 1 else known[: length - 1]
-
-
-def _path_pairs(node: TreeNode | None) -> list[Pair]:
-    """Those of the tree from below its root down to ``node``; of no node, none."""
-    parts = []
-    while node is not None and node.parent is not None:
-        parts.append(node.key.token_ids)
-        node = node.parent
-    return list(chain.from_iterable(reversed(parts)))
-
-
-def release_pairs(tree: DecodeRadixTree, req: Req, is_insert: bool) -> None:
-    """SGLang's ``cache_finished_req``, without pairs that are made anew from the whole text."""
-    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
-    from sglang.srt.mem_cache.radix_cache import RadixKey, page_align_keys
-
-    committed, shared = req.pop_committed_kv_cache(), req.cache_protected_len
-    slots = tree.req_to_token_pool.req_to_token[req.req_pool_idx, :committed].long()
-    free = tree.token_to_kv_pool_allocator.free
-    if is_insert and not tree.disable_finished_insert:
-        pairs = page_align_keys(key_pairs(req, committed), tree.page_size)
-        key = RadixKey(pairs, req.extra_key, is_bigram=True)
-        priority = getattr(req, "priority", None) or 0
-        given = InsertParams(key=key, value=slots[: len(pairs)], priority=priority)
-        free(slots[shared : tree.insert(given).prefix_len])  # others brought the same meanwhile
-        shared = len(pairs)
-    free(slots[shared:])
-    tree.dec_lock_ref(req.last_node)
-    record_of(req).pairs = []

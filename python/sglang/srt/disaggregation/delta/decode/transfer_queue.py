@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any  # Any: SGLang's manager, batches and results
 
 import numpy as np
 import numpy.typing as npt
@@ -29,10 +29,8 @@ from sglang.srt.disaggregation.delta.observability import STATS
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
-    from sglang.srt.disaggregation.delta.decode.prealloc_queue import RadixPreallocQueue
-    from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
     from sglang.srt.disaggregation.utils import MetadataBuffers, ReqToMetadataIdxAllocator
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req
 else:
     DecodeTransferQueue = object
 
@@ -75,11 +73,11 @@ class StepWrites:
     row when that is done (``rows_are_free``): the step would write into the prefix that it shares.
     """
 
-    def __init__(self, scheduler: DisaggScheduler, page: int) -> None:
-        """``scheduler``: SGLang's; only its queue of results is read."""
-        self._scheduler = scheduler
-        self._page = page
-        self._batch: ScheduleBatch | None = None  # compared by identity
+    def __init__(self, in_flight: Callable[[], Sequence[tuple[Any, Any]]], page: int) -> None:
+        """``in_flight``: the batches that were launched and whose results are not in, oldest first,
+        each with what will be its result."""
+        self._in_flight, self._page = in_flight, page
+        self._batch: Any = None  # compared by identity
         self._pages = _NO_PAGES
         self._waiting: list[Callable[[], None]] = []
 
@@ -97,7 +95,7 @@ class StepWrites:
         With spec v2 that may have to be waited for, as SGLang does later in the same turn of the
         loop, before it launches the next step (``EagleDraftInput.prepare_for_decode``).
         """
-        for batch, result in getattr(self._scheduler, "result_queue", None) or ():
+        for batch, result in self._in_flight():
             start = getattr(result, "next_draft_input", None)
             if start is None or start.verify_done is None:
                 continue
@@ -107,15 +105,14 @@ class StepWrites:
 
     def result_processed(self) -> None:
         """The oldest step in flight has ended: its slots are nobody's but their owners'."""
-        if self._waiting:
-            waiting, self._waiting = self._waiting, []
-            for announce in waiting:
-                announce()
+        waiting, self._waiting = self._waiting, []
+        for announce in waiting:
+            announce()
 
     def _used(self) -> npt.NDArray[np.int64]:
         """Page ids that the step in flight uses for requests that have ended since, and that were
         their own."""
-        results = getattr(self._scheduler, "result_queue", None)  # overlap scheduling only
+        results = self._in_flight()
         if not results:
             return _NO_PAGES
         batch = results[-1][0]
@@ -129,56 +126,51 @@ class StepWrites:
         return self._pages
 
 
-def announce(queue: RadixPreallocQueue, entry: DecodeRequest, slots: torch.Tensor) -> None:
-    """Send prefill the pages to fill; from here on they belong to the transfer.
+def announce(
+    entry: DecodeRequest, pages: npt.NDArray[np.int32], manager: Any, writes: StepWrites
+) -> None:
+    """Send prefill the ``pages`` of the delta to fill, shape (pages,); from here on they belong to
+    the transfer, and so does the metadata slot of ``entry``.
 
-    Later in the same turn of the loop where the step in flight may write to them. ``queue``: the
-    prealloc queue; ``slots`` (1-D int64): those of the delta.
+    Later in the same turn of the loop where the step in flight may write to them.
     """
-    req, manager = entry.req, queue.kv_manager
-    index = take_slot(queue.req_to_metadata_buffer_idx_allocator, queue.metadata_buffers)
-    entry.metadata_buffer_index = index
-    # Page ids on the device first: one in ``page`` indices crosses to the host.
-    page: int = queue.token_to_kv_pool_allocator.page_size
-    pages = (slots[::page] // page).to(torch.int32).cpu().numpy()
+    req, ours = entry.req, manager.kv_args
     req.time_stats.set_decode_transfer_queue_entry_time()
     # The only state that such a server has is an index, whose pages are the KV's. None are listed
     # of a full hit: prefill sends none, and would be waited for.
-    ours = manager.kv_args
     state = pages if len(pages) and ours.state_item_lens else None
 
-    def tell() -> None:
-        if entry.req.finished_reason is not None:
+    def notify() -> None:
+        if req.finished_reason is not None:
             return  # given up meanwhile: prefill was notified that no announcement comes
         at = now()  # prefill may have logged that it knows before the next line is over
-        if is_fake(req) or not manager.peer_takes_delta(bootstrap_addr(req)):
+        index, prefix = entry.metadata_buffer_index, req.cache_protected_len
+        record_of(req).hit_tokens = prefix
+        if is_fake(req):
             entry.kv_receiver.send_metadata(pages, index, state)
+            return
+        if manager.peer_takes_delta(bootstrap_addr(req)):
+            entry.kv_receiver.announce(pages, index, prefix, state)
         else:
-            entry.kv_receiver.announce(pages, index, req.cache_protected_len, state)
-        record_of(req).hit_tokens = req.cache_protected_len
-        if not is_fake(req):
-            _count(req, pages, sum(ours.kv_item_lens), at)
-
-    queue.step_writes.after(pages, tell)
-
-
-def _count(req: Req, pages: npt.NDArray[np.int32], page_bytes: int, at: float) -> None:
-    prompt = len(req.origin_input_ids)
-    STATS.count("decode_prefix_prompt_tokens", prompt)
-    STATS.count("decode_prefix_hit_tokens", req.cache_protected_len)
-    STATS.count("kv_transfer_requested_bytes", len(pages) * page_bytes)
-    log = event_log("decode")
-    if log is not None:
-        log.write(
-            Admitted(
-                at=at,
-                room=req.bootstrap_room,
-                rid=req.rid,
-                prompt_tokens=prompt,
-                prefix_tokens=req.cache_protected_len,
-                pages=pages.tolist(),
+            entry.kv_receiver.send_metadata(pages, index, state)
+        prompt = len(req.origin_input_ids)
+        STATS.count("decode_prefix_prompt_tokens", prompt)
+        STATS.count("decode_prefix_hit_tokens", prefix)
+        STATS.count("kv_transfer_requested_bytes", len(pages) * sum(ours.kv_item_lens))
+        log = event_log("decode")
+        if log is not None:
+            log.write(
+                Admitted(
+                    at=at,
+                    room=req.bootstrap_room,
+                    rid=req.rid,
+                    prompt_tokens=prompt,
+                    prefix_tokens=prefix,
+                    pages=pages.tolist(),
+                )
             )
-        )
+
+    writes.after(pages, notify)
 
 
 # ---- transfers ----
@@ -243,7 +235,7 @@ class Arrival:
 class RadixTransferQueue(DecodeTransferQueue):
     """Puts the KV of finished transfers into the decode tree. Stock behaviour without the flag."""
 
-    queue: list[DecodeRequest]  # owned by the upstream class; named for the type checker
+    queue: list[DecodeRequest]  # SGLang's; named for the type checker
 
     @cached_property
     def deferred(self) -> list[DeferredFree]:
@@ -319,10 +311,10 @@ class RadixTransferQueue(DecodeTransferQueue):
             receiver.failure_exception()
         except Exception as error:  # that is how a receiver says why it failed
             message += f": {record_of(req).failure or error}"
-        alone = self.scheduler.disagg_decode_prealloc_queue.without_prefill
-        if alone.may_save(req):
+        line = self.scheduler.disagg_decode_prealloc_queue
+        if line.may_save(req):
             self._leave_behind(entry)
-            alone.take_back(req, message)
+            line.take_back(req, message)
         else:
             logger.error(message)
             prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
