@@ -16,6 +16,7 @@ from sglang.srt.disaggregation.delta.decode.claims import (
     expected_length,
     final_length,
     growth,
+    upwards,
 )
 from sglang.srt.disaggregation.delta.decode.prefix_tree import Retired
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
@@ -110,7 +111,7 @@ def claims_problems(
     if claims.reserved != reserved:
         problems.append(f"claims reserve {claims.reserved} tokens, not {reserved}")
     pinned_nodes = {
-        node.id: len(node.key) for req in (*waiting, *deferred) for node in _up(req.last_node)
+        node.id: len(node.key) for req in (*waiting, *deferred) for node in upwards(req.last_node)
     }
     private = {
         id(req): page_ceil(req.kv_allocated_len, page) - req.cache_protected_len
@@ -121,7 +122,7 @@ def claims_problems(
         problems.append(f"claims pin {claims.pinned} tokens, not {pinned}")
     needs = [0]
     for req in (*running, *waiting):
-        shared = sum(pinned_nodes.get(node.id, 0) for node in _up(req.last_node))
+        shared = sum(pinned_nodes.get(node.id, 0) for node in upwards(req.last_node))
         whole = page_ceil(expected_length(req, req.kv_allocated_len, claims.step), page)
         needs.append(whole - shared - private.get(id(req), 0))
     for size in (total, total // 2, pinned + max(needs), pinned + max(needs) - 1):
@@ -136,13 +137,6 @@ def claims_problems(
 
 def _claim(req: Any, step: int) -> Claim:
     return Claim(req.kv_allocated_len, final_length(req, step))
-
-
-def _up(node: Any) -> Iterator[Any]:
-    """``node`` and all above it, without the root."""
-    while node is not None and node.parent is not None:
-        yield node
-        node = node.parent
 
 
 def _tables(decoder: Any, held: list[Any]) -> list[str]:

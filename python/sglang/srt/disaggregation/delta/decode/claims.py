@@ -15,7 +15,7 @@ is given up. Those that run are counted as arrays, once in a step that has someb
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple  # Any: numpy arrays of int64
 
@@ -26,6 +26,23 @@ from sglang.srt.disaggregation.delta.pages import page_ceil
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.radix_cache import TreeNode
+
+
+def upwards(node: TreeNode | None) -> Iterator[TreeNode]:
+    """``node`` and all above it, without the root; of no node, none."""
+    while node is not None and node.parent is not None:
+        yield node
+        node = node.parent
+
+
+def below(node: TreeNode | None, *covers: Container[int]) -> int:
+    """Tokens from ``node`` up to the first node with an id in one of ``covers``, or the root."""
+    tokens = 0
+    for each in upwards(node):
+        if any(each.id in cover for cover in covers):
+            break
+        tokens += len(each.key)
+    return tokens
 
 
 # ---- what one request takes ----
@@ -136,7 +153,7 @@ class Claims:
         #: tree and outside.
         self._pins: dict[int, int] = {}
         self.pinned = 0
-        #: Prompt and largest answer of the running requests: int64 of shape (requests, 2).
+        #: Prompts and largest answers of the running requests: two int64 of shape (requests,).
         self._lengths: Any = None
         self._counted: Running | None = None
 
@@ -191,14 +208,12 @@ class Claims:
     def _pin(self, holding: Holding, by: int) -> None:
         """Count what ``holding`` pins, with 1, or no longer, with -1."""
         self.pinned += by * (holding.whole - holding.shared)
-        pins, node = self._pins, holding.node
-        while node.parent is not None:
-            count = pins.pop(node.id, 0)
-            if count + by:
-                pins[node.id] = count + by
-            if not count or not count + by:
+        for node in upwards(holding.node):
+            before = self._pins.pop(node.id, 0)
+            if before + by:
+                self._pins[node.id] = before + by
+            if not before or not before + by:
                 self.pinned += by * len(node.key)
-            node = node.parent
 
     # ---- what admission asks ----
 
@@ -218,9 +233,10 @@ class Claims:
 
         reqs, page = list(self._running.values()), self.page
         if self._lengths is None:
-            lengths = [(len(r.origin_input_ids), r.sampling_params.max_new_tokens) for r in reqs]
-            self._lengths = np.array(lengths, dtype=np.int64).reshape(-1, 2)
-        prompt, new = self._lengths.T
+            prompts = (len(req.origin_input_ids) for req in reqs)
+            answers = (req.sampling_params.max_new_tokens for req in reqs)
+            self._lengths = [np.fromiter(each, np.int64, len(reqs)) for each in (prompts, answers)]
+        prompt, new = self._lengths
         now = np.fromiter((req.kv_allocated_len for req in reqs), np.int64, len(reqs))
         # ``growth`` and ``expected_length`` of each.
         upto = np.minimum(np.maximum(prompt + new + self.step, now), now + self.cap)
@@ -252,7 +268,7 @@ class Claims:
         reqs, _, needs = self.running
         # Some count on what they share with pinned requests; the neediest are asked first.
         short = np.flatnonzero(needs > free)
-        path = ids(node) if len(short) else ()
+        path = {each.id for each in upwards(node)}
         return all(
             needs[at] - self._own(reqs[at], path) <= free
             for at in short[np.argsort(-needs[short], kind="stable")]
@@ -261,25 +277,3 @@ class Claims:
     def _own(self, req: Req, path: Container[int]) -> int:
         """Tokens that a running request shares with pinned ones, or with what is on ``path``."""
         return int(req.cache_protected_len - below(req.last_node, self._pins, path))
-
-
-def below(node: TreeNode | None, *covers: Container[int]) -> int:
-    """Tokens from ``node`` up to the first node with an id in one of ``covers``, or the root."""
-    tokens: int = 0
-    while (
-        node is not None
-        and node.parent is not None
-        and not any(node.id in cover for cover in covers)
-    ):
-        tokens += len(node.key)
-        node = node.parent
-    return tokens
-
-
-def ids(node: TreeNode | None) -> set[int]:
-    """The nodes from ``node`` up to below the root."""
-    found = set()
-    while node is not None and node.parent is not None:
-        found.add(node.id)
-        node = node.parent
-    return found

@@ -9,8 +9,7 @@ write to them no more, and a paused server has transfers under way.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any  # Any: SGLang's control requests and answers, handed on
 
 from typing_extensions import override
@@ -77,41 +76,36 @@ class DecodeFlush(Scheduler):
 
     # ---- weight updates: SGLang asserts that the flush at their end succeeds ----
 
-    @contextmanager
-    def _new_weights(self) -> Iterator[None]:
+    def _with_new_weights(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
         self._weights_change = True
         try:
-            yield
+            return update(recv_req)
         finally:
             self._weights_change = False
 
     @override
     def update_weights_from_disk(self, recv_req: Any) -> Any:
-        with self._new_weights():
-            return super().update_weights_from_disk(recv_req)
+        return self._with_new_weights(super().update_weights_from_disk, recv_req)
 
     @override
     def update_weights_from_distributed(self, recv_req: Any) -> Any:
-        with self._new_weights():
-            return super().update_weights_from_distributed(recv_req)
+        return self._with_new_weights(super().update_weights_from_distributed, recv_req)
 
     @override
     def update_weights_from_tensor(self, recv_req: Any) -> Any:
-        with self._new_weights():
-            return super().update_weights_from_tensor(recv_req)
+        return self._with_new_weights(super().update_weights_from_tensor, recv_req)
 
     @override
     def update_weights_from_ipc(self, recv_req: Any) -> Any:
-        with self._new_weights():
-            return super().update_weights_from_ipc(recv_req)
+        return self._with_new_weights(super().update_weights_from_ipc, recv_req)
 
     # ---- release of memory ----
 
     @override
     def release_memory_occupation(self, recv_req: Any) -> Any:
-        if self._nobody_owns_anything():
-            with self._only_owners():
-                return super().release_memory_occupation(recv_req)
+        answer = self._release(recv_req)
+        if answer is not None:
+            return answer
         # A remote write must not land in memory that has been given away. The loop goes on, and
         # the answer is sent when it is done.
         logger.warning(
@@ -142,37 +136,33 @@ class DecodeFlush(Scheduler):
         self.send_to_tokenizer.send_output(ReleaseMemoryOccupationReqOutput(), waiting)
         return ResumeMemoryOccupationReqOutput()
 
-    def _nobody_owns_anything(self) -> bool:
-        """Whether no rank owns or is about to take memory; one collective, for all ranks get a
-        release in the same step. With data parallel attention their requests differ, and SGLang
-        has them wait for each other while memory is released."""
-        retracted = self.disagg_decode_prealloc_queue.retracted_queue
-        resumes = bool(retracted) and not self._is_paused  # in one of the next steps
-        with self._only_owners():
+    def _release(self, recv_req: Any) -> Any:
+        """Release memory if no rank owns or is about to take any, else None; one collective, for
+        all ranks get a release in the same step. With data parallel attention their requests
+        differ, and SGLang has them wait for each other while memory is released."""
+        queue, paused = self.disagg_decode_prealloc_queue, self._is_paused
+        resumes = bool(queue.retracted_queue) and not paused  # in one of the next steps
+        # Paused, a server may have requests that get no pages until it goes on: whoever releases
+        # memory in between would wait for ever if they counted.
+        waiting = queue.queue
+        queue.queue = [] if paused else waiting
+        try:
             owns_nothing = self.is_fully_idle() and not self._deferred and not resumes
-        return minimum([int(owns_nothing)], self.tp_cpu_group) == [1]
+            if minimum([int(owns_nothing)], self.tp_cpu_group) == [0]:
+                return None
+            return super().release_memory_occupation(recv_req)
+        finally:
+            queue.queue = waiting
 
     @property
     def _is_paused(self) -> bool:
         return bool(getattr(self, "_engine_paused", False))
 
-    @contextmanager
-    def _only_owners(self) -> Iterator[None]:
-        """Paused, a server may have requests that get no pages until it goes on: whoever releases
-        memory in between would wait for ever if they counted."""
-        queue = self.disagg_decode_prealloc_queue
-        waiting = queue.queue
-        if self._is_paused:
-            queue.queue = []
-        try:
-            yield
-        finally:
-            queue.queue = waiting
-
     def release_when_idle(self) -> None:
         """Once a step: do what ``release_memory_occupation`` had to put off."""
-        if self._waiting_release is not None and self._nobody_owns_anything():
+        done = None
+        if self._waiting_release is not None:
+            done = self._release(self._waiting_release)
+        if done is not None:
             waiting, self._waiting_release = self._waiting_release, None
-            with self._only_owners():
-                done = super().release_memory_occupation(waiting)
             self.send_to_tokenizer.send_output(done, waiting)

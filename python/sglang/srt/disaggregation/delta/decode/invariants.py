@@ -10,21 +10,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any  # Any: SGLang's allocator, of any kind
 
 import torch
 from typing_extensions import override
 
+from sglang.srt.disaggregation.delta.decode.claims import upwards
+from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree, tree_nodes
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import page_ceil
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree
     from sglang.srt.disaggregation.delta.manager import DeltaManager
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.mem_cache.radix_cache import TreeNode
 else:
     Scheduler = object
 
@@ -38,28 +38,10 @@ class InvariantError(AssertionError):
     """Something is leaked, owned twice, or counted wrong."""
 
 
-def tree_nodes(tree: DecodeRadixTree) -> Iterator[TreeNode]:
-    """All nodes but the root."""
-    stack = list(tree.root_node.children.values())
-    while stack:
-        node = stack.pop()
-        yield node
-        stack.extend(node.children.values())
-
-
-def path(tree: DecodeRadixTree, node: TreeNode) -> list[TreeNode]:
-    """Nodes from below the root down to ``node``."""
-    found = []
-    while node is not tree.root_node:
-        found.append(node)
-        node = node.parent
-    return found[::-1]
-
-
 def tree_problems(tree: DecodeRadixTree, holders: Iterable[Req]) -> list[str]:
     """``holders``: requests that own a lock through ``last_node``, each once."""
     problems = []
-    locks = Counter(node.id for req in holders for node in path(tree, req.last_node))
+    locks = Counter(node.id for req in holders for node in upwards(req.last_node))
     evictable = protected = 0
     seen: set[int] = set()
     for node in tree_nodes(tree):
@@ -97,7 +79,8 @@ def pool_problems(
     private: list[int] = []
     for req in holders:
         row = rows[req.req_pool_idx, : req.kv_allocated_len].tolist()
-        shared = [slot for node in path(tree, req.last_node) for slot in node.value.tolist()]
+        nodes = [*upwards(req.last_node)][::-1]
+        shared = [slot for node in nodes for slot in node.value.tolist()]
         if row[: req.cache_protected_len] != shared:
             problems.append(f"request {req.rid}: its shared slots are not those of its tree path")
         if req.cache_protected_len % page:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-    from sglang.srt.observability.scheduler_metrics_mixin import PrefillStats
 
 
 @dataclass(eq=False)
@@ -115,6 +114,7 @@ def chunk_batch(
     """
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.observability.req_time_stats import set_schedule_time_batch, set_time_batch
+    from sglang.srt.observability.scheduler_metrics_mixin import PrefillStats, QueueCount
 
     rows, reqs = scheduler.req_to_token_pool, [turn.req for turn in turns]
     for turn in turns:
@@ -144,15 +144,9 @@ def chunk_batch(
         turn.req.kv_committed_len = turn.req.kv_allocated_len = len(turn.req.origin_input_ids)
     if unfinished:
         unfinished.req.is_chunked += 1
-    batch.prefill_stats = _stats(scheduler, batch, hits)
-    set_schedule_time_batch(batch)
-    return batch
-
-
-def _stats(scheduler: Scheduler, batch: ScheduleBatch, hits: int) -> PrefillStats:
-    """What SGLang logs of a prefill batch."""
-    from sglang.srt.observability.scheduler_metrics_mixin import PrefillStats, QueueCount
-
+    # What SGLang logs of a prefill batch.
     running = QueueCount.from_reqs(scheduler.running_batch.reqs, False)
     tokens, ratio = batch.extend_num_tokens, scheduler.new_token_ratio
-    return PrefillStats(tokens, hits, ratio, running, len(batch.reqs))
+    batch.prefill_stats = PrefillStats(tokens, hits, ratio, running, len(batch.reqs))
+    set_schedule_time_batch(batch)
+    return batch

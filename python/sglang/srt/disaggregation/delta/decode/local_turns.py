@@ -107,25 +107,21 @@ class LocalTurns:
 
     def votes(self, candidates: Sequence[Any]) -> list[int]:
         """What this rank knows of the costs, for the ranks to agree on."""
-        return [*self.measured.votes(), *map(self._vote, candidates)]
-
-    def _vote(self, candidate: Any) -> int:
-        if candidate.lease is None or candidate.resumes or candidate.is_alone:
-            return UNKNOWN
-        address = bootstrap_addr(candidate.req)
-        if not self._scheduler.disagg_decode_prealloc_queue.kv_manager.peer_yields(address):
-            return NEVER
-        return self.measured.vote_there(address, candidate.length - candidate.lease.length)
+        manager, votes = self._scheduler.disagg_decode_prealloc_queue.kv_manager, []
+        for candidate in candidates:
+            vote = UNKNOWN
+            if candidate.lease is not None and not (candidate.resumes or candidate.is_alone):
+                address, tokens = bootstrap_addr(candidate.req), candidate.length
+                tokens -= candidate.lease.length
+                is_asked = manager.peer_yields(address)
+                vote = self.measured.vote_there(address, tokens) if is_asked else NEVER
+            votes.append(vote)
+        return [*self.measured.votes(), *votes]
 
     def agree(self, votes: Sequence[int]) -> None:
         """The numbers of this step, as all ranks have them."""
         self.pace.costs = read(votes[:VOTES])
         self._there = votes[VOTES:]
-
-    @property
-    def costs(self) -> Costs:
-        """What the ranks agreed on last."""
-        return self.pace.costs
 
     def decide(self, candidate: Any, at: int) -> Decision:
         """Where the candidate ``at`` of this step, which has its agreed lease, is computed."""
@@ -133,7 +129,7 @@ class LocalTurns:
         tokens = candidate.length - self._prefix(candidate.length, lease.length)
         if candidate.is_alone:
             reason = candidate.entry.kv_receiver.reason
-            return self.choice.without_prefill(tokens, self._load(), self.costs, reason)
+            return self.choice.without_prefill(tokens, self._load(), self.pace.costs, reason)
         if not candidate.shares:
             return Decision(False, "not_shared")
         if self._there[at] == NEVER:
@@ -142,12 +138,14 @@ class LocalTurns:
         why = only_prefill_can(req)
         if why is not None:
             return Decision(False, why, None, there)
-        return self.choice.decide(tokens, self._load(), self.costs, there)
+        return self.choice.decide(tokens, self._load(), self.pace.costs, there)
 
     def _load(self) -> Load:
         queued = sum(turn.left for turn in self._queue)
         running = len(self._scheduler.running_batch.reqs)
-        is_full = not self._has_place_for_another
+        # A turn that is taken now has its place behind those that wait for one.
+        ahead = sum(not turn.has_begun for turn in self._queue)
+        is_full = self._free_places <= ahead + len(self._scheduler.waiting_queue)
         return Load(queued, running, self.pace.debt, is_full, self._largest)
 
     def _prefix(self, length: int, matched: int) -> int:
@@ -223,18 +221,28 @@ class LocalTurns:
 
     def next_batch(self) -> ScheduleBatch | None:
         """The next chunk as a batch to run, if one may run now."""
-        if not self._queue or self._is_paused:
+        scheduler = self._scheduler
+        # None while the engine is paused, unless somebody waits for the memory.
+        if not self._queue or (scheduler._is_paused and scheduler._waiting_release is None):
             return None
         if self._limits.max_itl is not None:
             # What fits changes with each chunk, whether or not somebody arrives.
-            group = self._scheduler.disagg_decode_prealloc_queue.gloo_group
+            group = scheduler.disagg_decode_prealloc_queue.gloo_group
             self.agree(minimum(self.votes(()), group))
         if not self.pace.may_run(self._beside, self._fits):
             return None
         if self._queue[0].req.to_finish is not None:
             return None  # aborted in a chunk that was launched: it goes with that one's result
         turns, unfinished = self._next_chunk(self._free_places + self._queue[0].has_begun)
-        return self._launch(turns, unfinished) if turns else None
+        if not turns:
+            return None
+        STATS.count("decode_local_tokens", sum(len(t.req.fill_ids) - t.done for t in turns))
+        batch = chunk_batch(scheduler, turns, unfinished)
+        self._queue = self._queue[len(turns) - bool(unfinished) :]
+        self._launched.append((batch, turns))
+        self.pace.chunk(batch.extend_num_tokens, self._beside)
+        self.times.launched(batch.extend_num_tokens, self._clock())
+        return batch
 
     @property
     def _beside(self) -> int:
@@ -244,16 +252,13 @@ class LocalTurns:
         return len(self._scheduler.running_batch.reqs) + min(waiting, self.places_for_others)
 
     @property
-    def _is_bound(self) -> bool:
-        """Whether the bound applies to a chunk: it would delay the next token of a request that
-        runs, or of a turn whose first token is known, at the latest by the chunk under way."""
-        ends = any(not turn.left for _, turns in self._launched for turn in turns)
-        return self._limits.max_itl is not None and bool(self._beside or self._computed or ends)
-
-    @property
     def _largest(self) -> int:
-        """Tokens of the largest chunk that fits into the bound on inter-token latency."""
-        return (self.costs if self._is_bound else Costs()).largest_chunk(self._limits)
+        """Tokens of the largest chunk that fits into the bound on inter-token latency. The bound
+        applies where a chunk delays the next token of a request that runs, or of a turn whose first
+        token is known, at the latest by the chunk under way."""
+        ends = any(not turn.left for _, turns in self._launched for turn in turns)
+        delays = self._beside or self._computed or ends
+        return (self.pace.costs if delays else Costs()).largest_chunk(self._limits)
 
     @property
     def _fits(self) -> bool:
@@ -268,12 +273,6 @@ class LocalTurns:
             turn_metrics.gap(self.telemetry, *gap, self._limits.max_itl)
 
     @property
-    def _is_paused(self) -> bool:
-        """No chunk is launched while the engine is paused, unless somebody waits for the memory."""
-        scheduler = self._scheduler
-        return scheduler._is_paused and scheduler._waiting_release is None
-
-    @property
     def _most(self) -> int:
         """How many requests may run."""
         scheduler = self._scheduler
@@ -286,12 +285,6 @@ class LocalTurns:
         turns |= {id(turn) for turn in self._queue[:1] if turn.has_begun}
         batches = (self._scheduler.running_batch, *self._computed)
         return self._most - len(turns) - sum(len(batch.reqs) for batch in batches)
-
-    @property
-    def _has_place_for_another(self) -> bool:
-        """Whether a turn that is taken now would have a place, behind those that wait for one."""
-        ahead = sum(not turn.has_begun for turn in self._queue)
-        return self._free_places > ahead + len(self._scheduler.waiting_queue)
 
     @property
     def places_for_others(self) -> int:
@@ -323,16 +316,6 @@ class LocalTurns:
             if left <= 0:
                 break
         return chosen, None
-
-    def _launch(self, turns: list[Turn], unfinished: Turn | None) -> ScheduleBatch:
-        scheduler = self._scheduler
-        STATS.count("decode_local_tokens", sum(len(t.req.fill_ids) - t.done for t in turns))
-        batch = chunk_batch(scheduler, turns, unfinished)
-        self._queue = self._queue[len(turns) - bool(unfinished) :]
-        self._launched.append((batch, turns))
-        self.pace.chunk(batch.extend_num_tokens, self._beside)
-        self.times.launched(batch.extend_num_tokens, self._clock())
-        return batch
 
     def before_result(self) -> None:
         """The oldest chunk's result is about to be processed: what it computed may be shared."""
@@ -394,12 +377,22 @@ class LocalTurns:
     def abort(self, wanted: Callable[[Req], bool]) -> None:
         """End the requests that are ``wanted``: a launched chunk first runs to its end."""
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
+        from sglang.srt.mem_cache.common import release_kv_cache
 
         for req in self.requests:
             if wanted(req) and not req.finished():
                 req.to_finish = FINISH_ABORT()
         self.drop_aborted()
-        self._end_computed()
+        # Those that wait for a place end now, however long others' answers are. They have sent
+        # their first token, so their end goes the same way, behind it.
+        for batch in self._computed:
+            for req in batch.reqs:
+                if req.to_finish is not None:
+                    req.check_finished()
+                    release_kv_cache(req, self._scheduler.tree_cache)
+                    self._scheduler.stream_output([req], req.return_logprob)
+            batch.filter_batch()
+        self._computed = [batch for batch in self._computed if not batch.is_empty()]
 
     def drop_aborted(self) -> None:
         """Give back what aborted requests hold that no launched chunk uses."""
@@ -414,17 +407,3 @@ class LocalTurns:
         for turn in gone:
             release_kv_cache(turn.req, self._scheduler.tree_cache, is_insert=False)
             self._scheduler.send_to_tokenizer.send_output(AbortReq(rid=turn.req.rid), turn.req)
-
-    def _end_computed(self) -> None:
-        """End aborted requests that wait for a place, however long others' answers are. They have
-        sent their first token, so their end goes the same way, behind it."""
-        from sglang.srt.mem_cache.common import release_kv_cache
-
-        for batch in self._computed:
-            gone = [req for req in batch.reqs if req.to_finish is not None]
-            for req in gone:
-                req.check_finished()
-                release_kv_cache(req, self._scheduler.tree_cache)
-                self._scheduler.stream_output([req], req.return_logprob)
-            batch.filter_batch()
-        self._computed = [batch for batch in self._computed if not batch.is_empty()]

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple  # Any: keys of two forms; what overrides hand on
 
 import torch
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta.decode.claims import Claims
+from sglang.srt.disaggregation.delta.decode.claims import Claims, upwards
 from sglang.srt.disaggregation.delta.decode.record import may_insert, may_match, record_of
 from sglang.srt.disaggregation.delta.pages import page_floor
 from sglang.srt.disaggregation.delta.sparse_index import copy_index, index_buffers
@@ -43,11 +43,9 @@ def key_pairs(req: Req, length: int) -> list[tuple[int, int]]:
     """
     from sglang.srt.mem_cache.utils import convert_to_bigram_key
 
-    record, parts, node = record_of(req), [], req.last_node
+    record = record_of(req)
     if not record.pairs:
-        while node is not None and node.parent is not None:
-            parts.append(node.key.token_ids)
-            node = node.parent
+        parts = [node.key.token_ids for node in upwards(req.last_node)]
         record.pairs = list(chain.from_iterable(reversed(parts)))
     known = record.pairs
     if len(known) < length - 1:
@@ -163,10 +161,7 @@ class KnownPrefix:
 
     def lock(self, tree: DecodeRadixTree) -> PrefixLease:
         """The lease that a match would give; no token is compared."""
-        values, node = [], self.node
-        while node is not self.root:
-            values.append(node.value)
-            node = node.parent
+        values = [node.value for node in upwards(self.node)]
         if not values:
             return PrefixLease.empty(tree)
         return PrefixLease(tree, self.node, torch.cat(values[::-1]))
@@ -174,11 +169,17 @@ class KnownPrefix:
 
 def unlocked_tokens(node: TreeNode) -> int:
     """Tokens from ``node`` up that a lock on it would take out of what can be evicted."""
-    tokens: int = 0
-    while node.parent is not None and node.lock_ref == 0:
-        tokens += len(node.key)
-        node = node.parent
-    return tokens
+    unlocked = takewhile(lambda each: each.lock_ref == 0, upwards(node))
+    return sum(len(each.key) for each in unlocked)
+
+
+def tree_nodes(tree: RadixCache) -> Iterator[TreeNode]:
+    """All nodes but the root, parents first."""
+    stack = list(tree.root_node.children.values())
+    while stack:
+        node = stack.pop()
+        stack.extend(node.children.values())
+        yield node
 
 
 #: An eviction takes at least one of so many parts of the pool, if that can be evicted.
@@ -238,19 +239,11 @@ class DecodeRadixTree(RadixCache):
             self.evict(EvictParams(num_tokens=self.evictable_size()))
         finally:
             self.token_to_kv_pool_allocator.free_group_end()
-        for node in list(self._nodes()):
+        for node in list(tree_nodes(self)):
             if not isinstance(node.key.extra_key, Retired):
                 self._rename(node)
         self.generation += 1
         self._record_all_cleared_event()
-
-    def _nodes(self) -> Iterator[TreeNode]:
-        """All nodes but the root, parents first."""
-        stack = list(self.root_node.children.values())
-        while stack:
-            node = stack.pop()
-            stack.extend(node.children.values())
-            yield node
 
     def _rename(self, node: TreeNode) -> None:
         from sglang.srt.mem_cache.radix_cache import RadixKey

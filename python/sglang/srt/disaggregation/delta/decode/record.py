@@ -128,7 +128,7 @@ class DecodeRecord:
     #: With a draft model, keys of its text that the tree may lack (``speculation.key_pairs``).
     pairs: list[tuple[int, int]] = field(default_factory=list)
     #: While it is retracted: the draft model's KV, in the form of ``Req.kv_cache_cpu``.
-    draft_copy: list[list[Any]] | None = None
+    draft_copy: Any = None
     #: Likewise the index of sparse attention, in the form of ``sparse_index.copy_index``.
     index_copy: list[torch.Tensor] | None = None
     #: Slots that were its own when it last gave them back (1-D int64), those ahead of its text too.
@@ -168,16 +168,13 @@ def may_match(req: Req) -> bool:
     The ids of embeddings are placeholders. Those of images, audio and video are hashes of their
     content, which SGLang puts in before a request is queued.
     """
-    return not is_fake(req) and req.input_embeds is None and _content_in_ids(req)
-
-
-def _content_in_ids(req: Req) -> bool:
-    """Whether each image's hash stands where the image does: a model may leave placeholders as is.
-
-    Decided when the request is first looked at; SGLang drops the images of one that has ended.
-    """
+    if is_fake(req) or req.input_embeds is not None:
+        return False
     record = record_of(req)
     if record.content_in_ids is None:
+        # Does each image's hash stand where the image does? A model may leave placeholders as is.
+        # Decided when the request is first looked at: SGLang drops the images of one that has
+        # ended.
         items = req.multimodal_inputs.mm_items if req.multimodal_inputs is not None else ()
         record.content_in_ids = all(_is_padded(req.origin_input_ids, item) for item in items)
     return record.content_in_ids

@@ -28,14 +28,14 @@ def without_leading(
     whole, part = divmod(skip, chunk)
     if part == 0:
         return [[] for _ in copy], [layer[whole:] for layer in copy]
-    head = [[_tail(layer[whole], part)] if whole < len(layer) else [] for layer in copy]
-    return head, [layer[whole + 1 :] for layer in copy]
 
+    def tail(layer: list[Any]) -> list[Any]:
+        if whole >= len(layer):
+            return []
+        both = layer[whole]
+        return [both[part:] if isinstance(both, torch.Tensor) else [one[part:] for one in both]]
 
-def _tail(chunk: Any, start: int) -> Any:
-    if isinstance(chunk, torch.Tensor):
-        return chunk[start:]
-    return [part[start:] for part in chunk]
+    return [tail(layer) for layer in copy], [layer[whole + 1 :] for layer in copy]
 
 
 def restore_private(
@@ -55,7 +55,6 @@ def restore_private(
     )
     del req.kv_cache_cpu
     if draft_pool is not None:
-        assert record.draft_copy is not None, "it was retracted"
         chunk = draft_pool.cpu_offloading_chunk_size
         load_private(record.draft_copy, chunk, shared, slots, draft_pool.load_cpu_copy)
     if record.index_copy is not None:

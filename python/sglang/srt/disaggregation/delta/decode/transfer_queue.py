@@ -46,8 +46,7 @@ def take_slot(allocator: ReqToMetadataIdxAllocator, buffers: MetadataBuffers) ->
 
     It is cleared here too: a transfer that was given up may have written since it was freed.
     """
-    index = allocator.alloc()
-    assert index is not None, "a free metadata slot was checked before"
+    index: int = allocator.alloc()
     buffers.bootstrap_room[index, 0] = EMPTY
     return index
 
@@ -264,38 +263,26 @@ class RadixTransferQueue(DecodeTransferQueue):
         drained = [deferred for deferred, poll in votes if poll == KVPoll.Success]
         for deferred in drained:
             self.deferred.remove(deferred)
-        transferred = self._take_finished(polls[: len(arrivals)])
+        waiting, transferred = [], []
+        for entry, poll in zip(self.queue, polls, strict=False):
+            req = entry.req
+            if poll == KVPoll.Failed:
+                self._give_up(entry)
+            elif poll != KVPoll.Success or not self._commit_transfer_to_req(entry):
+                waiting.append(entry)
+            elif req.finished_reason is None:
+                if not self.spec_algorithm.is_none():
+                    own_draft_state(req)
+                self._free_slot(entry)
+                self.tree_cache.adopt(req)
+                transferred.append(req)
+            else:  # its metadata were overwritten after the poll
+                self._answer(req)
+                self._free(entry)
+        self.queue = waiting
         for deferred in drained:
             deferred.free(self._free)
         return transferred
-
-    def _take_finished(self, polls: list[int]) -> list[Req]:
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
-        waiting, transferred = [], []
-        for entry, poll in zip(self.queue, polls, strict=True):
-            if poll == KVPoll.Failed:
-                self._give_up(entry)
-            elif poll == KVPoll.Success and self._commit_transfer_to_req(entry):
-                if self._landed(entry):
-                    transferred.append(entry.req)
-            else:
-                waiting.append(entry)
-        self.queue = waiting
-        return transferred
-
-    def _landed(self, entry: DecodeRequest) -> bool:
-        """The transfer is complete. False if its metadata were overwritten after the poll."""
-        req = entry.req
-        if req.finished_reason is None:
-            if not self.spec_algorithm.is_none():
-                own_draft_state(req)
-            self._free_slot(entry)
-            self.tree_cache.adopt(req)
-            return True
-        self._answer(req)
-        self._free(entry)
-        return False
 
     def _give_up(self, entry: DecodeRequest) -> None:
         """Answer the client of a failed transfer; keep what prefill may still write to."""
@@ -306,14 +293,23 @@ class RadixTransferQueue(DecodeTransferQueue):
             f"Decode transfer failed for request rank={self.tp_rank} "
             f"rid={req.rid} bootstrap_room={req.bootstrap_room}"
         )
-        deferred = self._defer_free(entry)  # before the receiver forgets the room
+        # What says that prefill stopped writing; at once where everything had arrived already. A
+        # warm-up's receiver has none. Before the receiver forgets the room.
+        follows = hasattr(receiver, "defer_free") and not record_of(req).arrived
+        deferred = (receiver.defer_free() if follows else None) or DeferredFree()
         try:
             receiver.failure_exception()
         except Exception as error:  # that is how a receiver says why it failed
             message += f": {record_of(req).failure or error}"
         line = self.scheduler.disagg_decode_prealloc_queue
+        claims = self.tree_cache.claims
         if line.may_save(req):
-            self._leave_behind(entry)
+            # The request starts over; what it owned stays in the entry.
+            entry.req = left = remains(req)
+            claims.left(req)
+            claims.entered(left, left.last_node, left.cache_protected_len, left.kv_allocated_len)
+            if self.scheduler.enable_metrics:
+                self.scheduler.metrics_collector.increment_transfer_failed_reqs()
             line.take_back(req, message)
         else:
             logger.error(message)
@@ -322,24 +318,7 @@ class RadixTransferQueue(DecodeTransferQueue):
         # Also where this rank's room is drained: another's may not be, and all free together.
         deferred.keep(entry)
         self.deferred.append(deferred)
-        self.tree_cache.claims.deferred(entry.req)
-
-    def _leave_behind(self, entry: DecodeRequest) -> None:
-        """The request of ``entry`` starts over; what it owned stays in the entry."""
-        req, claims = entry.req, self.tree_cache.claims
-        entry.req = left = remains(req)
-        claims.left(req)
-        claims.entered(left, left.last_node, left.cache_protected_len, left.kv_allocated_len)
-        if self.scheduler.enable_metrics:
-            self.scheduler.metrics_collector.increment_transfer_failed_reqs()
-
-    @staticmethod
-    def _defer_free(entry: DecodeRequest) -> DeferredFree:
-        """What says that prefill stopped writing; at once where everything had arrived already."""
-        defer_free = getattr(entry.kv_receiver, "defer_free", None)  # a warm-up's has none
-        if defer_free is None or record_of(entry.req).arrived:
-            return DeferredFree()
-        return defer_free() or DeferredFree()
+        claims.deferred(entry.req)
 
     def _answer(self, req: Req) -> None:
         scheduler = self.scheduler
