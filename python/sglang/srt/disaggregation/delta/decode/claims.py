@@ -35,11 +35,11 @@ def upwards(node: TreeNode | None) -> Iterator[TreeNode]:
         node = node.parent
 
 
-def below(node: TreeNode | None, *covers: Container[int]) -> int:
-    """Tokens from ``node`` up to the first node with an id in one of ``covers``, or the root."""
+def below(node: TreeNode | None, pins: Container[int], path: Container[int] = ()) -> int:
+    """Tokens from ``node`` up to the first node with an id in ``pins`` or ``path``, or the root."""
     tokens = 0
     for each in upwards(node):
-        if any(each.id in cover for cover in covers):
+        if each.id in pins or each.id in path:
             break
         tokens += len(each.key)
     return tokens
@@ -209,11 +209,11 @@ class Claims:
         """Count what ``holding`` pins, with 1, or no longer, with -1."""
         self.pinned += by * (holding.whole - holding.shared)
         for node in upwards(holding.node):
-            before = self._pins.pop(node.id, 0)
-            if before + by:
-                self._pins[node.id] = before + by
-            if not before or not before + by:
+            count = self._pins[node.id] = self._pins.get(node.id, 0) + by
+            if count == max(by, 0):  # the first one, or the last
                 self.pinned += by * len(node.key)
+            if not count:
+                del self._pins[node.id]
 
     # ---- what admission asks ----
 

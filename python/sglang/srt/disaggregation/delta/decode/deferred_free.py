@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol  # Any: SGLang's ``DecodeRequest``, or None
 
 from sglang.srt.patchset import environment
 
@@ -61,18 +61,13 @@ class DeferredFree:
         #: Prefill ranks that write for the room.
         self.writers = writers
         self._writers_are_gone = False
-        self._entry: DecodeRequest | None = None
+        #: The queue entry whose pages, row, lock and metadata slot are kept; None when freed.
+        self.entry: Any = None
         self._since = 0.0
-
-    @property
-    def entry(self) -> DecodeRequest:
-        """The queue entry whose pages, row, lock and metadata slot are kept."""
-        assert self._entry is not None, "nothing is kept, or it was freed"
-        return self._entry
 
     def keep(self, entry: DecodeRequest) -> None:
         """``entry``, whose client has been answered, keeps what it owns from now on."""
-        self._entry, self._since = entry, time.monotonic()
+        self.entry, self._since = entry, time.monotonic()
 
     def writers_are_gone(self) -> None:
         """The prefill processes that could write are certain not to exist any more."""
@@ -96,7 +91,7 @@ class DeferredFree:
     def free(self, free_entry: Callable[[DecodeRequest], None]) -> None:
         """Give what is kept to ``free_entry``, once, and follow the room no longer."""
         self._forget(self)
-        entry, self._entry = self._entry, None
+        entry, self.entry = self.entry, None
         if entry is not None:
             free_entry(entry)
 
