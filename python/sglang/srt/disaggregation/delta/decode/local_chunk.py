@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any  # Any: stands in for three classes of SGLang at once
@@ -48,14 +47,6 @@ class Turn:
         a chunk is computed once more, in the next one.
         """
         return self.done - (self.drafts and self.has_begun)  # the tree's KV is the text's
-
-    def trace_inside_decode(self) -> None:
-        """With tracing on, have SGLang add the slice of a prefill to the one of decode, which it
-        opened when the prompt was first run: by itself it would end that one under another name,
-        with a warning."""
-        stats = self.req.time_stats
-        if stats.trace_ctx.tracing_enable:
-            stats.prefill_finished_time = time.perf_counter()
 
 
 class _OwnPages:

@@ -125,8 +125,7 @@ class LocalTurns:
 
     def decide(self, candidate: Any, at: int) -> Decision:
         """Where the candidate ``at`` of this step, which has its agreed lease, is computed."""
-        req, lease = candidate.req, candidate.lease
-        tokens = candidate.length - self._prefix(candidate.length, lease.length)
+        tokens = candidate.length - self.prefix_here(candidate)
         if candidate.is_alone:
             reason = candidate.entry.kv_receiver.reason
             return self.choice.without_prefill(tokens, self._load(), self.pace.costs, reason)
@@ -135,7 +134,7 @@ class LocalTurns:
         if self._there[at] == NEVER:
             return Decision(False, "peer")
         there = read_there(self._there[at])
-        why = only_prefill_can(req)
+        why = only_prefill_can(candidate.req)
         if why is not None:
             return Decision(False, why, None, there)
         return self.choice.decide(tokens, self._load(), self.pace.costs, there)
@@ -148,13 +147,11 @@ class LocalTurns:
         is_full = self._free_places <= ahead + len(self._scheduler.waiting_queue)
         return Load(queued, running, self.pace.debt, is_full, self._largest)
 
-    def _prefix(self, length: int, matched: int) -> int:
-        """At least one token is left to compute."""
-        return min(matched, page_floor(length - 1, self._scheduler.page_size))
-
     def prefix_here(self, candidate: Any) -> int:
-        """How long the prefix of a candidate may be that is computed locally."""
-        return self._prefix(candidate.length, candidate.lease.length)
+        """How long the prefix of a candidate may be that is computed locally: at least one token is
+        left to compute."""
+        most = page_floor(candidate.length - 1, self._scheduler.page_size)
+        return min(int(candidate.lease.length), most)
 
     def may_save(self, req: Req) -> bool:
         """Whether ``req`` may be computed locally if it has no prefill server any more."""
@@ -322,7 +319,12 @@ class LocalTurns:
         for turn in self._launched[0][1]:
             if not turn.req.is_chunked:
                 record_of(turn.req).committed = True
-                turn.trace_inside_decode()
+                stats = turn.req.time_stats
+                if stats.trace_ctx.tracing_enable:
+                    # SGLang adds the slice of a prefill to the one of decode, which it opened when
+                    # the prompt was first run: by itself it would end that one under another name,
+                    # with a warning.
+                    stats.prefill_finished_time = time.perf_counter()
 
     def after_result(self) -> None:
         """It was processed: those that have their first token wait for a slot in the batch."""
@@ -345,8 +347,15 @@ class LocalTurns:
     def join(self) -> None:
         """Computed requests run from the next decode step on, as far as there are places."""
         scheduler = self._scheduler
-        while self._computed and self._has_places(self._computed[0].reqs):
-            batch, running = self._computed.pop(0), scheduler.running_batch
+        while self._computed:
+            batch, running = self._computed[0], scheduler.running_batch
+            if not self._fit(running, batch):
+                # Those that have ended need no place. Spec v1 has taken them out of the draft
+                # input.
+                running.filter_batch(v1_spec_info_filtered=True)
+                if not self._fit(running, batch):
+                    break
+            del self._computed[0]
             for req in batch.reqs:
                 scheduler.tree_cache.claims.started(req)
             if batch.is_spec_v2:
@@ -356,21 +365,12 @@ class LocalTurns:
             else:
                 running.merge_batch(batch)
 
-    def _has_places(self, reqs: Sequence[Req]) -> bool:
-        """Whether ``reqs`` may run beside those that run."""
-        scheduler = self._scheduler
-        running = scheduler.running_batch
-
-        def fit() -> bool:
-            return running.is_empty() or (
-                len(running.reqs) + len(reqs) <= self._most
-                and adapters_fit(scheduler, chain(running.reqs, reqs))
-            )
-
-        if not fit():
-            # Those that have ended need no place. Spec v1 has taken them out of the draft input.
-            running.filter_batch(v1_spec_info_filtered=True)
-        return fit()
+    def _fit(self, running: ScheduleBatch, batch: ScheduleBatch) -> bool:
+        """Whether the requests of ``batch`` may run beside those that run."""
+        return running.is_empty() or (
+            len(running.reqs) + len(batch.reqs) <= self._most
+            and adapters_fit(self._scheduler, chain(running.reqs, batch.reqs))
+        )
 
     # ---- aborts ----
 

@@ -347,21 +347,19 @@ class DecodeRadixTree(RadixCache):
             rows = self.req_to_token_pool.req_to_token
             own = rows[req.req_pool_idx, req.cache_protected_len : req.kv_allocated_len]
             record_of(req).slots_at_end = own.to(torch.int64, copy=True)
-            if hasattr(req, "kv_cache_cpu"):  # it is being retracted
-                self._copy_beside_kv(req)
+            if hasattr(req, "kv_cache_cpu"):
+                # It is being retracted. SGLang has copied the target's KV; of the draft's, and of
+                # an index, it knows nothing.
+                slots = rows[req.req_pool_idx, : req.kv_committed_len]
+                pool = self.token_to_kv_pool_allocator.get_kvcache()
+                if self.draft_pool is not None:
+                    record_of(req).draft_copy = self.draft_pool.get_cpu_copy(slots)
+                if index_buffers(pool):
+                    record_of(req).index_copy = copy_index(pool, slots)
         if self.serves_decode and self.is_eagle:
             self._release_pairs(req, is_insert)
         else:
             super().cache_finished_req(req, is_insert)
-
-    def _copy_beside_kv(self, req: Req) -> None:
-        """SGLang has copied the target's KV; of the draft's, and of an index, it knows nothing."""
-        slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, : req.kv_committed_len]
-        pool = self.token_to_kv_pool_allocator.get_kvcache()
-        if self.draft_pool is not None:
-            record_of(req).draft_copy = self.draft_pool.get_cpu_copy(slots)
-        if index_buffers(pool):
-            record_of(req).index_copy = copy_index(pool, slots)
 
     def _release_pairs(self, req: Req, is_insert: bool) -> None:
         """SGLang's ``cache_finished_req``, without pairs that are made anew from the whole text."""

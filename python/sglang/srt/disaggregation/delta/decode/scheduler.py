@@ -34,35 +34,6 @@ else:
 logger = logging.getLogger(__name__)
 
 
-def end_streaming(scheduler: DisaggScheduler, recv_req: AbortReq) -> None:
-    """Decode: end aborted requests that wait but have sent tokens before they were retracted.
-
-    SGLang tells the tokenizer of such an abort directly. That can overtake tokens which are still
-    with the detokenizer; they would bring the request back to life, and its client would wait for
-    ever. So the end goes the way of the tokens.
-    """
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
-    from sglang.srt.mem_cache.common import release_kv_cache
-
-    def wanted(req: Req) -> bool:
-        return bool(recv_req.abort_all or req.rid.startswith(recv_req.rid))
-
-    queue = scheduler.disagg_decode_prealloc_queue
-    retracted = [req for req in queue.retracted_queue if wanted(req)]
-    resumed = [req for req in scheduler.waiting_queue if wanted(req) and req.send_token_offset]
-    queue.retracted_queue = [req for req in queue.retracted_queue if not wanted(req)]
-    for req in retracted:
-        req.__dict__.pop("kv_cache_cpu", None)
-        record_of(req).drop_copies()
-    gone = {id(req) for req in resumed}
-    scheduler.waiting_queue = [req for req in scheduler.waiting_queue if id(req) not in gone]
-    for req in resumed:
-        release_kv_cache(req, scheduler.tree_cache)
-    for req in (*retracted, *resumed):
-        req.finished_reason = FINISH_ABORT()
-        scheduler.stream_output([req], req.return_logprob)
-
-
 #: Seconds between two updates of the gauges.
 EVERY_S = 1.0
 
@@ -158,7 +129,30 @@ class DisaggScheduler(DecodeFlush):
 
     @override
     def abort_request(self, recv_req: AbortReq) -> None:
-        end_streaming(self, recv_req)
+        # Requests that wait but have sent tokens before they were retracted end here. SGLang tells
+        # the tokenizer of such an abort directly. That can overtake tokens which are still with the
+        # detokenizer; they would bring the request back to life, and its client would wait for
+        # ever. So the end goes the way of the tokens.
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        def wanted(req: Req) -> bool:
+            return bool(recv_req.abort_all or req.rid.startswith(recv_req.rid))
+
+        queue = self.disagg_decode_prealloc_queue
+        retracted = [req for req in queue.retracted_queue if wanted(req)]
+        resumed = [req for req in self.waiting_queue if wanted(req) and req.send_token_offset]
+        queue.retracted_queue = [req for req in queue.retracted_queue if not wanted(req)]
+        for req in retracted:
+            req.__dict__.pop("kv_cache_cpu", None)
+            record_of(req).drop_copies()
+        gone = {id(req) for req in resumed}
+        self.waiting_queue = [req for req in self.waiting_queue if id(req) not in gone]
+        for req in resumed:
+            release_kv_cache(req, self.tree_cache)
+        for req in (*retracted, *resumed):
+            req.finished_reason = FINISH_ABORT()
+            self.stream_output([req], req.return_logprob)
         super().abort_request(recv_req)
 
     @override

@@ -82,8 +82,17 @@ class StepWrites:
 
     def after(self, pages: npt.NDArray[np.int32], announce: Callable[[], None]) -> None:
         """``announce`` now, or when no step uses ``pages`` any more."""
-        used = self._used()
-        if len(used) and np.isin(pages, used).any():
+        results = self._in_flight()
+        batch = results[-1][0] if results else None
+        if batch is not self._batch:
+            # Pages that it uses for requests that have ended since, and that were their own.
+            self._batch, self._pages = batch, _NO_PAGES
+            reqs = batch.reqs if batch is not None else ()
+            ended = [req for req in reqs if req.finished() or req.is_retracted]
+            if ended:
+                slots = torch.cat([record_of(req).slots_at_end for req in ended])
+                self._pages = (slots // self._page).cpu().numpy()
+        if len(self._pages) and np.isin(pages, self._pages).any():
             self._waiting.append(announce)
         else:
             announce()
@@ -107,22 +116,6 @@ class StepWrites:
         waiting, self._waiting = self._waiting, []
         for announce in waiting:
             announce()
-
-    def _used(self) -> npt.NDArray[np.int64]:
-        """Page ids that the step in flight uses for requests that have ended since, and that were
-        their own."""
-        results = self._in_flight()
-        if not results:
-            return _NO_PAGES
-        batch = results[-1][0]
-        if batch is not self._batch:
-            self._batch = batch
-            ended = [at for at, req in enumerate(batch.reqs) if req.finished() or req.is_retracted]
-            self._pages = _NO_PAGES
-            if ended:
-                slots = torch.cat([record_of(batch.reqs[at]).slots_at_end for at in ended])
-                self._pages = (slots // self._page).cpu().numpy()
-        return self._pages
 
 
 def announce(
