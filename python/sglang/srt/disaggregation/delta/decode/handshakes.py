@@ -183,6 +183,8 @@ class Connections:
 
     def dp_ranks(self, address: str, rooms: Sequence[int]) -> dict[int, int]:
         """The data-parallel ranks of those of ``rooms`` that are known; queries the rest."""
+        from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+
         known: dict[str, int] = {}
         with self._lock:
             future = self._rooms.get(address)
@@ -205,7 +207,8 @@ class Connections:
             due = [room for room, when in again.items() if now >= when.at]
             if due:
                 asked = list(again)  # one question, whoever it is for
-                self._rooms[address] = self._pool.submit(address, _ask_rooms, address, asked)
+                query = CommonKVReceiver.query_prefill_dp_ranks
+                self._rooms[address] = self._pool.submit(address, query, address, asked)
             for room in due:
                 pause = again[room].pause
                 again[room] = _Again(now + pause, min(_MORE_RARELY * pause, _MOST_S))
@@ -236,12 +239,6 @@ def _ask_all(ask: AskRank, wanted: list[Rank]) -> dict[Rank, dict[str, Any] | No
         if answers[rank] is None:  # the room fails, whatever the others would say
             break
     return answers
-
-
-def _ask_rooms(address: str, rooms: list[int]) -> dict[str, int]:
-    from sglang.srt.disaggregation.common.conn import CommonKVReceiver
-
-    return CommonKVReceiver.query_prefill_dp_ranks(address, rooms)
 
 
 def bootstrap_addr(req: Req) -> str:

@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def _rank(info: dict[str, Any]) -> tuple[str, int]:
+    """Where a rank listens, of SGLang's JSON of it."""
+    return info["rank_ip"], int(info["rank_port"])
+
+
 class Transport(Protocol):
     """What a decode rank's backend knows of its peers and their writes."""
 
@@ -101,22 +106,15 @@ class PrefillServers:
         capabilities = capability.fetch_capabilities(address)
         if capabilities is None or not self._ask(address):
             return False
+        algorithm = self._args.speculative_algorithm
         with self._lock:
             before = self._capabilities.get(address)
-            if before is not None and before.incarnation != capabilities.incarnation:
+            is_same = before is not None and before.incarnation == capabilities.incarnation
+            if before is not None and not is_same:
                 self._forget_writers(address)
             self._capabilities[address] = capabilities
-            if before is None or before.incarnation != capabilities.incarnation:
-                self._compare_drafts(address, capabilities)
             self._epochs[address] += 1
-        return True
-
-    def _compare_drafts(self, address: str, capabilities: capability.Capabilities) -> None:
-        """Warn where prompts come without the draft model's KV that this server would use."""
-        if capabilities.speculative != capability.NO_DRAFTS:
-            return
-        algorithm = self._args.speculative_algorithm
-        if algorithm:
+        if algorithm and not is_same and capabilities.speculative == capability.NO_DRAFTS:
             logger.warning(
                 "prefill server %s runs without --speculative-algorithm, this decode server with "
                 "%s: prompts arrive without draft KV, and fewer drafts are accepted. Start "
@@ -124,6 +122,7 @@ class PrefillServers:
                 address,
                 algorithm,
             )
+        return True
 
     def capabilities(self, address: str) -> capability.Capabilities:
         """What the server at ``address`` understands; that of a stock one if it is unknown."""
@@ -138,7 +137,7 @@ class PrefillServers:
         with self._lock:
             ranks = self._ranks[address]
             for info in infos:
-                ranks.setdefault((info["rank_ip"], int(info["rank_port"])), 0)
+                ranks.setdefault(_rank(info), 0)
 
     # ---- rooms that end early ----
 
@@ -160,31 +159,21 @@ class PrefillServers:
                 reason,
                 wants_answer=not info.get("is_dummy", False),
             )
-            try:
-                self._sockets.send(info["rank_ip"], int(info["rank_port"]), message)
-            except (OSError, ValueError) as error:
-                logger.warning(
-                    "could not notify prefill %s that room %s is cancelled (it ends the room by "
-                    "its own deadlines): %s",
-                    address,
-                    room,
-                    error,
-                )
+            self._send(_rank(info), message, "it ends the room by its own deadlines")
 
     def yield_room(self, address: str, infos: list[dict[str, Any]], room: int) -> None:
         """Notify the prefill ranks of ``room`` that decode computes it. Best effort."""
         for info in infos:
-            try:
-                rank = info["rank_ip"], int(info["rank_port"])
-                self._sockets.send(*rank, wire.ComputedByDecode(room))
-            except (OSError, ValueError) as error:
-                logger.warning(
-                    "could not notify prefill %s of the local prefill of room %s (its request "
-                    "ends by its own deadline): %s",
-                    address,
-                    room,
-                    error,
-                )
+            self._send(_rank(info), wire.ComputedByDecode(room), "its request ends by its deadline")
+
+    def _send(self, rank: tuple[str, int], message: wire.Message, without: str) -> None:
+        """Best effort; ``without``: what follows where it cannot be sent."""
+        try:
+            self._sockets.send(*rank, message)
+        except (OSError, ValueError) as error:
+            logger.warning(
+                "could not send %s to prefill rank %s:%s (%s): %s", message, *rank, error, without
+            )
 
     def defer_free(self, room: int, address: str, epoch: int, writers: int) -> DeferredFree | None:
         """Follow a room that is given up; None if nobody can write to its pages any more."""
@@ -310,7 +299,11 @@ class PrefillServers:
         try:
             response = requests.get(f"http://{address}{route}", timeout=timeout_s)
         except requests.ConnectionError as error:
-            is_gone = is_refused(error) and self._ranks_refuse(address, timeout_s)
+            # No process listens at the connected ranks' ports either: a bootstrap server that is
+            # gone may be another node's, and what refuses a service in front of one that is not.
+            with self._lock:
+                ranks = list(self._ranks[address])
+            is_gone = is_refused(error) and all(refuses(*rank, timeout_s) for rank in ranks)
             return Probe(Liveness.GONE if is_gone else Liveness.SILENT)
         except requests.RequestException:
             return Probe(Liveness.SILENT)
@@ -319,32 +312,14 @@ class PrefillServers:
         if not takes_control:
             return Probe(Liveness.ALIVE)
         incarnation = capability.incarnation_in(response.content)
+        ours = self._transport.peer_name, self._rank.host, self._rank.port
         with self._lock:
             unanswered = max(self._ranks[address].values(), default=0)
             for rank in self._ranks[address]:
                 self._ranks[address][rank] += 1
-                self._ping(*rank)
+                ping = wire.Ping(f"{rank[0]}:{rank[1]}", *ours)
+                self._send(rank, ping, "that counts as no answer")
         return Probe(Liveness.SILENT if unanswered else Liveness.ALIVE, incarnation)
-
-    def _ranks_refuse(self, address: str, timeout_s: float) -> bool:
-        """Whether no process listens at the connected ranks' ports: a bootstrap server that is gone
-        may be another node's, and what refuses may be a service in front of one that is not."""
-        with self._lock:
-            ranks = list(self._ranks[address])
-        return all(refuses(host, port, timeout_s) for host, port in ranks)
-
-    def _ping(self, host: str, port: int) -> None:
-        ours = self._transport.peer_name, self._rank.host, self._rank.port
-        message = wire.Ping(f"{host}:{port}", *ours)
-        try:
-            self._sockets.send(host, port, message)
-        except (OSError, ValueError) as error:
-            logger.warning(
-                "could not ping prefill rank %s:%s, which counts as no answer: %s",
-                host,
-                port,
-                error,
-            )
 
     def _given_up(self, address: str, is_gone: bool, why: str) -> None:
         """What the last probes showed; they say nothing of a server connected to since then."""
