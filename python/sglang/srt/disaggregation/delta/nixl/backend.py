@@ -109,7 +109,8 @@ class NixlBackend:
         self._clock = clock
         self._lists = PreparedLists(agent, OURS)
         self._has_telemetry = True
-        self._fits_a_note = layout.metadata_size <= wire.MOST_METADATA and metadata_in_host_memory()
+        size = sum(layout.ours.aux_item_lens)
+        self._fits_a_note = size <= wire.MOST_METADATA and metadata_in_host_memory()
 
     # ---- transfer_backend.Backend ----
 

@@ -92,11 +92,6 @@ class Layout:
             None,
         )
 
-    @property
-    def metadata_size(self) -> int:
-        """Bytes of one metadata slot, over all buffers."""
-        return sum(self.ours.aux_item_lens)
-
     def state(self, info: KVArgsRegisterInfo) -> Pair:
         """State of a hybrid model.
 

@@ -93,10 +93,6 @@ class Peer:
         self._pairs: dict[str, tuple[int | None, Pair]] = {}
         self.in_nixl = self.is_loaded = True
 
-    def drop_lists(self) -> None:
-        """Nobody uses it any more. Its lists go with their last reference, which is here."""
-        self.lists = PreparedLists(None, self.name)
-
     def pair(
         self, kind: str, slots: int | None, make: Callable[[KVArgsRegisterInfo, int | None], Pair]
     ) -> Pair:
@@ -250,18 +246,16 @@ class Peers:
         with self._lock:
             unused, self._unused = self._unused, []
         for each in unused:
-            self._remove(each)
+            # Its lists go with their last reference, which is here.
+            each.lists = PreparedLists(None, each.name)
+            try:
+                self._agent.remove_remote_agent(each.name)
+            except Exception as error:  # the others are served all the same
+                logger.warning(
+                    "NIXL could not remove decode rank %s (%r); nothing more is sent to it",
+                    each.name,
+                    error,
+                )
         if not peer.is_loaded:
             self._agent.add_remote_agent(peer.info.agent_metadata)
             peer.loaded(self._agent)
-
-    def _remove(self, peer: Peer) -> None:
-        peer.drop_lists()
-        try:
-            self._agent.remove_remote_agent(peer.name)
-        except Exception as error:  # the others are served all the same
-            logger.warning(
-                "NIXL could not remove decode rank %s (%r); nothing more is sent to it",
-                peer.name,
-                error,
-            )
