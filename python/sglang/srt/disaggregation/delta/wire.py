@@ -204,6 +204,14 @@ def metadata_fit(buffer: int, sent: int, wanted: int) -> bool:
     return sent == wanted or (without_draft and sent < wanted)
 
 
+def metadata_in_host_memory() -> bool:
+    """Whether the metadata buffers of this process are where it can read and write them itself:
+    for one kind of Mooncake's memory pools SGLang makes them on the GPU, whatever the backend."""
+    from sglang.srt.environ import envs
+
+    return bool(envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get() != "INTRA_NODE_NVLINK")
+
+
 # ---- control messages, and their sockets ----
 
 CONTROL_VERSION = 1

@@ -60,8 +60,9 @@ class DeferredFree:
         self.progress = progress
         #: Prefill ranks that write for the room.
         self.writers = writers
-        self._writers_are_gone = False
-        #: The queue entry whose pages, row, lock and metadata slot are kept; None when freed.
+        #: The prefill processes that could write are certain not to exist any more.
+        self.writers_are_gone = False
+        #: The queue entry whose pages, row, lock and metadata slot are kept.
         self.entry: Any = None
         self._since = 0.0
 
@@ -69,16 +70,12 @@ class DeferredFree:
         """``entry``, whose client has been answered, keeps what it owns from now on."""
         self.entry, self._since = entry, time.monotonic()
 
-    def writers_are_gone(self) -> None:
-        """The prefill processes that could write are certain not to exist any more."""
-        self._writers_are_gone = True
-
     def is_drained(self) -> bool:
         """Whether prefill can write to the pages no more; also reads what has arrived."""
         if self.progress is None:
             return True
         self._collect(self.room)
-        return self._writers_are_gone or self.progress.is_drained(self.writers)
+        return self.writers_are_gone or self.progress.is_drained(self.writers)
 
     def poll(self) -> int:
         """This rank's vote, polled beside the transfers: ``KVPoll.Success`` once the pages may be

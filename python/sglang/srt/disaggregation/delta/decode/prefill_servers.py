@@ -357,7 +357,7 @@ class PrefillServers:
         self._gone_epochs[address] = self._epochs[address]
         for deferred in self._deferred.values():
             if deferred.address == address:
-                deferred.writers_are_gone()
+                deferred.writers_are_gone = True
         for host, port in self._ranks.pop(address, {}):
             self._sockets.drop(host, port)
             self._transport.drop_socket(host, port)

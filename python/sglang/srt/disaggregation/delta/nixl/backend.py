@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.delta.event_log import Moved, now
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.nixl.descriptors import ChunkPayload, Destination, Form
-from sglang.srt.disaggregation.delta.nixl.layout import Layout, Pair, metadata_in_host_memory
+from sglang.srt.disaggregation.delta.nixl.layout import Layout, Pair
 from sglang.srt.disaggregation.delta.nixl.peers import OURS, Peer, Peers, PreparedLists
 from sglang.srt.disaggregation.delta.observability import (
     STATS,
@@ -110,7 +110,7 @@ class NixlBackend:
         self._lists = PreparedLists(agent, OURS)
         self._has_telemetry = True
         size = sum(layout.ours.aux_item_lens)
-        self._fits_a_note = size <= wire.MOST_METADATA and metadata_in_host_memory()
+        self._fits_a_note = size <= wire.MOST_METADATA and wire.metadata_in_host_memory()
 
     # ---- transfer_backend.Backend ----
 

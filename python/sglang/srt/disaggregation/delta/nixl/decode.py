@@ -18,7 +18,6 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.event_log import Arrived, now
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.nixl.layout import metadata_in_host_memory
 from sglang.srt.disaggregation.delta.observability import RateLimitedLog, record
 from sglang.srt.disaggregation.delta.peer_messages import BadMessage
 
@@ -130,7 +129,7 @@ class NixlDecode(NixlKVManager):
 
     @override
     def expect_metadata(self, room: int, slot: int) -> bool:
-        if not metadata_in_host_memory():
+        if not wire.metadata_in_host_memory():
             return False
         self.transfer_statuses[room].metadata_slot = slot
         return True

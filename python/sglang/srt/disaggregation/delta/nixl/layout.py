@@ -24,14 +24,6 @@ UNKNOWN_SLOTS = 2**31
 PAGED_STATE = ("swa", "nsa")
 
 
-def metadata_in_host_memory() -> bool:
-    """Whether the metadata buffers of this process are where it can read and write them itself:
-    for one kind of Mooncake's memory pools SGLang makes them on the GPU, whatever the backend."""
-    from sglang.srt.environ import envs
-
-    return bool(envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get() != "INTRA_NODE_NVLINK")
-
-
 @dataclass(frozen=True)
 class Pair:
     """The same buffers on either side, in one order."""

@@ -53,7 +53,8 @@ class DecodeRanks:
         self._registered = registered
         self._writer = writer
         self._clock = clock
-        self._sockets = wire.PeerSockets(clock)
+        #: Also for messages of a backend's own.
+        self.sockets = wire.PeerSockets(clock)
         #: For answers to ranks that are not registered. Anybody can name any address: those sockets
         #: are closed soon, so that ZeroMQ does not go on connecting there.
         self._strangers = wire.PeerSockets(clock)
@@ -67,11 +68,6 @@ class DecodeRanks:
         self._timeout_s = environment.PEER_TIMEOUT.read()
 
     # ---- to decode ranks ----
-
-    @property
-    def sockets(self) -> wire.PeerSockets:
-        """For messages of a backend's own to decode ranks."""
-        return self._sockets
 
     def tell(self, room: int, reason: str, announcements: list[Announcement]) -> None:
         """Nothing is written for ``room``, now and later: they may have their pages back."""
@@ -100,7 +96,7 @@ class DecodeRanks:
         if not is_ours or is_dummy:
             return  # a stock peer would not understand; a dummy's pages are not written from here
         try:
-            (sockets or self._sockets).send(info.endpoint, info.dst_port, message)
+            (sockets or self.sockets).send(info.endpoint, info.dst_port, message)
         except (OSError, ValueError) as error:
             logger.warning(
                 "could not notify decode rank %s:%s that room %s ended (%s): it frees the room's "
@@ -143,7 +139,7 @@ class DecodeRanks:
         if info is None:
             self._strangers.send(asked.host, asked.port, answer)
         else:
-            self._sockets.send(info.endpoint, int(info.dst_port), answer)
+            self.sockets.send(info.endpoint, int(info.dst_port), answer)
 
     def _withdraw(self, message: wire.Withdraw) -> None:
         rooms, room, text = self._rooms, message.room, f"decode cancelled it: {message.reason}"
@@ -175,9 +171,9 @@ class DecodeRanks:
         # Those that the last tick found gone have been told by now, if they are there after all.
         # Kept, ZeroMQ would try to connect to those that are not ten times a second, for ever.
         for where in self._gone:
-            self._sockets.drop(*where)
+            self.sockets.drop(*where)
         # A write to one of those may settle much later, and the word of that opens a socket anew.
-        self._sockets.drop_unused(self._timeout_s)
+        self.sockets.drop_unused(self._timeout_s)
         self._strangers.drop_unused(_STRANGER_S)
         heard = list(self._heard.items())
         lost = [peer for peer, (at, _) in heard if now - at >= self._timeout_s]
