@@ -146,6 +146,7 @@ def queues(load: Load, owner: Any, tree: Any, rows: Any, pool: Any, allocator: A
             ),
             kv_args=SimpleNamespace(kv_item_lens=[2 * load.page] * 2 * LAYERS, state_item_lens=[]),
             peer_takes_delta=lambda address: True,
+            waiting_timeout=300,
         ),
     )
 
