@@ -24,7 +24,8 @@ from component.decode.steps import (
 )
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
-from sglang.srt.disaggregation.delta.decode import scheduler as aborts
+from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
+from sglang.srt.managers.io_struct import AbortReq
 
 
 @pytest.fixture(params=[1, 16])
@@ -88,11 +89,10 @@ def test_tokens_come_before_the_end(
     if case == "resumed":
         tick(decoder)
         assert req in decoder.waiting_queue
-    if case == "as stock":
-        monkeypatch.setattr(aborts, "end_streaming", lambda scheduler, request: None)
+    owner = super(DisaggScheduler, decoder) if case == "as stock" else decoder
     with monkeypatch.context() as patch:
         patch.setattr(decoder.mailbox, "send_output", lambda *message: direct.append(message))
-        decoder.abort(req.rid)
+        owner.abort_request(AbortReq(rid=req.rid))
     assert len(direct) == (case == "as stock")
     if not direct:
         assert decoder.mailbox.reasons[req.rid]["type"] == "abort"

@@ -58,6 +58,7 @@ class PoolPair(Pair):  # type: ignore[misc, valid-type]
         manager.kv_args.__dict__.update(kv_args(side.pool, **self._heads), engine_rank=rank)
         manager.is_mla_backend = is_mla(side.pool)
         manager.attn_tp_rank, manager.attn_tp_size = rank, size
+        manager.start_delta(mode, manager.server_args)  # anew: the rank is another one now
         manager.register_buffer_to_engine()
         return side
 
