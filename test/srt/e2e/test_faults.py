@@ -28,7 +28,7 @@ from e2e.support import (
     prompt_maker,
     until,
 )
-from sglang.srt.disaggregation.delta.metrics import DECODE_GAUGES
+from sglang.srt.disaggregation.delta.metrics import METRICS
 
 NEW_TOKENS = 8
 INTERVAL_S = 2.0  # the least that SGLang takes
@@ -130,7 +130,8 @@ def test_a_prefill_server_that_hangs(cluster: Cluster, model: Path, reference: R
     until(lambda: metrics.scrape(url)["sglang:decode_protected_tokens"] == 0, 10.0)
     counted = metrics.scrape(url)
     assert counted[metrics.FAILED_ROOMS] >= len(prompts)
-    assert {f"sglang:{gauge}" for gauge in DECODE_GAUGES} <= counted.keys()
+    gauges = {each.name for each in METRICS if (each.kind, each.side) == ("gauge", "decode")}
+    assert {f"sglang:{name}" for name in gauges} <= counted.keys()
     assert counted["sglang:decode_prefix_leases"] == 0
 
 
