@@ -130,7 +130,9 @@ def test_a_prefill_server_that_hangs(cluster: Cluster, model: Path, reference: R
     until(lambda: metrics.scrape(url)["sglang:decode_protected_tokens"] == 0, 10.0)
     counted = metrics.scrape(url)
     assert counted[metrics.FAILED_ROOMS] >= len(prompts)
-    gauges = {each.name for each in METRICS if (each.kind, each.side) == ("gauge", "decode")}
+    gauges = {
+        each.name for each in METRICS.values() if (each.kind, each.side) == ("gauge", "decode")
+    }
     assert {f"sglang:{name}" for name in gauges} <= counted.keys()
     assert counted["sglang:decode_prefix_leases"] == 0
 
