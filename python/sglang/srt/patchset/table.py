@@ -308,7 +308,7 @@ _BUFFER_ONLY = (
     Replacement(
         module=f"{_CACHE}.radix_cache",
         name="TreeNode",
-        mixin=f"{_CACHE}.buffer_only.backup_queue:StoredNode",
+        mixin=f"{_CACHE}.buffer_only.nodes:StoredNode",
         why="a node records which of its pages are in the store",
     ),
     Replacement(

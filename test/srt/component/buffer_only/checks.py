@@ -43,8 +43,8 @@ def check_idle(cache: Cache) -> None:
     check(cache)
     assert not cache.buffer.busy
     prefetches = cache.buffer.prefetches
-    assert not prefetches.fetches.under_way and not prefetches.queries.under_way
-    assert not prefetches.fetches._brought and not cache.buffer.backups.running
+    assert not prefetches.calls.fetches and not prefetches.calls.queries
+    assert not prefetches.calls._brought and not cache.buffer.backups.running
     assert cache.stage.used() == 0 and not cache.stage.allocated
     assert cache.tree.protected_size() == 0
     assert all(node.host_ref_counter == 0 for node in nodes(cache.tree))
@@ -84,26 +84,26 @@ def _check_locks(cache: Cache) -> None:
 def _check_stage(cache: Cache) -> None:
     prefetches, backups, stage = cache.buffer.prefetches, cache.buffer.backups, cache.stage
     assert stage.problems() == []
-    fetches = prefetches.fetches
+    calls = prefetches.calls
     pieces = {piece for prefetch in prefetches.line for piece in prefetch.pieces}
-    assert all(piece.staged or piece in fetches.under_way for piece in pieces)
-    reserved = [query.first for query in prefetches.queries.under_way if query.first is not None]
-    assert set(fetches.reserved) == set(reserved) and len(fetches.reserved) == len(reserved)
-    staging = [piece.staging for piece in pieces.union(fetches.under_way)] + cache.hogs
+    assert all(piece.staged or piece in calls.fetches for piece in pieces)
+    reserved = [query.first for query in prefetches.calls.queries if query.first is not None]
+    assert set(calls.reserved) == set(reserved) and len(calls.reserved) == len(reserved)
+    staging = [piece.staging for piece in pieces.union(calls.fetches)] + cache.hogs
     staging += [first.staging for first in reserved]
     staging += [one for load_back in prefetches.load_backs.under_way for one in load_back.staging]
     staging += [backup.staging for backup in backups.running]
     assert len(staging) == len(set(staging)) and set(staging) == stage.allocated
     for direction, share in stage.shares.items():
         assert stage.used(direction) <= share.ceiling
-    assert len(backups.running) <= BACKUP_SLOTS and len(prefetches.queries.under_way) <= QUERY_SLOTS
-    assert len(fetches.under_way) <= FETCH_SLOTS
+    assert len(backups.running) <= BACKUP_SLOTS and len(prefetches.calls.queries) <= QUERY_SLOTS
+    assert len(calls.fetches) <= FETCH_SLOTS
     for prefetch in prefetches.line:
         assert [p.start for p in prefetch.pieces] == sorted(p.start for p in prefetch.pieces)
         for piece in prefetch.pieces:
             assert len(piece.staging.pages) == len(piece.keys) > 0
     brought = [key for piece in pieces for key in piece.keys]
-    assert set(fetches._brought) <= set(brought)
+    assert set(calls._brought) <= set(brought)
 
 
 def _check_queue(cache: Cache) -> None:

@@ -112,10 +112,7 @@ def shape(cache: Cache) -> Any:
     return (
         tree,
         states,
-        [
-            (piece.start, piece.overdue, piece.staging.pages)
-            for piece in prefetches.fetches.under_way
-        ],
+        [(piece.start, piece.overdue, piece.staging.pages) for piece in prefetches.calls.fetches],
         [len(op.keys) for op in cache.buffer.backups.running],
         cache.stage.used(),
         cache.allocator.available_size(),

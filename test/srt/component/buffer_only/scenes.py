@@ -25,8 +25,8 @@ def stored(*prompts: Sequence[int], **changes: Any) -> Cache:
 def measured(cache: Cache, call_seconds: float) -> None:
     """A store whose calls take so long, and a model that computes 1,000 tokens a second."""
     cache.buffer.ran(1.0, 1000)
-    cache.buffer.prefetches.fetches.call_seconds.add(call_seconds)
-    cache.buffer.prefetches.fetches.call_bytes.add(1e6)
+    cache.buffer.prefetches.calls.call_seconds.add(call_seconds)
+    cache.buffer.prefetches.calls.call_bytes.add(1e6)
 
 
 def reach(cache: Cache, state: State, rid: str = "r") -> None:

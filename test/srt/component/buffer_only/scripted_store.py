@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from sglang.srt.mem_cache.buffer_only import page_parts
-from sglang.srt.mem_cache.buffer_only.page_store import Job
+from sglang.srt.mem_cache.buffer_only.jobs import Job
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 PATIENCE = 60.0
@@ -215,7 +215,7 @@ class ScriptedStore(HiCacheStorage):
 
 
 class ManualThreads:
-    """Like ``IOThreads``, but their jobs are done on the test's thread, when ``run`` says so."""
+    """Like ``jobs.Threads``, but their jobs are done on the test's thread, when ``run`` says so."""
 
     def __init__(self, name: str, threads: int = 1) -> None:
         self.name = name

@@ -9,8 +9,8 @@ import pytest
 from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import check, nodes
 from component.buffer_only.scenes import steps
-from sglang.srt.mem_cache.buffer_only.backup_queue import EVICTED, FULL, REFUSED, UNCOVERED
 from sglang.srt.mem_cache.buffer_only.namespaces import Namespace
+from sglang.srt.mem_cache.buffer_only.nodes import EVICTED, FULL, REFUSED, UNCOVERED
 from sglang.srt.mem_cache.buffer_only.stage import Direction
 
 PROMPT = prompt(1, 5)

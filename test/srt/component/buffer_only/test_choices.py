@@ -10,9 +10,8 @@ from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.ranks import Ranks
 from component.buffer_only.scenes import admit_in_line, measured, steps, stored
 from component.buffer_only.test_prefetch import ALONE, pages_fetched
-from sglang.srt.mem_cache.buffer_only.patience import MOST_S
 from sglang.srt.mem_cache.buffer_only.prefetch import State
-from sglang.srt.mem_cache.buffer_only.worth import Choice
+from sglang.srt.mem_cache.buffer_only.worth import MOST_S, Choice
 
 PROMPT = prompt(1, 5)
 
@@ -213,7 +212,7 @@ def test_ranks_go_by_the_slowest(slow: str):
             measured(cache, seconds)
         else:
             cache.buffer.ran(1.0, 1000)
-            cache.buffer.prefetches.queries.seconds.add(seconds)
+            cache.buffer.prefetches.calls.query_seconds.add(seconds)
     ranks.live()
     ranks.each(lambda cache: cache.want("r", prompt(1, 5)))
     ranks.live()

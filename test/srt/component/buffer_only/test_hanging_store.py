@@ -14,7 +14,7 @@ from component.buffer_only.scenes import steps, stored
 from component.buffer_only.scripted_store import ManualThreads
 from component.buffer_only.test_prefetch import ALONE
 from sglang.srt.mem_cache.buffer_only import pipelines, store_client
-from sglang.srt.mem_cache.buffer_only.backup_queue import STUCK
+from sglang.srt.mem_cache.buffer_only.nodes import STUCK
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 from sglang.srt.mem_cache.buffer_only.stage import Direction
 
@@ -170,6 +170,6 @@ def test_the_end_of_a_server_asks_nothing_more():
     for number in range(5):
         cache.want(f"r{number}", prompt(number, 4))
     cache.step(work=False)
-    assert cache.buffer.prefetches.queries.under_way and cache.buffer.close()
+    assert cache.buffer.prefetches.calls.queries and cache.buffer.close()
     cache.work()
     assert not cache.store.calls

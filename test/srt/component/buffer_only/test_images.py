@@ -10,7 +10,7 @@ import pytest
 
 from component.buffer_only.cache import PAGE, Cache, prompt
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
-from sglang.srt.mem_cache.buffer_only.images import image_key
+from sglang.srt.mem_cache.buffer_only.nodes import image_key
 
 ONE = 0x1234567890ABCDEF
 #: Another image with the same placeholder.

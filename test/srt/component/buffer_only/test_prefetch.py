@@ -246,11 +246,11 @@ def test_a_store_that_fails_costs_a_hit(method: str):
     if method == "nonsense":
         cache.store.answer("batch_get_v1", lambda _: method)
     elif method == "our mistake":
-        cache.buffer.context.store.read = mock.Mock(side_effect=KeyError(method))
+        cache.client.read = mock.Mock(side_effect=KeyError(method))
     else:
         cache.store.fail(method)
     assert cache.serve("r", PROMPT) == 0
-    vars(cache.buffer.context.store).pop("read", None)
+    vars(cache.client).pop("read", None)
     cache.settle()
     cache.flush()
     assert cache.serve("again", PROMPT) == 8 * PAGE

@@ -13,9 +13,9 @@ from component.buffer_only.checks import nodes
 from component.buffer_only.scenes import admit_in_line, steps, stored
 from component.buffer_only.test_prefetch import ALONE, pages_fetched
 from sglang.srt.disaggregation.delta import event_log
+from sglang.srt.mem_cache.buffer_only.calls import QUERY_THREADS
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 from sglang.srt.mem_cache.buffer_only.prefetch_states import AGAIN_MS
-from sglang.srt.mem_cache.buffer_only.query import THREADS
 from sglang.srt.mem_cache.buffer_only.stage import Direction
 
 #: More in front than are looked at in a step.
@@ -178,7 +178,7 @@ def test_what_is_asked_again_keeps_nobody_waiting(alone: bool):
     steps(cache, 1, work=False)
     cache.want("new", prompt(99, 5))
     steps(cache, 1, work=False)
-    cache.threads["query"].run(THREADS)
+    cache.threads["query"].run(QUERY_THREADS)
     steps(cache, 1, work=False)
     assert cache.state("new") is State.MISSED
     cache.store.calls.clear()

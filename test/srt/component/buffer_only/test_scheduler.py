@@ -16,9 +16,9 @@ from component.buffer_only.scenes import steps, stored
 from component.buffer_only.servers import PLACES, Server, request
 from component.buffer_only.test_choices import prompt_store
 from component.buffer_only.test_prefetch import pages_fetched
-from sglang.srt.mem_cache.buffer_only.patience import MOST_S
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 from sglang.srt.mem_cache.buffer_only.scheduler import NAP_S
+from sglang.srt.mem_cache.buffer_only.worth import MOST_S
 
 PROMPT = prompt(1, 9)
 UPDATES = [f"update_weights_from_{where}" for where in ("disk", "distributed", "tensor", "ipc")]

@@ -48,28 +48,21 @@ def test_a_prefix_in_use_is_looked_up():
     assert cache.store.asked("batch_exists") == [cache.keys(LONG)] * 3
 
 
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("loaded", [False, True])
-def test_what_a_request_has_brought(loaded: bool, shared: bool):
+def test_what_a_request_has_brought(loaded: bool):
     """At its end the store has just taken it, or given it: with prompts that share nothing, each
-    would be asked for once more than is of use. Where requests share a beginning, each that adds
-    to it has the store keep the beginning too, in less than the time in which it is asked for by
-    itself."""
+    would be asked for once more than is of use."""
     cache = Cache(pages=32)
     if loaded:
         cache.compute(LONG)
         cache.settle()
         cache.evict(1000)
-    for _ in range(3 if shared else 0):
-        cache.compute(BASE)
-        cache.settle()
-    if loaded:
         cache.serve("r", [*LONG, 0])
     else:
         cache.compute(LONG)
     cache.settle()
     use(cache)
-    assert cache.store.asked("batch_exists").count(cache.keys(LONG)) == shared
+    assert cache.store.asked("batch_exists").count(cache.keys(LONG)) == 0
 
 
 @pytest.mark.hazard("stale-beliefs")

@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.delta.decode import invariants
 from sglang.srt.mem_cache import hiradix_cache
 from sglang.srt.mem_cache.buffer_only import metrics
 from sglang.srt.mem_cache.buffer_only.host_pool import of_gigabytes, of_pages
-from sglang.srt.mem_cache.buffer_only.page_store import IOThreads
+from sglang.srt.mem_cache.buffer_only.jobs import Threads
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 
 
@@ -249,7 +249,7 @@ def test_the_store_cannot_be_changed_while_the_server_runs(in_a_call: bool):
 
 def test_with_threads():
     """The threads that servers have; only the order of things is open."""
-    cache, tokens = Cache(threads=IOThreads, alone=True), prompt(1, 6)
+    cache, tokens = Cache(threads=Threads, alone=True), prompt(1, 6)
     cache.compute(tokens)
     stepping_until(cache, lambda: not cache.buffer.busy and not cache.stage.used())
     cache.flush()

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.rank_agreement import Checksum
+from sglang.srt.mem_cache.buffer_only.jobs import Threads
 from sglang.srt.mem_cache.buffer_only.metrics import Times
-from sglang.srt.mem_cache.buffer_only.page_store import IOThreads, PageStore
 from sglang.srt.mem_cache.buffer_only.settings import Settings
 from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage, StagingPages
+from sglang.srt.mem_cache.buffer_only.store_client import PageStore
 from sglang.srt.mem_cache.buffer_only.worth import Choice
 
 if TYPE_CHECKING:
@@ -47,7 +48,14 @@ class Context:
     #: Bytes of a page in the staging buffer.
     page_bytes: int = 0
     #: Makes threads, of a name and as many as wanted; tests make ones that stand still.
-    make_thread: Callable[..., IOThreads] = IOThreads
+    make_thread: Callable[..., Threads] = Threads
+    #: All that were made, to be closed at the end.
+    made: list[Threads] = field(default_factory=list)
+
+    def threads(self, name: str, count: int = 1) -> Threads:
+        """Threads that live as long as the server."""
+        self.made.append(self.make_thread(name, count))
+        return self.made[-1]
 
     @property
     def page_size(self) -> int:

@@ -8,19 +8,18 @@ before it uses it (SGLang's layer events). Nothing is locked but what is being c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.buffer_only.stage import Copies, Pair, StagingPages, slots_of
-from sglang.srt.mem_cache.buffer_only.touch import recent
 
 if TYPE_CHECKING:
     import torch
 
     from sglang.srt.mem_cache.buffer_only.context import Context
+    from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch
     from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-    from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
+    from sglang.srt.mem_cache.radix_cache import TreeNode
 
 
 @dataclass(eq=False)
@@ -53,28 +52,21 @@ class LoadBacks:
         return [*self._copies.owners, *(load_back for load_back, _ in self._queued)]
 
     def add(
-        self,
-        key: RadixKey,
-        hashes: Sequence[str],
-        pages: Sequence[int],
-        staging: list[StagingPages],
+        self, prefetch: Prefetch, start: int, stop: int, staging: list[StagingPages]
     ) -> tuple[torch.Tensor, TreeNode] | None:
-        """The last part of ``key`` enters the tree; the next launch copies it from the staging
-        buffer.
+        """The staged pages ``start .. stop`` of a prompt enter the tree, which has all before them;
+        the next launch copies them.
 
         Args:
-            key: ``RadixKey`` from the start of a prompt, whole pages; the tree has all before the
-                part, and nothing of it.
-            hashes: page hashes of the part.
-            pages: its staging pages, in order.
             staging: given back when the copy has ended.
 
         Returns:
-            The device slots of the part and its node; None, and ``staging`` is still the caller's,
-            where the device has no memory for it even after eviction, or the tree has something
-            else.
+            The device slots of the pages and their node; None, and ``staging`` is still the
+            caller's, where the device has no memory for them even after eviction, or the tree has
+            something else.
         """
-        tree, page = self._context.tree, self._context.page_size
+        context, tree, page = self._context, self._context.tree, self._context.page_size
+        key, pages = prefetch.key[: stop * page], prefetch.staging_of(start, stop)
         values, above = tree._match_prefix_helper(tree.root_node, key)
         held, new = sum(map(len, values)), len(pages) * page
         if held + new != len(key):
@@ -82,12 +74,25 @@ class LoadBacks:
         slots = _allocate(tree, above, new)
         if slots is None:
             return None
-        node = _append(tree, above, key[held:], slots, list(hashes))
-        recent(node, self._context.now_ms, self._context.settings.touch_ms)
+        # A new leaf that is in the store already.
+        node = type(tree.root_node)(priority=above.priority if above.parent is not None else 0)
+        node.parent, node.key, node.value = above, key[held:], slots.clone()
+        node.hash_value = prefetch.hashes[start - prefetch.begin : stop - prefetch.begin]
+        node.stored = node.launched = new
+        node.touch_after_ms = context.now_ms + context.settings.touch_ms
+        above.children[tree.get_child_key_fn(node.key)] = node
+        tree.evictable_size_ += new
+        tree._update_leaf_status(above)
+        tree._update_leaf_status(node)
+        tree._record_store_event(node)
+        tree.inserts += 1
         tree.inc_lock_ref(node)
-        self._queued.append(
-            (LoadBack(node, staging, self._context.now_ms), (slots_of(pages, page), slots))
-        )
+        pair = slots_of(pages, page), slots
+        self._queued.append((LoadBack(node, staging, context.now_ms), pair))
+        context.counters["prefetch_loaded_tokens"] += new
+        hits = tree.prefetch_loaded_tokens_by_reqid
+        hits[prefetch.rid] = hits.get(prefetch.rid, 0) + new
+        prefetch.loaded += new
         return slots, node
 
     def launch(self) -> int:
@@ -148,18 +153,3 @@ def _allocate(tree: HiRadixCache, node: TreeNode, tokens: int) -> torch.Tensor |
         return allocator.alloc(tokens)
     finally:
         tree.dec_lock_ref(node)
-
-
-def _append(
-    tree: HiRadixCache, parent: TreeNode, key: RadixKey, slots: torch.Tensor, hashes: list[str]
-) -> TreeNode:
-    """A new leaf that is in the store already."""
-    node = type(tree.root_node)(priority=parent.priority if parent.parent is not None else 0)
-    node.parent, node.key, node.value, node.hash_value = parent, key, slots.clone(), hashes
-    node.stored = node.launched = len(key)
-    parent.children[tree.get_child_key_fn(key)] = node
-    tree.evictable_size_ += len(key)
-    tree._update_leaf_status(parent)
-    tree._update_leaf_status(node)
-    tree._record_store_event(node)
-    return node

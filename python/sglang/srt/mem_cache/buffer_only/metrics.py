@@ -169,9 +169,10 @@ class Times:
         """A copy to the device has ended."""
         self._kept.append((LOAD, milliseconds / 1000))
 
-    def ended(self, prefetch: Prefetch) -> None:
+    def ended(self, prefetch: Prefetch, now_ms: int) -> None:
         """A request runs, or is gone. A state that it was never in does not count."""
         spent = dict(prefetch.spent_ms)
+        spent[prefetch.state] = spent.get(prefetch.state, 0) + now_ms - prefetch.since_ms
         spent[State.QUERYING] = spent.get(State.QUERYING, 0) + spent.pop(State.WAITING, 0)
         for state, name in STATES.items():
             if state in spent:

@@ -88,10 +88,10 @@ class Pipelines:
         now_ms = int((self._clock() - self._born) * 1000)
         up = int(self.context.store.client.poll())
         touched = self.touches.vote()
-        calls = self.prefetches.fetches
+        calls = self.prefetches.calls
         speeds = (
             -int(calls.call_seconds.value * 1e6),
-            -int(self.prefetches.queries.seconds.value * 1e6),
+            -int(calls.query_seconds.value * 1e6),
             int(calls.call_bytes.value),
             int(1 / self._token_seconds.value) if self._token_seconds.value else 0,
         )
@@ -114,7 +114,7 @@ class Pipelines:
 
     def ran(self, seconds: float, tokens: int) -> None:
         """A batch took so long; it has computed so many tokens of prompts."""
-        self.prefetches.patience.batch(seconds)
+        self.prefetches.patience.batch_seconds.add(seconds)
         if tokens > 0 and seconds > 0:
             self._token_seconds.add(seconds / tokens, tokens)
 
@@ -164,8 +164,7 @@ class Pipelines:
         as it is. What is queued for requests is not asked any more."""
         client, until = self.context.store.client, time.monotonic() + CLOSE_S
         self.prefetches.cancel_all()
-        pipelines = (self.backups, self.prefetches, self.touches)
-        ended = [pipeline.close(until) for pipeline in pipelines]
+        ended = [threads.close(until) for threads in self.context.made]
         if not all(ended) or client.under_way:
             return False
         return client.close(until)

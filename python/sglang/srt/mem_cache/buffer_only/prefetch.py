@@ -1,6 +1,5 @@
-"""What one request wants of the store, and the pages of it that are in the staging buffer.
-
-WAITING -> QUERYING -> FOUND <-> FETCHING -> STAGED, or MISSED.
+"""What one request wants of the store: its states, the pages of it that are in the staging buffer,
+and its place in line.
 
 WAITING and QUERYING hold nothing. FOUND: the store has pages that nobody fetches yet; FETCHING:
 some are on their way; STAGED: all that will come is in the staging buffer; MISSED: nothing will.
@@ -15,17 +14,16 @@ the store has answered on all ranks, and after a call that was given up until th
 from __future__ import annotations
 
 import enum
+import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.delta.rank_agreement import PENDING
-from sglang.srt.mem_cache.buffer_only.stage import slots_of
 from sglang.srt.mem_cache.buffer_only.worth import Choice
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.buffer_only.page_store import IOThreads, Job, PageStore
+    from sglang.srt.mem_cache.buffer_only.jobs import Job
     from sglang.srt.mem_cache.buffer_only.stage import StagingPages
     from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
@@ -41,42 +39,80 @@ class State(enum.Enum):
     MISSED = enum.auto()
 
 
-@dataclass(eq=False)
-class FirstFetch:
-    """Staging pages reserved for what a query may find. ``keys``, ``job`` and ``choice`` are set on
-    the query's thread, and read by the scheduler when the query has ended."""
+class Event(enum.Enum):
+    """What may happen to a prefetch. All ranks see the same, in the same order."""
 
-    #: Page of the prompt from which the store is asked, and its key.
-    begin: int
-    first_key: str
+    #: The store is asked for it.
+    ASK = "ask"
+    #: The store has pages of it, or more than before.
+    HIT = "hit"
+    #: Pages are on their way.
+    FETCH = "fetch"
+    #: None are, and not all are there: not fetched yet, or given back.
+    LACK = "lack"
+    #: All pages are there.
+    FULL = "full"
+    #: No more will come than is there.
+    SETTLE = "settle"
+    #: Nothing will come.
+    MISS = "miss"
+    #: The tree has lost what it had when the store was asked.
+    LOSE = "lose"
+
+
+#: Every step that there is. An event that is not listed for a state changes nothing: what is asked
+#: again, for a miss or for more than a hit, stays in its state, since nobody waits for the answer.
+TRANSITIONS: dict[tuple[State, Event], State] = {
+    (State.WAITING, Event.ASK): State.QUERYING,
+    (State.QUERYING, Event.HIT): State.FOUND,
+    (State.MISSED, Event.HIT): State.FOUND,
+    (State.FOUND, Event.HIT): State.FOUND,
+    (State.STAGED, Event.HIT): State.FOUND,
+    (State.FOUND, Event.FETCH): State.FETCHING,
+    (State.FETCHING, Event.FETCH): State.FETCHING,
+    (State.STAGED, Event.FETCH): State.FETCHING,
+    (State.FOUND, Event.LACK): State.FOUND,
+    (State.FETCHING, Event.LACK): State.FOUND,
+    (State.STAGED, Event.LACK): State.FOUND,
+    (State.FOUND, Event.FULL): State.STAGED,
+    (State.FETCHING, Event.FULL): State.STAGED,
+    (State.STAGED, Event.FULL): State.STAGED,
+    **{(state, Event.SETTLE): State.STAGED for state in State},
+    **{(state, Event.MISS): State.MISSED for state in State},
+    **{(state, Event.LOSE): State.WAITING for state in State},
+}
+
+
+@dataclass(eq=False)
+class Piece:
+    """Pages ``start .. stop`` of a prompt, in the staging buffer or on their way there.
+
+    The first piece of a hit may be *reserved*: staging pages for what a query may find. Its
+    ``keys``, ``job`` and ``choice`` are then set on the query's thread, and read by the scheduler
+    when the query has ended.
+    """
+
+    #: None when nobody wants it any more.
+    owner: Prefetch | None
+    start: int
+    keys: list[str]
     staging: StagingPages
-    #: Keys of all pages before ``begin``, where the backend wants them.
-    prefix_keys: list[str] | None
-    store: PageStore
-    threads: IOThreads
-    page_size: int
-    #: Pages of the smallest hit that is fetched.
-    least: int
-    #: Whether a hit of so many pages is fetched, by what is known when the query starts.
-    choose: Callable[[int], Choice]
-    keys: list[str] = field(default_factory=list)
-    job: Job | None = None
+    #: None as soon as the pages are in the staging buffer on all ranks.
+    job: Job | None
+    #: Answered on all ranks; but an overdue call may still write into the staging pages.
+    overdue: bool = False
+    #: Of a reserved one, why it is fetched.
     choice: Choice | None = None
 
-    def follow(self, query: Job) -> None:
-        """``query`` has found what it has found."""
-        found = query.found.keys if query.found is not None else []
-        if query.cancelled or len(found) < self.least:
-            return
-        choice = self.choose(len(found))
-        if choice is Choice.SLOWER or choice is Choice.TRIAL:
-            return  # the scheduler counts those
-        self.choice = choice
-        keys = self.keys = found[: len(self.staging.pages)]
-        slots = slots_of(self.staging.pages[: len(keys)], self.page_size)
-        self.job = self.threads.submit(
-            lambda job: self.store.read(keys, slots, self.prefix_keys, job)
-        )
+    @property
+    def stop(self) -> int:
+        """The page behind the last one."""
+        return self.start + len(self.keys)
+
+    @property
+    def staged(self) -> bool:
+        """Whether the pages are there."""
+        return self.job is None
 
 
 @dataclass(eq=False)
@@ -91,45 +127,9 @@ class Query:
     prefix_keys: list[str] | None
     #: Whether it is about what comes behind a hit.
     tail: bool = False
-    #: The fetch that follows, if one does.
-    first: FirstFetch | None = None
-
-    @property
-    def outcome(self) -> int:
-        """Pages found on this rank, or ``PENDING``."""
-        return PENDING if self.job.pages is None else self.job.pages
-
-
-@dataclass(eq=False)
-class Piece:
-    """Pages ``start .. stop`` of a prompt, in the staging buffer or on their way there."""
-
-    owner: Prefetch | None
-    start: int
-    keys: list[str]
-    staging: StagingPages
-    #: None as soon as the pages are in the staging buffer on all ranks.
-    job: Job | None
-    #: Answered on all ranks; but an overdue call may still write into the staging pages.
-    overdue: bool = False
-
-    @property
-    def stop(self) -> int:
-        """The page behind the last one."""
-        return self.start + len(self.keys)
-
-    @property
-    def staged(self) -> bool:
-        """Whether the pages are there."""
-        return self.job is None
-
-    @property
-    def outcome(self) -> int:
-        """Leading good pages on this rank, or ``PENDING``; of an overdue one, any number."""
-        assert self.job is not None
-        if self.overdue:
-            return 0 if self.job.drained else PENDING
-        return PENDING if self.job.pages is None else self.job.pages
+    #: What is fetched of what it finds, without coming back, and the key of its first page.
+    first: Piece | None = None
+    first_key: str = ""
 
 
 @dataclass(eq=False)
@@ -151,6 +151,7 @@ class Prefetch:
     keys: list[str] = field(default_factory=list)
     #: Keys of the pages before ``begin``, where the backend wants them.
     prefix_keys: list[str] | None = None
+    #: In the order of the prompt.
     pieces: list[Piece] = field(default_factory=list)
     query: Query | None = None
     #: How often it was asked again whether the store has more by now, and when it may be for the
@@ -169,29 +170,29 @@ class Prefetch:
     #: Whether the store was asked only to see how fast it is by now.
     trial: bool = False
     #: Set while all that is missing is on its way: by its own pieces, or with those of others, and
-    #: then until somebody lets go of pages (``Fetches.let_go`` is another number).
+    #: then until somebody lets go of pages (``Calls.let_go`` is another number).
     all_comes: int | None = None
-    #: What was known when it was last not ready, and how far the tree reached for it: pages, and
-    #: the node in which they end.
-    unready: object = None
+    #: ``inserts`` of the tree when it was last not ready, and how far the tree reached for it:
+    #: pages, and the node in which they end.
+    unready: int | None = None
     reached: tuple[int, TreeNode] | None = None
     #: Tokens that came into the tree for it.
     loaded: int = 0
 
-    def enter(self, state: State, now_ms: int) -> None:
-        """It is in ``state`` from now on."""
+    def happens(self, event: Event, now_ms: int) -> None:
+        """Take a step of ``TRANSITIONS``. Nothing else writes the state."""
+        state = TRANSITIONS.get((self.state, event))
+        if state is None:
+            return
         self.spent_ms[self.state] += now_ms - self.since_ms
         self.state, self.since_ms = state, now_ms
+        if state in (State.STAGED, State.MISSED):
+            self.asked_ms = None  # nobody waits for it
 
     @property
     def end(self) -> int:
         """The page behind the last one of the hit."""
         return self.begin + len(self.keys)
-
-    @property
-    def fetching(self) -> bool:
-        """Whether pages are on their way."""
-        return any(not piece.staged for piece in self.pieces)
 
     def staged_from(self, held: int) -> int:
         """Pages in the staging buffer without a gap, behind the ``held`` pages that the tree
@@ -229,11 +230,6 @@ class Prefetch:
             stop += 1
         return at, stop
 
-    def add(self, piece: Piece) -> None:
-        """Another piece, in the order of the prompt."""
-        self.pieces.append(piece)
-        self.pieces.sort(key=lambda one: one.start)
-
     def staging_of(self, start: int, stop: int) -> list[int]:
         """Staging pages of the pages ``start .. stop``, which are all staged."""
         found: list[int] = []
@@ -249,3 +245,86 @@ class Prefetch:
         if self.prefix_keys is None:
             return None
         return [*self.prefix_keys, *self.keys[: page - self.begin]]
+
+
+class WaitingLine:
+    """The prefetches of the requests that wait, in the order of the queue, and what is due when.
+    Iterates over a snapshot, first in line first.
+
+    A step with nothing new costs nothing here, however many wait: the order is looked at when the
+    scheduler's queue is another one, and a prefetch when something is due for it.
+    """
+
+    def __init__(self) -> None:
+        #: First in line first.
+        self._by_rid: dict[str, Prefetch] = {}
+        #: The scheduler's queue when the order was last looked at; None after an arrival.
+        self._queue: list[str] | None = None
+        self._last_place = 0
+        #: When, a serial number, and for whom; also for those that have left.
+        self._due: list[tuple[int, int, Prefetch]] = []
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return len(self._by_rid)
+
+    def __iter__(self) -> Iterator[Prefetch]:
+        return iter(list(self._by_rid.values()))
+
+    def get(self, rid: str) -> Prefetch | None:
+        """The prefetch of a request, if it has one."""
+        return self._by_rid.get(rid)
+
+    def add(self, prefetch: Prefetch) -> None:
+        """At the end of the line; nobody else in it has its request id."""
+        self._by_rid[prefetch.rid] = prefetch
+        self._queue = None
+        self._last_place += 1
+        prefetch.place = self._last_place
+
+    def remove(self, prefetch: Prefetch) -> None:
+        """It is in line no more."""
+        del self._by_rid[prefetch.rid]
+
+    def arrange(self, queue: list[str]) -> tuple[list[Prefetch], bool]:
+        """``queue`` has the request ids that wait, first in line first.
+
+        Returns:
+            Whose request is not among them, to be removed; and whether the others have changed
+            places.
+        """
+        if queue == self._queue:
+            return [], False
+        self._queue = queue
+        here = {rid: self._by_rid[rid] for rid in queue if rid in self._by_rid}
+        gone = [one for rid, one in self._by_rid.items() if rid not in here]
+        before = [rid for rid in self._by_rid if rid in here] if gone else list(self._by_rid)
+        moved = before != list(here)
+        if moved:
+            self._by_rid = here | {one.rid: one for one in gone}
+            for prefetch in self._by_rid.values():
+                self._last_place += 1
+                prefetch.place = self._last_place
+        return gone, moved
+
+    def wake(self, prefetch: Prefetch, at_ms: int) -> None:
+        """Have it among those that are due at ``at_ms``."""
+        self._serial += 1
+        heapq.heappush(self._due, (at_ms, self._serial, prefetch))
+
+    def due(self, now_ms: int) -> list[Prefetch]:
+        """Those in line for which something is due by ``now_ms``, once for each time."""
+        found = []
+        while self._due and self._due[0][0] <= now_ms:
+            prefetch = heapq.heappop(self._due)[2]
+            if self._by_rid.get(prefetch.rid) is prefetch:
+                found.append(prefetch)
+        return found
+
+    def ahead(self, page_size: int) -> Iterator[tuple[Prefetch, int]]:
+        """Each of the line, with the tokens that those before it will compute; first in line
+        first, as things stand when it is its turn."""
+        tokens = 0
+        for prefetch in self:
+            yield prefetch, tokens
+            tokens += len(prefetch.key) - prefetch.end * page_size

@@ -10,18 +10,16 @@ the tree, where it can be evicted like anything else, while the other half is fe
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.rank_agreement import TransferVote
 from sglang.srt.mem_cache.buffer_only.load_back import LoadBacks
-from sglang.srt.mem_cache.buffer_only.patience import Patience
 from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, Query, State
 from sglang.srt.mem_cache.buffer_only.prefetch_states import PrefetchStates
-from sglang.srt.mem_cache.buffer_only.waiting_line import TokensAhead
-from sglang.srt.mem_cache.buffer_only.worth import Choice, Speeds
+from sglang.srt.mem_cache.buffer_only.worth import Choice, Patience, Speeds
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +54,7 @@ class PrefetchLine(PrefetchStates):
     def busy(self) -> bool:
         """Whether anything waits or is on its way; what the store was given up for does not
         count."""
-        calls = len(self.queries.under_way) + self.fetches.running
+        calls = len(self.calls.queries) + self.calls.running
         return bool(len(self.line) or calls or len(self.load_backs))
 
     # ---- what the scheduler says and asks ----
@@ -81,7 +79,7 @@ class PrefetchLine(PrefetchStates):
             self._end(prefetch)
             self._context.tree.prefetch_loaded_tokens_by_reqid.pop(prefetch.rid, None)
         if moved:
-            self.fetches.let_go += 1  # who brings pages for whom is another question now
+            self.calls.let_go += 1  # who brings pages for whom is another question now
 
     def ready(self, rid: str) -> bool:
         """Whether the request can be scheduled; asked in each step that could admit it."""
@@ -95,11 +93,9 @@ class PrefetchLine(PrefetchStates):
         if self._context.settings.policy == "best_effort" or self._is_in_its_place(prefetch):
             return True
         if prefetch.asked_ms is None:
-            now_ms, settings = self._context.now_ms, self._context.settings
-            limit_ms = settings.timeout_ms(len(prefetch.key) // settings.page_size)
-            prefetch.asked_ms = now_ms
-            self.line.wake(prefetch, now_ms + int(limit_ms) + 1)
-            self._look_again(prefetch)
+            prefetch.asked_ms, prefetch.all_comes = self._context.now_ms, None
+            self.line.wake(prefetch, prefetch.asked_ms + int(self._limit_ms(prefetch)) + 1)
+            self.calls.changes += 1
         return False
 
     def loadable(self, rid: str, held: int, most: int) -> int:
@@ -136,8 +132,8 @@ class PrefetchLine(PrefetchStates):
         """Copies that have ended, and what is known of each call of the store, on this rank."""
         return (
             self.load_backs.ended(),
-            tuple(query.outcome for query in self.queries.under_way),
-            tuple(piece.outcome for piece in self.fetches.under_way),
+            self._query_outcomes(),
+            self._fetch_outcomes(),
         )
 
     def apply(self, agreed: TransferVote) -> None:
@@ -151,27 +147,27 @@ class PrefetchLine(PrefetchStates):
         )
         self._came(agreed.fetches)
         self._take_answers(agreed.queries)
-        for prefetch in self.line.due(self._context.now_ms):
-            if self._out_of_time(prefetch):
+        now_ms = self._context.now_ms
+        for prefetch in self.line.due(now_ms):
+            asked_ms, again_ms = prefetch.asked_ms, prefetch.again_ms
+            known = prefetch.state not in (State.WAITING, State.QUERYING)
+            if asked_ms is not None and now_ms - asked_ms > self._limit_ms(prefetch):
                 self._time_is_over(prefetch)
-            elif self._asks_again(prefetch):
+            elif again_ms is not None and now_ms >= again_ms and known and prefetch.query is None:
                 self._to_ask_again[prefetch] = None
 
     def launch(self) -> None:
         """Start what calls and stage have room for, first in line first."""
         if len(self.line):
-            self._serve_the_line()
+            if self.calls.stuck:
+                for prefetch in self.line:
+                    if prefetch.state in (State.WAITING, State.FOUND):
+                        self._settle(prefetch)
+            self._ask()
+            self._fetch_in_line()
+            if self._longest > self.calls.most:
+                self._load_ahead()
         self.load_backs.launch_apart()
-
-    def _serve_the_line(self) -> None:
-        if self.fetches.stuck:
-            for prefetch in self.line:
-                if prefetch.state in (State.WAITING, State.FOUND):
-                    self._settle(prefetch)
-        self._ask()
-        self._fetch_in_line()
-        if self._longest > self.fetches.most:
-            self._load_ahead()
 
     def look_twice(self) -> None:
         """Take the answers for requests that have just arrived, if they come at once: one that the
@@ -180,8 +176,8 @@ class PrefetchLine(PrefetchStates):
         seconds = self.patience.seconds() if asked else 0.0
         if not seconds:
             return
-        self.patience.ended(self.queries.wait(asked, seconds))
-        self._take_answers([query.outcome for query in self.queries.under_way])
+        self.patience.ended(self.calls.wait(asked, seconds))
+        self._take_answers(self._query_outcomes())
         self._fetch_in_line()
 
     def reset(self) -> None:
@@ -194,10 +190,6 @@ class PrefetchLine(PrefetchStates):
         for prefetch in self.line:
             self._end(prefetch)
 
-    def close(self, until: float) -> bool:
-        """End the threads; False if one runs on at ``until``, of ``time.monotonic``."""
-        return self.queries.close(until) and self.fetches.close(until)
-
     def _just_asked(self) -> list[Query]:
         """Queries of this step, on a server of one rank. None where the server is full, by its own
         count or since somebody in line could have been admitted in an earlier step: nobody gets in
@@ -206,7 +198,7 @@ class PrefetchLine(PrefetchStates):
         if context.alone and context.settings.policy != "best_effort" and not self._full:
             new = [
                 query
-                for query in self.queries.under_way
+                for query in self.calls.queries
                 if query.owner is not None
                 and query.owner.state is State.QUERYING
                 and query.owner.since_ms == context.now_ms
@@ -217,31 +209,41 @@ class PrefetchLine(PrefetchStates):
 
     def _take_answers(self, outcomes: Sequence[int]) -> None:
         """Act on what the store has answered to queries."""
-        answered = self.queries.apply(outcomes)
-        for query, found in answered:
-            if query.first is not None:
-                self.fetches.adopt(query.first, query.owner)
-            if query.owner is not None:
-                self._answered(query.owner, query, found)
-        if any(query.first is not None for query, _ in answered):
+        answered = self.calls.answered(outcomes)
+        for prefetch, query, hashes, keys in answered:
+            if prefetch is not None:
+                self._answered(prefetch, query, hashes, keys)
+        if any(query.first is not None for _, query, _, _ in answered):
             # One rank: what followed a query may have come by now.
-            self._came([piece.outcome for piece in self.fetches.under_way])
+            self._came(self._fetch_outcomes())
+
+    def _query_outcomes(self) -> tuple[int, ...]:
+        return tuple(query.job.pages for query in self.calls.queries)
+
+    def _fetch_outcomes(self) -> tuple[int, ...]:
+        jobs = [(piece.job, piece.overdue) for piece in self.calls.fetches]
+        return tuple(job.outcome(overdue) for job, overdue in jobs if job is not None)
+
+    def _limit_ms(self, prefetch: Prefetch) -> float:
+        """How long the scheduler waits for it."""
+        settings = self._context.settings
+        return settings.timeout_ms(len(prefetch.key) // settings.page_size)
 
     # ---- who is fetched for ----
 
     def _fetch_in_line(self) -> None:
         """Fetch what is missing, first in line first, unless nothing has changed since."""
-        fetches, asked = self.fetches, len(self._asked_before)
-        known = (self._news, asked, fetches.changes, fetches.let_go, fetches.capacity)
+        calls, asked = self.calls, len(self._asked_before)
+        known = (asked, calls.changes, calls.let_go, calls.capacity)
         if known == self._gone_through:
             return
-        before, looked_at = TokensAhead(self.line, self._context.page_size), 0
+        before, looked_at = self.line.ahead(self._context.page_size), 0
         for prefetch in self.line:
             if prefetch.state is not State.FOUND and prefetch.state is not State.FETCHING:
                 continue
-            if prefetch.all_comes in (OWN, fetches.let_go):
+            if prefetch.all_comes in (OWN, calls.let_go):
                 continue
-            if fetches.capacity < fetches.least_pages and self._passed_over(prefetch):
+            if calls.capacity < calls.least_pages and self._passed_over(prefetch):
                 continue
             looked_at += 1
             if not self._fetch(prefetch, before):
@@ -250,59 +252,55 @@ class PrefetchLine(PrefetchStates):
                 return
         self._gone_through = known
 
-    def _fetch(self, prefetch: Prefetch, before: TokensAhead) -> bool:
-        """Bring what is missing, as far as it goes; False where nobody behind it gets more."""
-        fetches = self.fetches
+    def _fetch(self, prefetch: Prefetch, before: Iterator[tuple[Prefetch, int]]) -> bool:
+        """Bring what is missing, as far as stage and slots go; False where nobody behind it gets
+        more. ``before`` goes through the line: the tokens that those before each will compute."""
+        calls = self.calls
         held, _ = self._match(prefetch)
         if held < prefetch.begin:
             self._ask_anew(prefetch)
             return True
-        over = [one for one in prefetch.pieces if one.staged and one.stop <= held]
-        fetches.drop(prefetch, over)
-        if prefetch.choice is None and fetches.has_slot and held < prefetch.end:
-            ahead = before.of(prefetch) if prefetch.asked_ms is None else 0
-            rule = self._chooser.rule(fetches, ahead)
-            choice = rule(prefetch.end - held)
+        calls.drop(prefetch, [one for one in prefetch.pieces if one.staged and one.stop <= held])
+        if prefetch.choice is None and calls.can_fetch and held < prefetch.end:
+            ahead = 0
+            if prefetch.asked_ms is None:
+                ahead = next(tokens for one, tokens in before if one is prefetch)
+            choice = self._chooser.rule(calls.running, ahead)(prefetch.end - held)
             trial, prefetch.trial = prefetch.trial and choice is Choice.SLOWER, False
             prefetch.choice = self._chooser.chosen(Choice.TRIAL if trial else choice)
         if prefetch.choice is Choice.SLOWER:
             self._settle(prefetch)
             return True
-        whole = self._start_fetches(prefetch, held)
+        comes, whole = calls.comes_before(prefetch), True
+        while (gap := prefetch.missing(held, calls.piece_pages, comes)) is not None:
+            start, stop = gap
+            least = min(stop - start, calls.least_pages)
+            if calls.capacity < least and self._is_next(prefetch):
+                self._take_from_the_last(prefetch, least)
+            if calls.capacity < least or not calls.can_fetch:
+                whole = False
+                break
+            calls.fetch(prefetch, start, min(stop, start + calls.capacity))
         self._look(prefetch, held)
         if whole:
             own = prefetch.missing(held, 1, lambda key: False) is None
-            prefetch.all_comes = OWN if own else fetches.let_go
+            prefetch.all_comes = OWN if own else calls.let_go
         elif not prefetch.deferred:
             prefetch.deferred = True
             tokens = len(prefetch.keys) * self._context.page_size
             self._context.counters["prefetch_deferred_tokens"] += tokens
         return whole
 
-    def _start_fetches(self, prefetch: Prefetch, held: int) -> bool:
-        """Fetch what is missing, as far as stage and slots go; whether they went far enough."""
-        fetches = self.fetches
-        comes = fetches.comes_before(prefetch)
-        while (gap := prefetch.missing(held, fetches.piece_pages, comes)) is not None:
-            start, stop = gap
-            least = min(stop - start, fetches.least_pages)
-            if fetches.capacity < least and self._is_next(prefetch):
-                self._take_from_the_last(prefetch, least)
-            if fetches.capacity < least or not fetches.has_slot:
-                return False
-            fetches.start(prefetch, start, min(stop, start + fetches.capacity))
-        return True
-
     def _take_from_the_last(self, prefetch: Prefetch, pages: int) -> None:
         """The scheduler waits for ``prefetch``: those behind it give back what they have staged,
         the last one first, until there is room for ``pages``; then those that it passes over."""
         for other in reversed([one for one in self.line if one.pieces]):
-            if self.fetches.capacity >= pages:
+            if self.calls.capacity >= pages:
                 return
             if other.place <= prefetch.place and not self._passed_over(other):
                 continue
             staged = [piece for piece in other.pieces if piece.staged]
-            self.fetches.drop(other, staged)
+            self.calls.drop(other, staged)
             if staged:
                 self._look(other, 0)
 
@@ -323,7 +321,7 @@ class PrefetchLine(PrefetchStates):
     def _load_ahead(self) -> None:
         """Of a hit that is larger than the staging buffer, copy what is in the staging buffer into
         the tree, if the scheduler waits for it and could admit it now. One copy at a time."""
-        most = self.fetches.most
+        most = self.calls.most
         for prefetch in self.line:
             if prefetch.state not in (State.FOUND, State.FETCHING) or not self._is_next(prefetch):
                 continue
@@ -344,7 +342,7 @@ class PrefetchLine(PrefetchStates):
         have had no room on the device: then its request keeps its place in line, and has its time
         once more when there is room."""
         held, node = self._match(prefetch)
-        long = prefetch.end - held > self.fetches.most
+        long = prefetch.end - held > self.calls.most
         if long and not prefetch.keeps_place and not self._has_room(prefetch, held, node):
             prefetch.keeps_place, prefetch.asked_ms = True, None
             return
@@ -372,32 +370,20 @@ class PrefetchLine(PrefetchStates):
         self, prefetch: Prefetch, start: int, stop: int
     ) -> tuple[torch.Tensor, TreeNode] | None:
         """Staged pages enter the tree, and wait for the next copy."""
-        context = self._context
-        new = (stop - start) * context.page_size
-        hashes = prefetch.hashes[start - prefetch.begin : stop - prefetch.begin]
         used = [one for one in prefetch.pieces if one.staged and one.start < stop]
-        loaded = self.load_backs.add(
-            prefetch.key[: stop * context.page_size],
-            hashes,
-            prefetch.staging_of(start, stop),
-            [one.staging for one in used],
-        )
+        loaded = self.load_backs.add(prefetch, start, stop, [one.staging for one in used])
         if loaded is not None:
-            self.fetches.hand_over(prefetch, used)
-            context.counters["prefetch_loaded_tokens"] += new
-            hits = context.tree.prefetch_loaded_tokens_by_reqid
-            hits[prefetch.rid] = hits.get(prefetch.rid, 0) + new
-            prefetch.loaded += new
+            self.calls.hand_over(prefetch, used)
         return loaded
 
     def _ready(self, prefetch: Prefetch) -> bool:
         """Whether all that will come is in the tree or in the staging buffer."""
         if prefetch.state in (State.MISSED, State.WAITING, State.QUERYING):
             return prefetch.state is State.MISSED
-        now = (self.fetches.handed_over, self._context.tree.inserts)  # what makes the tree grow
-        before, prefetch.unready = prefetch.unready, now
+        inserts = self._context.tree.inserts  # nothing else makes the tree grow
+        before, prefetch.unready = prefetch.unready, inserts
         known = before is not None and prefetch.state is not State.STAGED
-        if known and (before == now or self._reaches_no_further(prefetch)):
+        if known and (before == inserts or self._reaches_no_further(prefetch)):
             return False
         held, node = self._match(prefetch)
         prefetch.reached = held, node

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any  # Any: answers of SGLang's, handed on
 
 from typing_extensions import override
 
-from sglang.srt.mem_cache.buffer_only.images import image_key
+from sglang.srt.mem_cache.buffer_only.nodes import image_key
 from sglang.srt.mem_cache.buffer_only.tree import MODE_FLAG
 from sglang.srt.mem_cache.buffer_only.weight_updates import NamingScheduler
 

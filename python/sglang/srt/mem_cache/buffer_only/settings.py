@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sglang.srt.patchset import environment
 
@@ -123,11 +123,6 @@ class Settings:
     #: A path in use is looked up in the store once in so long, which keeps it there.
     touch_ms: int = 10_000
 
-    @property
-    def queue_tokens(self) -> int:
-        """Most tokens that may wait to be written."""
-        return self.device_tokens * QUEUE_POOLS
-
     def timeout_ms(self, pages: int) -> float:
         """How long a request waits for a prefetch of ``pages`` pages."""
         if self.policy == "timeout":
@@ -139,23 +134,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class StoreClientSettings:
-    """Bounds of the calls of one store; durations in seconds."""
+    """Bounds of the calls of one store, by default those of ``SGLANG_HICACHE_STORE_DEADLINE``,
+    ``_MAX_CALLS``, ``_FIRST_RETRY`` and ``_LONGEST_RETRY``; durations in seconds.
 
-    deadline: float = 10.0
-    max_calls: int = 16
-    first_retry: float = 1.0
-    longest_retry: float = 60.0
+    Raises:
+        ValueError: a variable is no such number; the message names it.
+    """
 
-    @classmethod
-    def from_env(cls) -> StoreClientSettings:
-        """``SGLANG_HICACHE_STORE_DEADLINE``, ``_MAX_CALLS``, ``_FIRST_RETRY``, ``_LONGEST_RETRY``.
-
-        Raises:
-            ValueError: one of them is no such number; the message names it.
-        """
-        return cls(
-            deadline=environment.STORE_DEADLINE.read(),
-            max_calls=environment.STORE_MAX_CALLS.read(),
-            first_retry=environment.STORE_FIRST_RETRY.read(),
-            longest_retry=environment.STORE_LONGEST_RETRY.read(),
-        )
+    deadline: float = field(default_factory=environment.STORE_DEADLINE.read)
+    max_calls: int = field(default_factory=environment.STORE_MAX_CALLS.read)
+    first_retry: float = field(default_factory=environment.STORE_FIRST_RETRY.read)
+    longest_retry: float = field(default_factory=environment.STORE_LONGEST_RETRY.read)

@@ -24,83 +24,21 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any  # Any: a store's answers, not looked at yet
+from typing import TYPE_CHECKING, Any  # Any: a store's answers, not looked at yet; tokens
 
 import torch
 
-from sglang.srt.mem_cache.buffer_only.call_threads import CallThreads
+from sglang.srt.mem_cache.buffer_only.jobs import BackOff, Job, Threads
+from sglang.srt.mem_cache.buffer_only.namespaces import Namespace
+from sglang.srt.mem_cache.buffer_only.nodes import hashes_of, images_before, page_hashes
 from sglang.srt.mem_cache.buffer_only.page_parts import leading
-from sglang.srt.mem_cache.buffer_only.settings import StoreClientSettings
+from sglang.srt.mem_cache.buffer_only.settings import BATCH_PAGES, StoreClientSettings
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+    from sglang.srt.mem_cache.radix_cache import TreeNode
 
 logger = logging.getLogger(__name__)
-
-
-class CircuitBreaker:
-    """Whether a store is asked: CLOSED, it is; OPEN, it is not, after a call that missed its
-    deadline; HALF_OPEN, a probe is under way. Times are in seconds of one monotonic clock. Not
-    thread-safe."""
-
-    class State(enum.Enum):
-        """See the class."""
-
-        CLOSED = enum.auto()
-        OPEN = enum.auto()
-        HALF_OPEN = enum.auto()
-
-    def __init__(self, first_retry: float, longest_retry: float) -> None:
-        """The first probe is due ``first_retry`` after a call timed out, the next after twice that
-        and so on, at most ``longest_retry`` apart."""
-        self._first, self._longest = first_retry, longest_retry
-        self._backoff = first_retry
-        self._retry_at = 0.0
-        self.state = self.State.CLOSED
-        #: The interval before the next probe.
-        self.retry_in = first_retry
-
-    @property
-    def closed(self) -> bool:
-        """Whether the store is asked."""
-        return self.state is self.State.CLOSED
-
-    def timed_out(self, now: float) -> bool:
-        """A call missed its deadline; returns whether that opened the breaker."""
-        if not self.closed:
-            return False
-        self.state = self.State.OPEN
-        self._postpone(now)
-        return True
-
-    def succeeded(self) -> None:
-        """A call other than a probe was answered, so the next outage is a new one."""
-        if self.closed:
-            self._backoff = self._first
-
-    def try_probe(self, now: float, hanging: int = 0) -> bool:
-        """Whether the caller shall probe now. The next probe is due an interval later, also if this
-        one never returns; an interval more for each of the ``hanging`` ones before it, so that a
-        long outage does not take a thread an interval."""
-        if self.closed or now < self._retry_at:
-            return False
-        self.state = self.State.HALF_OPEN
-        self._postpone(now)
-        self._retry_at += hanging * self.retry_in
-        return True
-
-    def probe_ended(self, answered: bool) -> None:
-        """An answer closes the breaker. Should the next call time out, the interval grows on: the
-        store may be one that answers probes and nothing else."""
-        if answered:
-            self.state = self.State.CLOSED
-        elif not self.closed:
-            self.state = self.State.OPEN
-
-    def _postpone(self, now: float) -> None:
-        self.retry_in = self._backoff
-        self._retry_at = now + self.retry_in
-        self._backoff = min(2 * self._backoff, self._longest)
 
 
 #: A key that no page has: a page's key is a SHA-256.
@@ -152,7 +90,13 @@ def _wait(call: Future[Any], seconds: float) -> None:
 
 
 class StoreClient:
-    """A store that never raises and never hangs. Thread-safe, as far as the store is."""
+    """A store that never raises and never hangs. Thread-safe, as far as the store is.
+
+    Args:
+        store: a ``HiCacheStorage`` with the ``_v1`` calls.
+        name: what messages call it.
+        clock, wait: for tests; ``wait`` returns when the call is done or its time is over.
+    """
 
     def __init__(
         self,
@@ -162,19 +106,14 @@ class StoreClient:
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[Future[Any], float], None] = _wait,
     ) -> None:
-        """Over ``store``, a ``HiCacheStorage`` with the ``_v1`` calls.
-
-        Args:
-            name: what messages call it.
-            clock, wait: for tests; ``wait`` returns when the call is done or its time is over.
-        """
         self.store, self.name = store, name
-        self.settings = settings or StoreClientSettings.from_env()
+        self.settings = settings or StoreClientSettings()
         self.faults: Counter[Fault] = Counter()
         self._clock, self._wait = clock, wait
-        self._threads = CallThreads(f"hicache-store-{name}")
+        self._threads = Threads(f"store-{name}", None)
         self._lock = threading.RLock()  # a future's callback may run on the thread that adds it
-        self._breaker = CircuitBreaker(self.settings.first_retry, self.settings.longest_retry)
+        #: The circuit breaker: of calls that missed their deadline. A probe is an attempt.
+        self._outage = BackOff(self.settings.first_retry, self.settings.longest_retry)
         self._under_way: set[Future[Any]] = set()
         self._overdue: set[Future[Any]] = set()
         #: Probes that have not returned. They are not bounded with the other calls: those that hang
@@ -190,7 +129,15 @@ class StoreClient:
     def query(self, keys: Sequence[str], extra_info: Any = None) -> Outcome:
         """How many leading pages the store has. ``extra_info``: a ``HiCacheStorageExtraInfo``."""
         asked = list(keys)
-        found, fault, _ = self._call("batch_exists", lambda: self._query(asked, extra_info))
+
+        def query() -> int:
+            found = self.store.batch_exists(asked, extra_info)
+            whole = isinstance(found, int) and not isinstance(found, bool)
+            if not (whole and 0 <= found <= len(asked)):
+                raise _Malformed(f"{found!r} pages found of {len(asked)}")
+            return found
+
+        found, fault, _ = self._call("batch_exists", query)
         return Outcome(0, fault) if fault else Outcome(found)
 
     def read(
@@ -236,17 +183,17 @@ class StoreClient:
 
     def poll(self) -> bool:
         """Whether the store is asked. Starts the probe that is due, also if nobody calls."""
-        if not self._breaker.closed:
+        if not self.up:
             with self._lock:
                 self._probe()
-        return self._breaker.closed
+        return self.up
 
     # ---- for gauges and tests ----
 
     @property
     def up(self) -> bool:
         """Whether the store is asked."""
-        return self._breaker.closed
+        return not self._outage.failing
 
     @property
     def overdue(self) -> int:
@@ -260,20 +207,19 @@ class StoreClient:
 
     # ---- inside ----
 
-    def _query(self, keys: list[str], extra_info: Any) -> int:
-        found = self.store.batch_exists(keys, extra_info)
-        if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found <= len(keys):
-            raise _Malformed(f"{found!r} pages found of {len(keys)}")
-        return found
-
     def _move(self, method: str, keys: Any, host_indices: torch.Tensor, extra: Any) -> Outcome:
         asked = list(keys)
         if not asked:
             return Outcome(0)
         call = getattr(self.store, method)
-        results, fault, given_up = self._call(
-            method, lambda: _results(call(asked, host_indices, extra), len(asked))
-        )
+
+        def move() -> list[bool]:
+            results = call(asked, host_indices, extra)
+            if not isinstance(results, (list, tuple)) or len(results) != len(asked):
+                raise _Malformed(f"{results!r:.100} for {len(asked)} pages")
+            return [result is True for result in results]
+
+        results, fault, given_up = self._call(method, move)
         if given_up is not None:
             return Outcome(0, fault, OverdueCall(host_indices, given_up))
         if fault is not None:
@@ -301,23 +247,25 @@ class StoreClient:
         if error is not None:
             return None, self._failed(method, error), None
         with self._lock:
-            self._breaker.succeeded()
+            if self.up:  # else it began before the outage
+                self._outage.worked()
             self._error_logged = False
         return future.result(), None, None
 
     def _start(self, call: Callable[[], Any]) -> Future[Any] | None:
         with self._lock:
-            if not self._breaker.closed:
+            if not self.up:
                 self._probe()  # beside: the call that started it is refused like any other
                 return None
-            return self._run(call) if self._has_room else None
-
-    @property
-    def _has_room(self) -> bool:
-        return len(self._under_way) - len(self._probes) < self.settings.max_calls
+            has_room = len(self._under_way) - len(self._probes) < self.settings.max_calls
+            return self._run(call) if has_room else None
 
     def _probe(self) -> None:
-        if self._breaker.try_probe(self._clock(), len(self._probes)):
+        """Ask for a page that is not there, if that is due: later for each probe that hangs, so
+        that a long outage does not take a thread an interval."""
+        now = self._clock()
+        if not self.up and not self._outage.waits(now):
+            self._outage.failed(now, more=len(self._probes))
             probe = self._run(lambda: self.store.batch_exists([PROBE_KEY], None))
             self._probes.add(probe)
             probe.add_done_callback(self._probed)
@@ -332,21 +280,25 @@ class StoreClient:
         with self._lock:
             self._under_way.discard(future)
 
-    def _probed(self, future: Future[Any]) -> None:
-        answered = future.exception() is None
+    def _probed(self, probe: Future[Any]) -> None:
+        answered = probe.exception() is None
         with self._lock:
-            was_closed = self._breaker.closed
-            self._probes.discard(future)
-            self._breaker.probe_ended(answered)
-        if answered and not was_closed:
+            self._probes.discard(probe)
+            again = answered and not self.up
+            if answered:
+                # Not ``worked``: should the next call time out, the interval grows on. The store
+                # may be one that answers probes and nothing else.
+                self._outage.failing = False
+        if again:
             logger.warning("HiCache store %s answers again and is used again", self.name)
 
     def _gave_up(self, method: str, future: Future[Any], seconds: float) -> None:
         with self._lock:
             self._overdue.add(future)
             self.faults[Fault.DEADLINE] += 1
-            first = self._breaker.timed_out(self._clock())
-            retry = self._breaker.retry_in
+            first = self.up
+            if first:
+                self._outage.failed(self._clock())
         future.add_done_callback(self._overdue.discard)
         if first:
             logger.error(
@@ -356,7 +308,7 @@ class StoreClient:
                 self.name,
                 method,
                 seconds,
-                retry,
+                self._outage.interval,
             )
 
     def _failed(self, method: str, error: BaseException) -> Fault:
@@ -385,7 +337,118 @@ class _Malformed(Exception):
     """An answer that means nothing."""
 
 
-def _results(results: Any, count: int) -> list[bool]:
-    if not isinstance(results, (list, tuple)) or len(results) != count:
-        raise _Malformed(f"{results!r:.100} for {count} pages")
-    return [result is True for result in results]
+class PageStore:
+    """One store, behind its client, by the pages of prompts: their keys, and calls of at most
+    ``batch_pages`` pages.
+
+    ``prefix_keys``, where given, are the keys of all pages before the first one, for backends that
+    place a page by them.
+    """
+
+    def __init__(
+        self,
+        client: StoreClient,
+        page_size: int,
+        batch_pages: int = BATCH_PAGES,
+        namespace: Namespace = Namespace.of({}),  # noqa: B008
+    ) -> None:
+        self.client = client
+        #: Of all keys that are made now; requests have parts of it.
+        self.namespace = namespace
+        self._page_size, self.batch_pages = page_size, batch_pages
+
+    def keys(
+        self,
+        hashes: Sequence[str],
+        extra_key: str | None,
+        begin: int = 0,
+        namespace: Namespace | None = None,
+    ) -> list[str]:
+        """Keys of pages, given SGLang's page hashes, of a request with ``extra_key``: those from
+        page ``begin`` of its prompt on. ``namespace``: the store's when the request came."""
+        own, keys = (namespace or self.namespace).within(extra_key), list[str]()
+        if not getattr(extra_key, "images", ()):
+            return own.keys(hashes)
+        for page, page_hash in enumerate(hashes, begin + 1):
+            images = images_before(extra_key, page * self._page_size)
+            keys += own.within(images, b"images").keys([page_hash])
+        return keys
+
+    def path_keys(self, node: TreeNode) -> list[str]:
+        """Keys of all pages up to the end of ``node``, in the order of the prompt."""
+        extra_key, hashes = node.key.extra_key, list[str]()
+        while node.parent is not None:
+            hashes[:0] = page_hashes(node, self._page_size)
+            node = node.parent
+        return self.keys(hashes, extra_key)
+
+    def call(
+        self,
+        job: Job,
+        call: Callable[..., Outcome],
+        keys: Sequence[str],
+        prefix_keys: Sequence[str] | None,
+        slots: torch.Tensor | None = None,
+    ) -> int:
+        """Have the client ``query``, ``read`` or ``write`` pages batch by batch, until one is not
+        wholly good or nobody wants more; the leading good pages.
+
+        Args:
+            slots: host slots of the pages, one page after the other; None for a query.
+        """
+        from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
+
+        done, most = 0, BATCH_PAGES if slots is None else self.batch_pages
+        while done < len(keys) and not job.cancelled:
+            batch = list(keys[done : done + most])
+            # A list of its own for each call: backends are known to extend what they are given.
+            before = None if prefix_keys is None else [*prefix_keys, *keys[:done]]
+            arguments: list[Any] = [batch]
+            if slots is not None:
+                page = self._page_size
+                arguments.append(slots[done * page : (done + len(batch)) * page])
+            outcome = call(*arguments, HiCacheStorageExtraInfo(prefix_keys=before))
+            done += outcome.pages
+            if outcome.overdue is not None:
+                job.overdue_calls.append(outcome.overdue.returned)
+            if outcome.pages < len(batch):
+                job.fault = None if outcome.fault is None else outcome.fault.value
+                break
+        return done
+
+    def search(
+        self,
+        tokens: Sequence[Any],
+        last_hash: str | None,
+        extra_key: str | None,
+        begin: int,
+        prefix_keys: Sequence[str] | None,
+        first_pages: int = BATCH_PAGES,
+    ) -> Callable[[Job], int]:
+        """The work of a job that looks for ``tokens``, whole pages, and leaves ``Job.found``.
+
+        Args:
+            last_hash: page hash of the page before them; None at the start of a prompt.
+            begin: pages of the prompt before them.
+            first_pages: that the store is asked for first. Of most prompts it has nothing: the rest
+                need not be hashed to know that.
+        """
+        namespace, page = self.namespace, self._page_size
+
+        def work(job: Job) -> int:
+            found_hashes, found_keys = job.found
+            last, start, pages = last_hash, 0, min(first_pages, BATCH_PAGES)
+            while start < len(tokens):
+                stop = start + pages * page
+                hashes = hashes_of(tokens[start:stop], last, page)
+                keys = self.keys(hashes, extra_key, begin + len(found_keys), namespace)
+                before = None if prefix_keys is None else [*prefix_keys, *found_keys]
+                good = self.call(job, self.client.query, keys, before)
+                found_hashes += hashes[:good]
+                found_keys += keys[:good]
+                if good < len(hashes):
+                    break
+                last, start, pages = hashes[-1], stop, BATCH_PAGES
+            return len(found_keys)
+
+        return work

@@ -9,11 +9,10 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.rank_agreement import alone, over
 from sglang.srt.mem_cache.buffer_only import metrics
-from sglang.srt.mem_cache.buffer_only.backup_queue import split_marks
 from sglang.srt.mem_cache.buffer_only.context import Context
 from sglang.srt.mem_cache.buffer_only.host_pool import chosen_pages, of_gigabytes, of_pages
 from sglang.srt.mem_cache.buffer_only.namespaces import Namespace, pool_identity
-from sglang.srt.mem_cache.buffer_only.page_store import PageStore
+from sglang.srt.mem_cache.buffer_only.nodes import split_marks
 from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines
 from sglang.srt.mem_cache.buffer_only.settings import (
     Settings,
@@ -24,7 +23,7 @@ from sglang.srt.mem_cache.buffer_only.settings import (
     shares,
 )
 from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage
-from sglang.srt.mem_cache.buffer_only.store_client import StoreClient
+from sglang.srt.mem_cache.buffer_only.store_client import PageStore, StoreClient
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class BufferOnlyTree(HiRadixCache):
 
     A node that is evicted from the device is gone from the tree; the next request that wants it
     finds it by asking the store. So every node has device KV, ``host_value`` is always None, and
-    what the store holds of a node is noted on the node (``backup_queue.StoredNode``).
+    what the store holds of a node is noted on the node (``nodes.StoredNode``).
     """
 
     #: Backup and prefetch; None in SGLang's own mode.

@@ -1,4 +1,5 @@
-"""Load or recompute: does a request get on sooner with a hit of the store, or without it (pure).
+"""Load or recompute: does a request get on sooner with a hit of the store, or without it; and how
+long a step of the scheduler waits for the store to say so. Arithmetic alone.
 
 The speeds of the store and of the model are measured while the server runs; its ranks decide from
 the slowest rank's. A hit is fetched while its request waits in line, so that only what the fetch
@@ -9,7 +10,11 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from sglang.srt.mem_cache.buffer_only.settings import Settings, pages_of
 
 
 class Choice(enum.Enum):
@@ -30,6 +35,9 @@ class Choice(enum.Enum):
 
 #: One in so many hits that would be slower is a trial.
 TRIAL_EVERY = 16
+#: Threads that fetch. With the other threads they stay below the most calls of the store that may
+#: be under way (``SGLANG_HICACHE_STORE_MAX_CALLS``).
+SIDE_BY_SIDE = 4
 
 
 @dataclass(frozen=True)
@@ -116,3 +124,96 @@ class Mean:
     def value(self) -> float:
         """0 before the first."""
         return self._value
+
+
+class Chooser:
+    """Decides whether the hits of one rank are fetched, and counts.
+
+    Args:
+        page_bytes: of a page in the staging buffer.
+        piece_pages: most pages of a call.
+        choices: where they are counted.
+    """
+
+    def __init__(
+        self, settings: Settings, page_bytes: int, piece_pages: int, choices: Counter[Choice]
+    ) -> None:
+        self._settings, self._page_bytes = settings, page_bytes
+        self._piece_pages, self._choices = piece_pages, choices
+        #: Agreed by the ranks.
+        self.speeds = Speeds()
+        #: Hits since the last trial that would have been slower.
+        self.slower_in_a_row = 0
+
+    def rule(
+        self, calls_ahead: int, tokens_ahead: int, queries: int = 0
+    ) -> Callable[[int], Choice]:
+        """Whether a hit of so many pages is there before it could be computed, by what is known
+        now; can be asked on any thread. Arguments: see ``Hit``."""
+        speeds, slower_in_a_row = self.speeds, self.slower_in_a_row
+
+        def rule(pages: int) -> Choice:
+            if self._settings.always_fetch:
+                return Choice.UNMEASURED
+            hit = Hit(
+                tokens=pages * self._settings.page_size,
+                calls=pages_of(pages, self._piece_pages),
+                call_bytes=min(pages, self._piece_pages) * self._page_bytes,
+                calls_ahead=calls_ahead,
+                tokens_ahead=tokens_ahead,
+                queries=queries,
+            )
+            return choose(speeds, hit, SIDE_BY_SIDE, slower_in_a_row)
+
+        return rule
+
+    def best_parts(self, calls_ahead: int, pages: int) -> set[int]:
+        """If none of these hits is there before it could be computed, none of at most ``pages``
+        pages is."""
+        calls = full_rounds(pages_of(pages, self._piece_pages), calls_ahead, SIDE_BY_SIDE)
+        return {pages} | {min(pages, count * self._piece_pages) for count in calls}
+
+    def chosen(self, choice: Choice) -> Choice:
+        """``choice`` was made for a hit."""
+        slower = choice in (Choice.SLOWER, Choice.UNASKED)
+        self.slower_in_a_row = self.slower_in_a_row + 1 if slower else 0
+        self._choices[choice] += 1
+        return choice
+
+
+#: What a step gives the store at most: of a batch's mean time, and in seconds.
+PART, MOST_S = 0.1, 0.01
+#: Most steps in a row without a second look.
+LONGEST_PAUSE = 64
+
+
+class Patience:
+    """How long a step of the scheduler gives the store to answer for requests that have just
+    arrived.
+
+    A request is not admitted before the store has said what it has of its prompt. An answer takes a
+    millisecond or so, but the scheduler looks for it once in a step, and a step takes as long as
+    its batch: so long even a miss would wait. A server of one rank looks twice in a step, the
+    second time when the answers are there, or after a small part of a batch's time. A store that
+    has not answered by then is given no time in the next step that asks it, then in the next two,
+    four and so on, so that a slow one costs next to nothing.
+    """
+
+    def __init__(self) -> None:
+        #: Most seconds in a step.
+        self.most_s = MOST_S
+        #: Of the batches.
+        self.batch_seconds = Mean()
+        self._pause = self._left = 0
+
+    def seconds(self) -> float:
+        """For the answers to what was asked in this step; 0: none, as before the first batch."""
+        if self._left:
+            self._left -= 1
+            return 0.0
+        return min(self.most_s, PART * self.batch_seconds.value)
+
+    def ended(self, answered: bool) -> None:
+        """All answers came in that time, or not."""
+        self._pause = 0 if answered else min(LONGEST_PAUSE, 2 * self._pause or 1)
+        self._left = self._pause

@@ -1,18 +1,28 @@
-"""What waits to be written, and what a node knows about its copy in the store.
+"""What a node knows about its copy in the store, what waits to be written, and the page hashes and
+images from which keys are made.
 
 Positions are counted in tokens *back from the end of a node*. Splitting a node cuts off its front
 and leaves its end where it was, and a deleted node keeps its parent, so such a position names the
 same tokens for as long as a transfer may take.
+
+SGLang puts 30 bits of an image's hash (and of other media's) in the place of its tokens, and page
+hashes are made of these: among 200,000 images behind one prefix, 19 pairs are expected to be one.
+So the key of a page has the full hashes of all images that begin before its end. A request's
+``extra_key`` brings them to the nodes that it inserts; it is equal to the one without them, so that
+the tree is SGLang's, with its 30 bits. Where these have a request share KV of another image,
+nothing that is computed behind that is written to the store.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any  # Any: tokens, or pairs of them
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.radix_cache import TreeNode
 else:
     TreeNode = object
@@ -75,8 +85,8 @@ def path_pieces(node: TreeNode, tokens: int) -> Iterator[tuple[TreeNode, int]]:
 
 def split_marks(front: TreeNode, child: TreeNode, split_len: int) -> None:
     """``front`` has just taken over the first ``split_len`` tokens of ``child``."""
-    front.stored, child.stored = _cut(child.stored, split_len)
-    front.launched, child.launched = _cut(child.launched, split_len)
+    front.stored, front.launched = min(child.stored, split_len), min(child.launched, split_len)
+    child.stored, child.launched = child.stored - front.stored, child.launched - front.launched
     front.pending, front.touch_after_ms = child.pending, child.touch_after_ms
 
 
@@ -99,21 +109,14 @@ def settle(segment: Segment, durable: int) -> None:
             node.launched = node.stored
 
 
-def _cut(leading: int, split_len: int) -> tuple[int, int]:
-    return min(leading, split_len), max(0, leading - split_len)
-
-
+@dataclass(eq=False, slots=True)
 class PendingBackup:
     """One node that is to be written, with all that a split cuts off its front until then."""
 
-    __slots__ = ("node", "serial", "tokens")
-
-    def __init__(self, serial: int, node: TreeNode, tokens: int) -> None:
-        self.serial = serial
-        #: The last node of the path that is to be written.
-        self.node = node
-        #: Tokens to write, up to the end of ``node``.
-        self.tokens = tokens
+    #: The last node of the path that is to be written.
+    node: TreeNode
+    #: Tokens to write, up to the end of ``node``.
+    tokens: int
 
     def pieces(self) -> list[TreeNode]:
         """The nodes that the tokens lie in now, in the order of the prompt."""
@@ -131,18 +134,17 @@ class BackupQueue:
         self.max_tokens = max_tokens
         self.tokens = 0
         self.dropped: Counter[str] = Counter()
-        self._queue: dict[int, PendingBackup] = {}
-        self._serial = 0
+        self._queue: dict[PendingBackup, None] = {}
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def __iter__(self) -> Iterator[PendingBackup]:
-        return iter(list(self._queue.values()))
+        return iter(list(self._queue))
 
     def head(self) -> PendingBackup | None:
         """The oldest entry."""
-        return next(iter(self._queue.values()), None)
+        return next(iter(self._queue), None)
 
     def add(self, node: TreeNode) -> bool:
         """Queue ``node``, which has no entry; False where the queue has no room for it."""
@@ -150,19 +152,22 @@ class BackupQueue:
         if self.tokens + tokens > self.max_tokens:
             self.dropped[FULL] += tokens
             return False
-        self._serial += 1
-        node.pending = self._queue[self._serial] = PendingBackup(self._serial, node, tokens)
+        node.pending = PendingBackup(node, tokens)
+        self._queue[node.pending] = None
         self.tokens += tokens
         return True
 
     def done(self, pending: PendingBackup) -> None:
         """All of ``pending`` was launched."""
-        self._remove(pending)
+        del self._queue[pending]
+        self.tokens -= pending.tokens
+        for node in pending.pieces():
+            node.pending = None
 
     def drop(self, pending: PendingBackup, reason: str) -> None:
         """``pending`` will not be launched."""
-        self.dropped[reason] += sum(map(_unlaunched, pending.pieces()))
-        self._remove(pending)
+        self.dropped[reason] += sum(len(node.key) - node.launched for node in pending.pieces())
+        self.done(pending)
 
     def deleted(self, node: TreeNode) -> None:
         """``node``, a leaf, has left the tree; what a split made of its front may still be
@@ -175,7 +180,7 @@ class BackupQueue:
             self.drop(pending, EVICTED)
             return
         node.pending = None
-        self.dropped[EVICTED] += _unlaunched(node)
+        self.dropped[EVICTED] += lost - node.launched
         self.tokens -= lost
         pending.node, pending.tokens = node.parent, pending.tokens - lost
 
@@ -184,17 +189,85 @@ class BackupQueue:
         for pending in self:
             self.drop(pending, reason)
 
-    def _remove(self, pending: PendingBackup) -> None:
-        del self._queue[pending.serial]
-        self.tokens -= pending.tokens
-        for node in pending.pieces():
-            node.pending = None
-
-
-def _unlaunched(node: TreeNode) -> int:
-    return len(node.key) - node.launched
-
 
 def covered(node: TreeNode | None) -> bool:
     """Whether all of ``node`` is in the store or launched before; the root always is."""
     return node is None or node.parent is None or node.launched >= len(node.key)
+
+
+# ---- what keys are made of ----
+
+
+def page_hashes(node: TreeNode, page_size: int) -> list[str]:
+    """SGLang's page hashes of ``node``; computed now if it was inserted without."""
+    from sglang.srt.mem_cache.radix_cache import compute_node_hash_values
+
+    bare = [node]
+    while bare[-1].hash_value is None and bare[-1].parent is not None:
+        bare.append(bare[-1].parent)
+    for above in reversed(bare):
+        if above.hash_value is None:
+            above.hash_value = compute_node_hash_values(above, page_size)
+    return node.hash_value or []
+
+
+def hashes_of(tokens: Sequence[Any], last_hash: str | None, page_size: int) -> list[str]:
+    """SGLang's page hashes of ``tokens``, whole pages, behind a page with ``last_hash``."""
+    from sglang.srt.mem_cache.hicache_storage import get_hash_str
+
+    found: list[str] = []
+    for start in range(0, len(tokens), page_size):
+        last_hash = get_hash_str(tokens[start : start + page_size], last_hash)
+        found.append(last_hash)
+    return found
+
+
+class ImageKey(str):
+    """An ``extra_key`` with the images of one prompt."""
+
+    #: Where each one begins, in tokens of the prompt, and its full hash; in that order.
+    images: tuple[tuple[int, int], ...] = ()
+
+
+def image_key(req: Req) -> ImageKey:
+    """The ``extra_key`` of ``req`` with its images, each where it is first shown; that it is shown
+    again the tokens say. Of several with one placeholder they do not say which, so that all are
+    named. One without a place counts from the start."""
+    key = ImageKey(req.extra_key or "")
+    if req.multimodal_inputs is not None:
+        hashes: dict[int, list[int]] = {}
+        for one in req.multimodal_inputs.mm_items:
+            hashes.setdefault(one.pad_value, []).append(one.hash)
+        place: dict[int, int] = {}
+        for at, token in enumerate(req.origin_input_ids):
+            if token in hashes:
+                place.setdefault(token, at)
+        found = [
+            (place.get(pad, 0), name)
+            for pad, names in hashes.items()
+            for name in (names[:1] if pad in place and len(set(names)) == 1 else names)
+        ]
+        key.images = tuple(sorted(found, key=lambda image: image[0]))
+    return key
+
+
+def images_before(extra_key: str | None, tokens: int) -> str:
+    """The images that begin in the first ``tokens`` tokens, as a name; empty without any."""
+    return " ".join(str(name) for at, name in getattr(extra_key, "images", ()) if at < tokens)
+
+
+def tokens_above(node: TreeNode) -> int:
+    """Tokens of the prompt before those of ``node``."""
+    return sum(len(one.key) for one, _ in path_pieces(node, sys.maxsize)) - len(node.key)
+
+
+def has_own_images(node: TreeNode) -> bool:
+    """Whether all nodes above ``node`` have the images of its own request there."""
+    own = node.key.extra_key
+    if not isinstance(own, ImageKey):
+        return True  # the model takes none
+    length = tokens_above(node) + len(node.key)
+    return all(
+        images_before(above.key.extra_key, length - back) == images_before(own, length - back)
+        for above, back in path_pieces(node, length)
+    )

@@ -1,0 +1,334 @@
+"""What is asked of the store for the prefetches of one rank: questions, and pages on their way into
+the staging buffer or there for a request.
+
+The first fetch of a hit follows its query at once where one rank decides. The ranks of a server
+agree on what the store has before they fetch it, in a step of the scheduler, and a step may take as
+long as a batch. A server of one rank need not wait: the scheduler reserves staging pages with the
+query, and what the query finds is fetched into them, without coming back. What the scheduler makes
+of it, in its next step, is a piece like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from sglang.srt.disaggregation.delta.rank_agreement import FETCH_SLOTS, PENDING, QUERY_SLOTS
+from sglang.srt.mem_cache.buffer_only.nodes import hashes_of
+from sglang.srt.mem_cache.buffer_only.prefetch import Piece, Prefetch, Query
+from sglang.srt.mem_cache.buffer_only.settings import minimal_transfer
+from sglang.srt.mem_cache.buffer_only.stage import Direction, slots_of
+from sglang.srt.mem_cache.buffer_only.worth import SIDE_BY_SIDE, Choice, Mean
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.buffer_only.context import Context
+    from sglang.srt.mem_cache.buffer_only.jobs import Job
+
+#: Threads that ask the store; those that fetch are ``SIDE_BY_SIDE``.
+QUERY_THREADS = 2
+#: Pieces that the threads have at a time: more of them would be fetched out of turn.
+MAX_FETCHES = 2 * SIDE_BY_SIDE
+#: Most bytes of a piece.
+PIECE_BYTES = 32 * 2**20
+
+
+class Calls:
+    """Queries and pieces of all prefetches of one rank."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._askers = context.threads("query", QUERY_THREADS)
+        self._fetchers = context.threads("fetch", SIDE_BY_SIDE)
+        #: Without an answer of all ranks, oldest first: what the ranks vote on.
+        self.queries: list[Query] = []
+        #: Pieces that the store works for, or may still write into; the same.
+        self.fetches: list[Piece] = []
+        #: Who brings a page, or has it in the staging buffer.
+        self._brought: dict[str, Prefetch] = {}
+        #: Grows whenever there may be something else to fetch for somebody; and when somebody does
+        #: not bring pages any more, or brings them later than others.
+        self.changes = self.let_go = 0
+        #: Of queries that were answered, on this rank. Where few are asked, because the last ones
+        #: were slow, a few that are not must tell.
+        self.query_seconds = Mean(keep=0.5)
+        #: Of fetches that were answered, on this rank: seconds and bytes.
+        self.call_seconds, self.call_bytes = Mean(), Mean()
+        round_pages = max(1, context.stage.shares[Direction.PREFETCH].ceiling // 2)
+        #: Pages of the smallest hit that is fetched.
+        self._least_hit = minimal_transfer(context.page_size, context.settings.prefetch_threshold)
+        #: Fewer pages than this are not worth a call, unless they are all that is missing.
+        self.least_pages = min(self._least_hit, round_pages)
+        #: Most pages of a piece: half of the staging buffer, so that one half can be copied to the
+        #: device while the other one is fetched.
+        self.piece_pages = max(1, min(PIECE_BYTES // max(1, context.page_bytes), round_pages))
+
+    @property
+    def running(self) -> int:
+        """Fetches under way without those that were given up."""
+        return sum(not piece.overdue for piece in self.fetches)
+
+    @property
+    def reserved(self) -> list[Piece]:
+        """What queries that are under way may have filled."""
+        return [query.first for query in self.queries if query.first is not None]
+
+    @property
+    def capacity(self) -> int:
+        """Pages that could be fetched now."""
+        return self._context.stage.capacity(Direction.PREFETCH)
+
+    @property
+    def most(self) -> int:
+        """Pages that could be fetched if nothing else were in the staging buffer."""
+        return self._context.stage.eventual_capacity(Direction.PREFETCH)
+
+    @property
+    def can_ask(self) -> bool:
+        """Whether another query may be started."""
+        return len(self.queries) < QUERY_SLOTS
+
+    @property
+    def can_fetch(self) -> bool:
+        """Whether another piece may be started; each may leave one behind."""
+        reserved = len(self.reserved)
+        return (
+            self.running + reserved < MAX_FETCHES
+            and len(self.fetches) + reserved < FETCH_SLOTS - MAX_FETCHES
+        )
+
+    @property
+    def stuck(self) -> bool:
+        """Whether nothing can be fetched until an overdue call returns."""
+        overdue = len(self.fetches) - self.running
+        return self.most < self.least_pages or overdue >= FETCH_SLOTS - MAX_FETCHES
+
+    # ---- queries ----
+
+    def ask(
+        self,
+        prefetch: Prefetch,
+        begin: int,
+        last_hash: str | None,
+        prefix_keys: list[str] | None,
+        tail: bool,
+        choose: Callable[[int], Choice] | None,
+    ) -> None:
+        """Ask for what comes behind the first ``begin`` pages of a prompt.
+
+        Args:
+            last_hash: page hash of the last of these; None at the start.
+            prefix_keys: keys of all of them, where the backend wants them.
+            tail: whether these are a hit already.
+            choose: whether a hit of so many pages is fetched at once, by what is known now; None
+                where it is not.
+        """
+        context, key = self._context, prefetch.key
+        first, first_key = None, ""
+        if choose is not None:
+            first_key, first = self._reserve(prefetch, begin, last_hash)
+        look = context.store.search(
+            key.token_ids[begin * context.page_size :],
+            last_hash,
+            key.extra_key,
+            begin,
+            prefix_keys,
+            self._least_hit,
+        )
+
+        def work(job: Job) -> int:
+            pages = look(job)
+            if first is None or choose is None or job.cancelled or pages < self._least_hit:
+                return pages
+            choice = choose(pages)
+            if choice not in (Choice.SLOWER, Choice.TRIAL):  # the scheduler counts those
+                first.choice, first.keys = choice, job.found[1][: len(first.staging.pages)]
+                first.job = self._read(first, prefix_keys)
+            return pages
+
+        context.checksum.note("query", prefetch.rid, begin)
+        job = self._askers.submit(work)
+        prefetch.query = Query(prefetch, job, begin, prefix_keys, tail, first, first_key)
+        self.queries.append(prefetch.query)
+
+    def _reserve(
+        self, prefetch: Prefetch, begin: int, last_hash: str | None
+    ) -> tuple[str, Piece | None]:
+        """Staging pages for what the store may have behind the first ``begin`` pages of a prompt,
+        and the key of the first; none where they could be missed elsewhere, or somebody brings that
+        one already."""
+        context, page, key = self._context, self._context.page_size, prefetch.key
+        ceiling, reserved = context.stage.shares[Direction.PREFETCH].ceiling, self.reserved
+        spare = ceiling // 2 - sum(len(one.staging.pages) for one in reserved)
+        wanted = min(len(key) // page - begin, self.piece_pages)
+        pages = min(wanted, spare, self.capacity // 2)
+        if pages < min(wanted, self.least_pages) or not self.can_fetch:
+            return "", None
+        if len(reserved) == SIDE_BY_SIDE:
+            return "", None  # the other half of the slots is for what was found
+        hashes = hashes_of(key.token_ids[begin * page : (begin + 1) * page], last_hash, page)
+        (first_key,) = context.store.keys(hashes, key.extra_key, begin)
+        if first_key in self._brought or first_key in [query.first_key for query in self.queries]:
+            return "", None
+        staging = context.stage.allocate(Direction.PREFETCH, pages)
+        assert staging is not None, "there was capacity for it"
+        return first_key, Piece(None, begin, [], staging, None)
+
+    def answered(
+        self, outcomes: Sequence[int]
+    ) -> list[tuple[Prefetch | None, Query, list[str], list[str]]]:
+        """Take what the store has answered on all ranks: for whom, to what, and the hashes and keys
+        of the pages that all ranks found. What followed a query is a piece by then."""
+        found = []
+        for query, pages in zip(list(self.queries), outcomes, strict=True):
+            if pages == PENDING:
+                continue
+            job, owner = query.job, query.owner
+            self.queries.remove(query)
+            # One that was given up may have ended early: it counts if it took longer all the same.
+            if not job.cancelled or job.seconds > self.query_seconds.value:
+                self.query_seconds.add(job.seconds)
+            self._context.counters["store_query_failures"] += job.fault is not None
+            if owner is not None:
+                owner.query = None
+            if query.first is not None:
+                self._adopt(query.first, owner)
+            hashes, keys = job.found
+            found.append((owner, query, hashes[:pages], keys[:pages]))
+        return found
+
+    def _adopt(self, first: Piece, prefetch: Prefetch | None) -> None:
+        """What was started is a piece of ``prefetch``, or nobody's; what was reserved and is not
+        used goes back."""
+        self.changes += 1
+        if first.job is None or not first.keys:
+            first.staging.release()
+            return
+        if len(first.keys) < len(first.staging.pages):
+            first.staging.split(len(first.keys)).release()
+        if prefetch is None:
+            self.fetches.append(first)
+            first.job.cancelled = True
+        else:
+            self._bring(prefetch, first)
+
+    def wait(self, queries: Iterable[Query], seconds: float) -> bool:
+        """Whether the store has answered ``queries``, at most ``seconds`` later."""
+        return self._askers.wait([query.job for query in queries], seconds)
+
+    def forget_query(self, prefetch: Prefetch) -> None:
+        """Nobody wants the answer any more."""
+        if prefetch.query is not None:
+            prefetch.query.job.cancelled = True
+            prefetch.query.owner = None
+            prefetch.query = None
+
+    # ---- pieces ----
+
+    def comes_before(self, prefetch: Prefetch) -> Callable[[str], bool]:
+        """Whether somebody earlier in line brings a page, or has it in the staging buffer: a burst
+        of requests with one prefix would fetch it once for each of them."""
+
+        def comes(key: str) -> bool:
+            other = self._brought.get(key)
+            return other is not None and other.place < prefetch.place
+
+        return comes
+
+    def fetch(self, prefetch: Prefetch, start: int, stop: int) -> None:
+        """Fetch the pages ``start .. stop`` of a prompt, for which there is capacity."""
+        staging = self._context.stage.allocate(Direction.PREFETCH, stop - start)
+        assert staging is not None, "there was capacity for it"
+        keys = prefetch.keys[start - prefetch.begin : stop - prefetch.begin]
+        self._context.checksum.note("fetch", prefetch.rid, start, stop)
+        piece = Piece(prefetch, start, keys, staging, None)
+        piece.job = self._read(piece, prefetch.keys_before(start))
+        self._bring(prefetch, piece)
+
+    def _read(self, piece: Piece, prefix_keys: list[str] | None) -> Job:
+        """Have the store read the keys of ``piece`` into its staging pages; on any thread."""
+        store, keys = self._context.store, piece.keys
+        slots = slots_of(piece.staging.pages[: len(keys)], self._context.page_size)
+        return self._fetchers.submit(
+            lambda job: store.call(job, store.client.read, keys, prefix_keys, slots)
+        )
+
+    def _bring(self, prefetch: Prefetch, piece: Piece) -> None:
+        piece.owner = prefetch
+        prefetch.pieces.append(piece)
+        prefetch.pieces.sort(key=lambda one: one.start)
+        self.fetches.append(piece)
+        for key in piece.keys:
+            self._brought.setdefault(key, prefetch)
+        self.changes += 1
+
+    def fetched(self, outcomes: Sequence[int]) -> list[tuple[Prefetch, int | None]]:
+        """Act on what the store has answered on all ranks.
+
+        Returns:
+            For each piece that has come: whose it is, and where its hit ends now, if the store did
+            not have all of the piece any more.
+        """
+        came = []
+        for piece, pages in zip(list(self.fetches), outcomes, strict=True):
+            if pages == PENDING:
+                if piece.overdue:
+                    self._context.strand(piece.staging)
+                continue
+            self.changes += 1
+            if piece.overdue:
+                self.fetches.remove(piece)
+                piece.staging.release()
+            elif piece.owner is None:
+                piece.overdue = True  # until it is known that nothing writes into it any more
+            else:
+                came.append((piece.owner, self._came(piece.owner, piece, pages)))
+        return came
+
+    def _came(self, prefetch: Prefetch, piece: Piece, pages: int) -> int | None:
+        """``piece`` is in the staging buffer, as far as it is good."""
+        counters, whole, job = self._context.counters, len(piece.keys), piece.job
+        assert job is not None
+        counters["store_read_failures"] += job.fault is not None
+        counters["store_read_pages"] += pages
+        if job.fault is None and pages:
+            self.call_seconds.add(job.seconds)
+            self.call_bytes.add(pages * self._context.page_bytes)
+        rest = piece
+        if 0 < pages < whole:
+            staging = piece.staging.split(pages)
+            rest = Piece(None, piece.start + pages, piece.keys[pages:], staging, job)
+            piece.keys = piece.keys[:pages]
+            self._forget(prefetch, rest.keys)
+            self.fetches.append(rest)
+        if pages:
+            self.fetches.remove(piece)
+            piece.job = None
+        if pages == whole:
+            return None
+        if not pages:
+            self.drop(prefetch, [piece])
+        rest.overdue = True
+        return rest.start
+
+    def drop(self, prefetch: Prefetch, pieces: Iterable[Piece]) -> None:
+        """Give pieces back; those on their way, as soon as the store has let go of them."""
+        for piece in list(pieces):
+            self.hand_over(prefetch, [piece])
+            prefetch.all_comes = piece.owner = None
+            if piece.job is None:
+                piece.staging.release()
+            else:
+                piece.job.cancelled = True
+
+    def hand_over(self, prefetch: Prefetch, pieces: Iterable[Piece]) -> None:
+        """The staging pages of ``pieces`` are a copy's to give back."""
+        for piece in pieces:
+            self.changes += 1
+            prefetch.pieces.remove(piece)
+            self._forget(prefetch, piece.keys)
+
+    def _forget(self, prefetch: Prefetch, keys: Iterable[str]) -> None:
+        self.let_go += 1
+        for key in keys:
+            if self._brought.get(key) is prefetch:
+                del self._brought[key]
