@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.mem_cache.buffer_only.storage_files import FileParts
+from sglang.srt.mem_cache.buffer_only.storage_backends import FileParts
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from sglang.srt.patchset.combine import combine
 

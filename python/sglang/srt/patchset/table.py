@@ -332,7 +332,7 @@ _BUFFER_ONLY = (
     Replacement(
         module=f"{_CACHE}.memory_pool",
         name="NSATokenToKVPool",
-        mixin=f"{_CACHE}.buffer_only.index_pool:LoadedIndexPool",
+        mixin=f"{_CACHE}.buffer_only.host_pool:LoadedIndexPool",
         why="a layer of sparse attention waits for its index before it reads it",
     ),
     Replacement(

@@ -34,7 +34,7 @@ from component.buffer_only.backends import (  # noqa: E402  # noqa: E402
 )
 from component.buffer_only.masters import SEGMENT, Master, end_with_parent, freeze  # noqa: E402
 from sglang.srt.mem_cache.buffer_only.settings import StoreClientSettings  # noqa: E402
-from sglang.srt.mem_cache.buffer_only.storage_mooncake import MooncakeParts  # noqa: E402
+from sglang.srt.mem_cache.buffer_only.storage_backends import MooncakeParts  # noqa: E402
 from sglang.srt.mem_cache.buffer_only.store_client import Fault, StoreClient  # noqa: E402
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import (  # noqa: E402
     MooncakeStore,

@@ -23,7 +23,7 @@ from component.buffer_only.backends import (
     slots,
 )
 from component.buffer_only.scripted_store import ScriptedStore
-from sglang.srt.mem_cache.buffer_only import page_parts, storage_mooncake
+from sglang.srt.mem_cache.buffer_only import page_parts, storage_backends
 from sglang.srt.mem_cache.buffer_only.storage_backends import PartsFactory
 from sglang.srt.mem_cache.buffer_only.store_client import Fault, StoreClient
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorage
@@ -169,7 +169,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     found: Any = SimpleNamespace(now=1.0, sleep=sleep, monotonic=lambda: found.now)
     found.perf_counter = found.monotonic
-    monkeypatch.setattr(storage_mooncake, "time", found)
+    monkeypatch.setattr(storage_backends, "time", found)
     return found
 
 
@@ -182,7 +182,7 @@ def test_memory_of_a_killed_server_is_waited_for(clock: Any, well_at: float) -> 
     client.put = lambda *page: stock(client, *page) if clock.now >= well_at else -200  # type: ignore[method-assign]
     with nullcontext() if well_at < 20 else pytest.raises(AssertionError):
         backends.mooncake(host_pool("mha", DIRECT), client)
-    assert min(well_at, storage_mooncake.WARMUP_S) <= clock.now < 2 + min(well_at, 21)
+    assert min(well_at, storage_backends.WARMUP_S) <= clock.now < 2 + min(well_at, 21)
 
 
 def test_refused_writes_are_told_with_their_codes(
@@ -198,7 +198,7 @@ def test_refused_writes_are_told_with_their_codes(
         good = [codes[at] == codes[at + 1] == 0 for at in (0, 2, 4)]
         assert store.batch_set_v1(hashes(3), pages) == good and len(caplog.messages) == lines
     assert "3 of 6" in caplog.text and "[-600, -200]" in caplog.text
-    clock.now += storage_mooncake.LOG_EVERY_S
+    clock.now += storage_backends.LOG_EVERY_S
     store.batch_set_v1(hashes(3), pages)
     assert len(caplog.messages) == 2
 

@@ -18,7 +18,7 @@ from component.buffer_only.scripted_store import ScriptedStore, until
 from sglang.srt.disaggregation.delta.decode import invariants
 from sglang.srt.mem_cache import hiradix_cache
 from sglang.srt.mem_cache.buffer_only import metrics
-from sglang.srt.mem_cache.buffer_only.host_pool import of_gigabytes, of_pages
+from sglang.srt.mem_cache.buffer_only.host_pool import staging_buffer
 from sglang.srt.mem_cache.buffer_only.jobs import Threads
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 
@@ -62,7 +62,7 @@ def test_a_host_pool_smaller_than_the_device_pool(
     caplog.set_level("INFO")
     build = getattr(hiradix_cache, f"{kind.upper()}TokenToKVPoolHost")
     pool = device_pool(kind)
-    with of_pages(size) if size >= 1 else of_gigabytes(size):
+    with staging_buffer(pages=size) if size >= 1 else staging_buffer(gigabytes=size):
         host = build(pool, 2.0, 0, 64, layout)
     pages = size if size >= 1 else int(size * 1e9 // host.size_per_token) // 64 + 1
     assert host.page_num == max(pages, LAYERS) and host.is_stage and host.device_pool is pool

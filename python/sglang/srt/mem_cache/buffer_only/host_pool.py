@@ -2,8 +2,9 @@
 them.
 
 SGLang demands a host pool larger than the device pool, which is right for a cache and not for a
-staging buffer. The size is given by :func:`of_pages` or :func:`of_gigabytes` around the
-construction; elsewhere the classes are the stock ones.
+staging buffer. The size is given by :func:`staging_buffer` around the construction; elsewhere the
+classes are the stock ones. Besides, a mixin for the device pool of sparse attention, which waits
+for what is loaded of its index.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any  # Any: what SGLang's pools have and answer
@@ -27,8 +28,10 @@ from sglang.srt.mem_cache.buffer_only.settings import (
 from sglang.srt.patchset.compat_buffer_only import prefetch_threshold
 
 if TYPE_CHECKING:
+    import torch
+
     from sglang.srt.managers.cache_controller import HiCacheController
-    from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.mem_cache.memory_pool import KVCache, NSATokenToKVPool
     from sglang.srt.mem_cache.memory_pool_host import HostKVCache
     from sglang.srt.mem_cache.memory_pool_host import HostKVCache as _Pool
     from sglang.srt.server_args import ServerArgs
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 else:
     _Pool = object
     HiCacheController = object
+    NSATokenToKVPool = object
 
 logger = logging.getLogger(__name__)
 
@@ -44,35 +48,23 @@ logger = logging.getLogger(__name__)
 class _Wanted:
     """The size of a staging buffer: one of the two."""
 
-    pages: int = 0
-    gigabytes: float = 0
+    pages: int
+    gigabytes: float
 
 
+#: Of what is built now; None where that belongs to no staging buffer.
 _WANTED: ContextVar[_Wanted | None] = ContextVar("size of the pool that is built", default=None)
 
 
-def of_pages(pages: int) -> AbstractContextManager[None]:
-    """Host pools that are built inside have so many pages."""
-    return _of(_Wanted(pages=pages))
-
-
-def of_gigabytes(gigabytes: float) -> AbstractContextManager[None]:
-    """Host pools that are built inside have so much memory, in units of 10**9 bytes."""
-    return _of(_Wanted(gigabytes=gigabytes))
-
-
 @contextmanager
-def _of(wanted: _Wanted) -> Iterator[None]:
-    token = _WANTED.set(wanted)
+def staging_buffer(pages: int = 0, gigabytes: float = 0) -> Iterator[None]:
+    """Host pools that are built inside have so many pages, or so much memory in units of 10**9
+    bytes."""
+    token = _WANTED.set(_Wanted(pages, gigabytes))
     try:
         yield
     finally:
         _WANTED.reset(token)
-
-
-def staging() -> bool:
-    """Whether what is built now belongs to a staging buffer."""
-    return _WANTED.get() is not None
 
 
 def chosen_pages(device_pool: KVCache, page_size: int, args: ServerArgs) -> int:
@@ -120,14 +112,6 @@ def _sized(
     return _Sized(pool, (physical_pages(wanted.pages, pool.layer_num) - 1) * page_size), 1.0, 0
 
 
-def _check(host: HostKVCache) -> None:
-    """Before memory is taken: the page-first layouts want at least a page a layer."""
-    wanted = _WANTED.get()
-    if wanted is not None and wanted.gigabytes:
-        needed = physical_pages(1, host.layer_num)
-        check_size(wanted.gigabytes, host.page_num, host.page_size, needed)
-
-
 def _finish(host: HostKVCache, device_pool: KVCache) -> None:
     wanted = _WANTED.get()
     if wanted is None:
@@ -153,7 +137,11 @@ class _StagePool(_Pool):
 
     @override
     def init_kv_buffer(self) -> Any:
-        _check(self)
+        wanted = _WANTED.get()
+        if wanted is not None and wanted.gigabytes:
+            # Before memory is taken: the page-first layouts want at least a page a layer.
+            needed = physical_pages(1, self.layer_num)
+            check_size(wanted.gigabytes, self.page_num, self.page_size, needed)
         return super().init_kv_buffer()
 
     @override
@@ -199,7 +187,7 @@ class StagePoolMLA(_StagePool):
 
 
 class StageController(HiCacheController):
-    """Stock unless it is built inside :func:`~.host_pool.of_pages`."""
+    """Stock unless it is built inside :func:`staging_buffer`."""
 
     #: Whether the host pool is a staging buffer.
     staging: bool = False
@@ -207,7 +195,7 @@ class StageController(HiCacheController):
     @override
     def _start_storage_threads(self) -> None:
         # Called first by the constructor; the mode of a controller does not change after that.
-        self.staging = self.staging or staging()
+        self.staging = self.staging or _WANTED.get() is not None
         if not self.staging:
             super()._start_storage_threads()
             return
@@ -223,3 +211,17 @@ class StageController(HiCacheController):
         # A staging buffer has no threads to stop, and the pipelines have seen to the copies before.
         if not self.staging:
             super().reset()
+
+
+class LoadedIndexPool(NSATokenToKVPool):
+    """For ``NSATokenToKVPool``: the index of sparse attention is loaded before it is read. Stock
+    where nothing is loaded from host memory."""
+
+    @override
+    def set_index_k_scale_buffer(
+        self, layer_id: int, loc: torch.Tensor, index_k: torch.Tensor, index_k_scale: torch.Tensor
+    ) -> None:
+        # A layer stores its new tokens, and then selects among all. SGLang waits for what is loaded
+        # of the layer where a fused kernel stores them, and nowhere where that cannot be built.
+        self.get_index_k_with_scale_buffer(layer_id)
+        super().set_index_k_scale_buffer(layer_id, loc, index_k, index_k_scale)

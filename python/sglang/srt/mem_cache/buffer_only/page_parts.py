@@ -11,7 +11,7 @@ Everything here is pure: pools are looked at, never changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -101,24 +101,14 @@ def describe(pool: HostKVCache, groups: int = 1) -> tuple[Part, ...]:
     """
     from sglang.srt.mem_cache import memory_pool_host as pools
 
-    if isinstance(pool, pools.MHATokenToKVPoolHost):
-        return _keys_and_values(pool, groups)
     if isinstance(pool, pools.NSATokenToKVPoolHost):
         latent = Part("k", _rows(pool, pool.kv_buffer), shared=True)
         index = _rows(pool, pool.index_k_with_scale_buffer, by_page=True)
         return (latent, Part("index", index, shared=True, extra=True))
     if isinstance(pool, pools.MLATokenToKVPoolHost):
         return (Part("k", _rows(pool, pool.kv_buffer), shared=True),)
-    raise ValueError(f"the parts of a page of {type(pool).__name__} are not known")
-
-
-def tensors(pool: HostKVCache) -> list[torch.Tensor]:
-    """All host tensors of a pool, each in one stretch of memory: what a store has to register."""
-    index = getattr(pool, "index_k_with_scale_buffer", [])
-    return [pool.kv_buffer, *([index] if isinstance(index, torch.Tensor) else index)]
-
-
-def _keys_and_values(pool: HostKVCache, groups: int) -> tuple[Part, ...]:
+    if not isinstance(pool, pools.MHATokenToKVPoolHost):
+        raise ValueError(f"the parts of a page of {type(pool).__name__} are not known")
     sides = [("k", _rows(pool, pool.kv_buffer[0])), ("v", _rows(pool, pool.kv_buffer[1]))]
     if groups == 1:
         return tuple(Part(label, rows) for label, rows in sides)
@@ -132,6 +122,12 @@ def _keys_and_values(pool: HostKVCache, groups: int) -> tuple[Part, ...]:
         for group in range(groups)
         for label, rows in sides
     )
+
+
+def tensors(pool: HostKVCache) -> list[torch.Tensor]:
+    """All host tensors of a pool, each in one stretch of memory: what a store has to register."""
+    index = getattr(pool, "index_k_with_scale_buffer", [])
+    return [pool.kv_buffer, *([index] if isinstance(index, torch.Tensor) else index)]
 
 
 def _rows(
@@ -180,24 +176,6 @@ def page_numbers(host_indices: torch.Tensor, page_size: int) -> list[int]:
     if not torch.equal(rows, pages[:, None] * page_size + torch.arange(page_size)):
         raise ValueError(f"the host slots are not whole pages of {page_size} slots in order")
     return pages.tolist()
-
-
-def keys(
-    values: Sequence[Value], hashes: Sequence[str], key: Callable[[str, Value], str]
-) -> list[str]:
-    """The keys of all values of all pages; ``key`` is the store's way to name a value of a page."""
-    return [key(page_hash, value) for page_hash in hashes for value in values]
-
-
-def buffers(values: Sequence[Value], pages: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Addresses and sizes in bytes of all values of ``pages``; all values must be ``in_place``."""
-    memory = [value.memory(page) for page in pages for value in values]
-    return [view.data_ptr() for view in memory], [view.numel() for view in memory]
-
-
-def sizes(values: Sequence[Value], count: int) -> list[int]:
-    """Bytes of all values of ``count`` pages."""
-    return [value.size for value in values] * count
 
 
 def fold(found: Sequence[bool], per_page: int, count: int) -> list[bool]:

@@ -1,36 +1,51 @@
-"""The scheduler over a buffer-only cache: start check, prefetch, idle, what a response reports.
+"""The scheduler over a buffer-only cache: start check, prefetch, idle, what a response reports, and
+the weights that keys of the store name.
 
 No other server's scheduler has this mixin (``when`` in ``patchset/table.py``).
+
+Weights may come in many updates of some tensors each, all but the last of which leave the cache as
+it is. The fingerprint, a second or so for a large model, is taken once after those: when the cache
+is flushed. Until then keys are this server's alone.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import time
+import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any  # Any: answers of SGLang's, handed on
+from typing import TYPE_CHECKING, Any  # Any: requests and answers of SGLang's, handed on
 
 from typing_extensions import override
 
+from sglang.srt.disaggregation.delta.rank_agreement import gathered
+from sglang.srt.mem_cache.buffer_only.namespaces import Namespace, fingerprint, model_identity
 from sglang.srt.mem_cache.buffer_only.nodes import image_key
 from sglang.srt.mem_cache.buffer_only.tree import MODE_FLAG
-from sglang.srt.mem_cache.buffer_only.weight_updates import NamingScheduler
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.utils import GenerationBatchResult
+else:
+    Scheduler = object
+
+logger = logging.getLogger(__name__)
 
 #: Between two steps without a batch, while something is under way to the store or from it.
 NAP_S = 0.0005
 
 
-class BufferOnlyScheduler(NamingScheduler):
+class BufferOnlyScheduler(Scheduler):
     """Drives the pipelines of the tree in the scheduler's steps."""
 
+    #: Whether the weights in memory may be others than those that the keys name.
+    _weights_changed: bool = False
     _request_namespace: str | None = None
     _store_ignored: bool = False
     #: When a flush that waits is made all the same; agreed milliseconds.
@@ -199,7 +214,14 @@ class BufferOnlyScheduler(NamingScheduler):
     @override
     def flush_cache(self) -> Any:
         with self._without_the_store():
-            return super().flush_cache()
+            flushed = super().flush_cache()
+        if not flushed or not self._weights_changed:
+            return flushed
+        # With data parallel attention each rank flushes when it is idle, and not all at a time.
+        # Memory that was released cannot be read.
+        if not self.server_args.enable_dp_attention and "weights" not in self.offload_tags:
+            self.name_keys()
+        return flushed
 
     @override
     def _check_pending_flush(self) -> None:
@@ -237,6 +259,56 @@ class BufferOnlyScheduler(NamingScheduler):
             time.sleep(NAP_S)
         else:
             super().maybe_sleep_on_idle()
+
+    # ---- new weights ----
+
+    def name_keys(self) -> None:
+        """Name the keys by the weights that are in memory now; on all ranks at the same time."""
+        start = time.monotonic()
+        runner, tree = self.tp_worker.model_runner, self.tree_cache
+        config = self.model_config.hf_config.to_dict()
+        # All ranks of the server: with data parallel attention, one of its groups alone does not
+        # hold all experts.
+        ranks = gathered((fingerprint(runner.model), uuid.uuid4().hex), self.tp_cpu_group)
+        model = model_identity(config, (weights for weights, _ in ranks))
+        pool = tree.pool_identity()
+        self._weights_changed = False
+        tree.buffer.use(Namespace.of({"model": model, "pool": pool}), nonce=ranks[0][1])
+        logger.info(
+            "HiCache keys are those of weights %s, configuration %s and pages %s (found in %.1f s; "
+            "servers read each other's pages where all three are equal): namespace %s",
+            Namespace.of({"weights": model["weights"]}),
+            model["config"][:12],
+            Namespace.of(pool),
+            time.monotonic() - start,
+            tree.buffer.context.store.namespace,
+        )
+
+    @override
+    def update_weights_from_disk(self, recv_req: Any) -> Any:
+        return self._named_anew(super().update_weights_from_disk, recv_req)
+
+    @override
+    def update_weights_from_distributed(self, recv_req: Any) -> Any:
+        return self._named_anew(super().update_weights_from_distributed, recv_req)
+
+    @override
+    def update_weights_from_tensor(self, recv_req: Any) -> Any:
+        return self._named_anew(super().update_weights_from_tensor, recv_req)
+
+    @override
+    def update_weights_from_ipc(self, recv_req: Any) -> Any:
+        return self._named_anew(super().update_weights_from_ipc, recv_req)
+
+    def _named_anew(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
+        self._weights_changed = True  # also by one that fails: it may have written some of them
+        answer = update(recv_req)
+        if self._weights_changed and recv_req.flush_cache:
+            self.name_keys()
+        elif self._weights_changed:
+            nonces = gathered(uuid.uuid4().hex, self.tp_cpu_group)
+            self.tree_cache.buffer.hide(nonces[0])
+        return answer
 
 
 def report_storage_hit(req: Req, tokens: int) -> None:

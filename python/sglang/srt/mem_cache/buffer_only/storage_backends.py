@@ -1,4 +1,5 @@
-"""Storage backends on the parts of a page: what they share, and the factory that puts them on.
+"""Storage backends on the parts of a page: what they share, SGLang's ``file`` and ``mooncake``, and
+the factory that puts them on.
 
 Only on the backends that a staging buffer uses (``is_stage`` is true on its host pool); elsewhere
 they are SGLang's own. Not by rows of the replacement table: their modules are all imported at
@@ -7,7 +8,12 @@ start, and a backend's module may need a client library that most machines do no
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import glob
+import logging
+import os
+import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any  # Any: SGLang's, handed on; what a backend answers
 
@@ -19,36 +25,37 @@ from sglang.srt.patchset.combine import combine
 from sglang.srt.patchset.guard import mismatches
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
     from sglang.srt.mem_cache.memory_pool_host import HostKVCache
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 else:
     HiCacheStorage = object
     StorageBackendFactory = object
 
+logger = logging.getLogger(__name__)
+
 
 class StoreError(Exception):
     """A store's answer that says nothing about the keys that it was asked for."""
+
+
+def is_stage(pool: object) -> bool:
+    """Whether a host pool is HiCache's stage (``--hicache-host-memory-mode buffer_only``)."""
+    return bool(getattr(pool, "is_stage", False))
 
 
 class PartStore(HiCacheStorage):
     """A storage backend that keeps values of pages; SGLang's own unless the host pool is a staging
     buffer.
 
-    A backend says how it lays out a page (``keep``), names a value (``value_key``), and has, gets
-    and puts values; what is folded into pages, copied or skipped is decided here.
+    A backend says how it lays out a page (``page_values``), names a value (``value_key``), and has,
+    gets and puts values; what is folded into pages, copied or skipped is decided here.
     """
 
     #: Values of a page in their order; empty: everything goes SGLang's own way.
     page_values: tuple[page_parts.Value, ...] = ()
     #: Called for every value that was shorter in the store than it must be.
     on_short: Callable[[], None] | None = None
-    part_pool: HostKVCache
-
-    def keep(self, pool: HostKVCache, values: Sequence[page_parts.Value]) -> None:
-        """Take over if ``pool`` is a staging buffer."""
-        self.part_pool = pool
-        self.page_values = tuple(values)
 
     # ---- what a backend answers ----
 
@@ -79,9 +86,8 @@ class PartStore(HiCacheStorage):
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         if not self.page_values:
             return int(super().batch_exists(keys, extra_info))
-        names = self._names(keys)
-        found = self.has_values(names, page_parts.sizes(self.page_values, len(keys)))
-        return page_parts.leading(self._fold(found, len(keys)))
+        _, there = self._look_up(keys)
+        return page_parts.leading(page_parts.fold(there, len(self.page_values), len(keys)))
 
     @override
     def batch_get_v1(
@@ -89,21 +95,20 @@ class PartStore(HiCacheStorage):
     ) -> list[bool]:
         if not self.page_values:
             return super().batch_get_v1(keys, host_indices, extra_info)
-        pages = self._pages(keys, host_indices)
-        slots = [(value, page) for page in pages for value in self.page_values]
+        slots = self._slots(keys, host_indices)
         memory = [
             value.memory(page) if value.in_place else torch.empty(value.size, dtype=torch.uint8)
             for value, page in slots
         ]
+        whole = []
         counts = self.get_values(self._names(keys), memory)
-        self._same_length(counts, slots)
-        whole = [
-            self._is_whole(value, count) for (value, _), count in zip(slots, counts, strict=True)
-        ]
-        for (value, page), content, good in zip(slots, memory, whole, strict=True):
-            if good and not value.in_place:
+        for (value, page), content, count in zip(slots, memory, counts, strict=True):
+            whole.append(count == value.size)
+            if 0 < count != value.size and self.on_short is not None:
+                self.on_short()
+            elif count == value.size and not value.in_place:
                 value.scatter(page, content)
-        return self._fold(whole, len(keys))
+        return page_parts.fold(whole, len(self.page_values), len(keys))
 
     @override
     def batch_set_v1(
@@ -111,59 +116,232 @@ class PartStore(HiCacheStorage):
     ) -> list[bool]:
         if not self.page_values:
             return super().batch_set_v1(keys, host_indices, extra_info)
-        pages = self._pages(keys, host_indices)
-        slots = [(value, page) for page in pages for value in self.page_values]
-        names = self._names(keys)
-        there = self.has_values(names, page_parts.sizes(self.page_values, len(keys)))
-        self._same_length(there, slots)
-        absent = [at for at, found in enumerate(there) if not found]
+        slots = self._slots(keys, host_indices)
+        names, there = self._look_up(keys)
+        absent = [
+            (at, value, page)
+            for at, ((value, page), found) in enumerate(zip(slots, there, strict=True))
+            if not found
+        ]
         if absent:
             memory = [
                 value.memory(page) if value.in_place else value.gather(page)
-                for value, page in (slots[at] for at in absent)
+                for _, value, page in absent
             ]
-            done = self.put_values([names[at] for at in absent], memory)
-            self._same_length(done, absent)
-            for at, good in zip(absent, done, strict=True):
+            done = self.put_values([names[at] for at, _, _ in absent], memory)
+            for (at, _, _), good in zip(absent, done, strict=True):
                 there[at] = good
-        return self._fold(there, len(keys))
+        return page_parts.fold(there, len(self.page_values), len(keys))
 
     # ---- inside ----
 
-    def _names(self, hashes: list[str]) -> list[str]:
-        return page_parts.keys(self.page_values, hashes, self.value_key)
+    def _names(self, keys: list[str]) -> list[str]:
+        return [
+            self.value_key(page_hash, value) for page_hash in keys for value in self.page_values
+        ]
 
-    def _pages(self, keys: list[str], host_indices: torch.Tensor) -> list[int]:
-        pages = page_parts.page_numbers(host_indices, self.part_pool.page_size)
+    def _look_up(self, keys: list[str]) -> tuple[list[str], list[bool]]:
+        """Names of all values of all pages, and which are there."""
+        names = self._names(keys)
+        return names, self.has_values(names, [value.size for value in self.page_values] * len(keys))
+
+    def _slots(
+        self, keys: list[str], host_indices: torch.Tensor
+    ) -> list[tuple[page_parts.Value, int]]:
+        """All values of all pages, with the host page of each."""
+        pages = page_parts.page_numbers(host_indices, self.mem_pool_host.page_size)
         if len(pages) != len(keys):
             raise ValueError(f"{len(keys)} keys for {len(pages)} host pages")
-        return pages
-
-    def _fold(self, found: Sequence[bool], count: int) -> list[bool]:
-        return page_parts.fold(found, len(self.page_values), count)
-
-    def _is_whole(self, value: page_parts.Value, count: int) -> bool:
-        if 0 < count != value.size and self.on_short is not None:
-            self.on_short()
-        return count == value.size
-
-    @staticmethod
-    def _same_length(results: Sequence[object], asked: Sequence[object]) -> None:
-        if len(results) != len(asked):
-            raise StoreError(f"{len(results)} results for {len(asked)} values")
+        return [(value, page) for page in pages for value in self.page_values]
 
 
-def is_stage(pool: object) -> bool:
-    """Whether a host pool is HiCache's stage (``--hicache-host-memory-mode buffer_only``)."""
-    return bool(getattr(pool, "is_stage", False))
+# ---- file ----
+
+#: Seconds after which nobody writes to a temporary file any more.
+STALE_S = 600.0
 
 
-#: Values of ``--hicache-storage-backend``, with module and name of the mixin.
-MIXINS = {
-    "file": ("storage_files", "FileParts"),
-    "mooncake": ("storage_mooncake", "MooncakeParts"),
-}
+class FileParts(PartStore):
+    """A file is there only when it has its full length, so that one whose writer died is written
+    again, and nobody reads one that is being written."""
 
+    @override
+    def __init__(
+        self, storage_config: HiCacheStorageConfig, file_path: str = "/tmp/hicache"
+    ) -> None:
+        from sglang.srt.environ import envs
+
+        # SGLang looks whether the folder is there and then makes it: of two servers that start at
+        # once, one would find it made meanwhile, and end.
+        folder = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get() or file_path
+        os.makedirs(folder, exist_ok=True)
+        super().__init__(storage_config, file_path)
+        # Of writers that were killed; those of others that run are younger.
+        for path in glob.iglob(os.path.join(glob.escape(folder), f"*.bin.{'[0-9a-f]' * 32}")):
+            with contextlib.suppress(OSError):
+                if os.path.getmtime(path) < time.time() - STALE_S:
+                    os.unlink(path)
+
+    @override
+    def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
+        super().register_mem_pool_host(mem_pool_host)
+        if is_stage(mem_pool_host):
+            self.page_values = page_parts.together(page_parts.describe(mem_pool_host))
+
+    def value_key(self, page_hash: str, value: page_parts.Value) -> str:
+        return self._get_component_path(page_hash, value.label or None)
+
+    def has_values(self, keys: list[str], sizes: list[int]) -> list[bool]:
+        found = _readable(keys, os.path.getsize)
+        return [there == size for there, size in zip(found, sizes, strict=True)]
+
+    def get_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[int]:
+        views = iter(memory)
+        return _readable(keys, lambda path: _read(path, next(views)))
+
+    def put_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[bool]:
+        for path, view in zip(keys, memory, strict=True):
+            _write(path, view)
+        return [True] * len(keys)
+
+
+def _readable(paths: list[str], look: Callable[[str], int]) -> list[int]:
+    """``look`` of each path; 0 for a file that is not there or cannot be read.
+
+    Raises:
+        OSError: none of them can be read, which says nothing about the files.
+    """
+    found, errors = [], list[OSError]()
+    for path in paths:
+        try:
+            found.append(look(path))
+        except OSError as error:
+            found.append(0)
+            if not isinstance(error, FileNotFoundError):
+                errors.append(error)
+    if errors and len(errors) == len(paths):
+        raise errors[0]
+    return found
+
+
+def _read(path: str, view: torch.Tensor) -> int:
+    """Bytes read; the file's own length where that is another."""
+    with open(path, "rb", buffering=0) as file:
+        # Of the open file: at its path there may be another one a moment later.
+        size = os.fstat(file.fileno()).st_size
+        return size if size != view.numel() else file.readinto(memoryview(view.numpy())) or 0
+
+
+def _write(path: str, view: torch.Tensor) -> None:
+    beside = f"{path}.{uuid.uuid4().hex}"
+    try:
+        with open(beside, "wb", buffering=0) as file:
+            content = memoryview(view.numpy())
+            while content:
+                content = content[file.write(content) :]
+        os.replace(beside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
+        raise
+
+
+# ---- mooncake ----
+
+#: The master gives out the memory of a server that was killed until its ``--client_ttl``, 10 s by
+#: default, has passed.
+WARMUP_S = 20.0
+#: Between two lines about writes that were refused.
+LOG_EVERY_S = 30.0
+
+
+class MooncakeParts(PartStore):
+    """All host tensors are registered, and a value of another length than asked is a miss."""
+
+    _next_log = 0.0
+
+    @override
+    def warmup(self) -> None:
+        # SGLang's first write fails if the master puts it where a killed server was; this one may
+        # be just that server, started again.
+        deadline = time.monotonic() + WARMUP_S
+        while True:
+            try:
+                super().warmup()
+                return
+            except AssertionError:
+                if time.monotonic() > deadline:
+                    raise
+            logger.warning(
+                "Mooncake does not store what this server writes; the server retries in 1 s"
+            )
+            time.sleep(1.0)
+
+    @override
+    def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
+        super().register_mem_pool_host(mem_pool_host)  # registers the first tensor
+        if not is_stage(mem_pool_host):
+            return
+        for tensor in page_parts.tensors(mem_pool_host)[1:]:
+            self.register_buffer(tensor)
+        described = page_parts.describe(mem_pool_host, self.split_factor or 1)
+        self.page_values = page_parts.apart(described)
+
+    def value_key(self, page_hash: str, value: page_parts.Value) -> str:
+        (part,) = value.parts
+        if part.shared:
+            suffix = self.mla_suffix
+        else:
+            suffix = self.mha_suffix[part.group] if self.split_factor else self.mha_suffix
+        tag = "" if self.extra_backend_tag is None else f"{self.extra_backend_tag}_"
+        return f"{tag}{page_hash}_{suffix}_{value.label}"
+
+    def has_values(self, keys: list[str], sizes: list[int]) -> list[bool]:
+        codes = self._batch_exist(keys)
+        failed = next((code for code in codes if code < 0), None)
+        if failed is not None:  # no answer, for instance without its master
+            raise StoreError(f"Mooncake error {failed}")
+        return [code == 1 for code in codes]
+
+    def get_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[int]:
+        start = time.perf_counter()
+        counts = self._get_batch_zero_copy_impl(keys, *_addresses(memory))
+        if self.enable_storage_metrics:
+            self._measured(self.prefetch_pgs, self.prefetch_bandwidth, memory, start)
+        return list(counts)
+
+    def put_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[bool]:
+        start = time.perf_counter()
+        codes = self._put_batch_zero_copy_impl(keys, *_addresses(memory))
+        if self.enable_storage_metrics:
+            self._measured(self.backup_pgs, self.backup_bandwidth, memory, start)
+        # Failed writes cost hits, whatever the reason; the codes are what tells full from gone.
+        refused, now = [code for code in codes if code], time.monotonic()
+        if refused and now >= self._next_log:
+            self._next_log = now + LOG_EVERY_S
+            logger.warning(
+                "Mooncake refused %d of %d values, error codes %s: their pages are not stored, and "
+                "are computed again once they leave the device (logged at most every %.0f s)",
+                *(len(refused), len(codes), sorted(set(refused)), LOG_EVERY_S),
+            )
+        return [code == 0 for code in codes]
+
+    def _measured(
+        self, pages: list[float], bandwidth: list[float], memory: Sequence[torch.Tensor], at: float
+    ) -> None:
+        size = sum(view.numel() for view in memory)
+        pages.append(len(memory) / len(self.page_values))
+        bandwidth.append(size / (1 << 30) / max(time.perf_counter() - at, 1e-9))
+
+
+def _addresses(memory: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    return [view.data_ptr() for view in memory], [view.numel() for view in memory]
+
+
+# ---- the factory ----
+
+#: By the values of ``--hicache-storage-backend``.
+MIXINS: dict[str, type[PartStore]] = {"file": FileParts, "mooncake": MooncakeParts}
 #: Calls that move pages of the host pool. SGLang's base class has them without a body.
 CALLS = ("batch_get_v1", "batch_set_v1")
 
@@ -177,9 +355,23 @@ class PartsFactory(StorageBackendFactory):
         cls, backend_name: str, storage_config: Any, mem_pool_host: Any, **kwargs: Any
     ) -> Any:
         backend = super().create_backend(backend_name, storage_config, mem_pool_host, **kwargs)
-        if is_stage(mem_pool_host):
-            _refuse_lost_parts(backend_name, mem_pool_host)
-            _refuse_missing_calls(backend_name, type(backend))
+        if not is_stage(mem_pool_host):
+            return backend
+        from sglang.srt.mem_cache.hicache_storage import HiCacheStorage as Stock
+
+        extra = [part.label for part in page_parts.describe(mem_pool_host) if part.extra]
+        if extra and backend_name not in MIXINS:
+            raise ValueError(
+                f"--hicache-storage-backend {backend_name} does not keep all parts of a page of "
+                f"this model ({', '.join(extra)}); use one of {', '.join(MIXINS)}"
+            )
+        missing = [c for c in CALLS if getattr(type(backend), c) is getattr(Stock, c)]
+        if missing:
+            raise ValueError(
+                f"--hicache-storage-backend {backend_name}: {type(backend).__qualname__} does not "
+                f"implement {' and '.join(missing)}, with which --hicache-host-memory-mode "
+                "buffer_only moves pages. Implement them, or use --hicache-host-memory-mode cache"
+            )
         return backend
 
     @classmethod
@@ -187,43 +379,15 @@ class PartsFactory(StorageBackendFactory):
     def _create_builtin_backend(
         cls, backend_name: str, backend_class: Any, storage_config: Any, mem_pool_host: Any
     ) -> Any:
-        if backend_name not in MIXINS or not is_stage(mem_pool_host):
-            return super()._create_builtin_backend(
-                backend_name, backend_class, storage_config, mem_pool_host
-            )
+        if backend_name in MIXINS and is_stage(mem_pool_host):
+            mixin = MIXINS[backend_name]
+            problems = mismatches(backend_class, mixin)
+            if problems:
+                raise RuntimeError(
+                    f"--hicache-storage-backend {backend_name} with --hicache-host-memory-mode "
+                    f"buffer_only: {'; '.join(problems)}"
+                )
+            backend_class = combine(backend_class, mixin)
         return super()._create_builtin_backend(
-            backend_name, _with_parts(backend_name, backend_class), storage_config, mem_pool_host
+            backend_name, backend_class, storage_config, mem_pool_host
         )
-
-
-def _refuse_lost_parts(name: str, pool: HostKVCache) -> None:
-    extra = [part.label for part in page_parts.describe(pool) if part.extra]
-    if extra and name not in MIXINS:
-        raise ValueError(
-            f"--hicache-storage-backend {name} does not keep all parts of a page of this model "
-            f"({', '.join(extra)}); use one of {', '.join(MIXINS)}"
-        )
-
-
-def _refuse_missing_calls(name: str, backend: type) -> None:
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorage as Stock
-
-    missing = [call for call in CALLS if getattr(backend, call) is getattr(Stock, call)]
-    if missing:
-        raise ValueError(
-            f"--hicache-storage-backend {name}: {backend.__qualname__} does not implement "
-            f"{' and '.join(missing)}, with which --hicache-host-memory-mode buffer_only moves "
-            "pages. Implement them, or use --hicache-host-memory-mode cache"
-        )
-
-
-def _with_parts(name: str, stock: type) -> type:
-    module, mixin_name = MIXINS[name]
-    mixin = getattr(importlib.import_module(f"{__package__}.{module}"), mixin_name)
-    problems = mismatches(stock, mixin)
-    if problems:
-        raise RuntimeError(
-            f"--hicache-storage-backend {name} with --hicache-host-memory-mode buffer_only: "
-            f"{'; '.join(problems)}"
-        )
-    return combine(stock, mixin)

@@ -10,7 +10,7 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta.rank_agreement import alone, over
 from sglang.srt.mem_cache.buffer_only import metrics
 from sglang.srt.mem_cache.buffer_only.context import Context
-from sglang.srt.mem_cache.buffer_only.host_pool import chosen_pages, of_gigabytes, of_pages
+from sglang.srt.mem_cache.buffer_only.host_pool import chosen_pages, staging_buffer
 from sglang.srt.mem_cache.buffer_only.namespaces import Namespace, pool_identity
 from sglang.srt.mem_cache.buffer_only.nodes import split_marks
 from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines
@@ -77,7 +77,7 @@ class BufferOnlyTree(HiRadixCache):
         device_pool = params.token_to_kv_pool_allocator.get_kvcache()
         pages = chosen_pages(device_pool, params.page_size, server_args)
         gigabytes: float = server_args.hicache_size
-        with of_pages(pages) if pages else of_gigabytes(gigabytes):
+        with staging_buffer(pages, 0 if pages else gigabytes):
             super().__init__(params, server_args)
         if pages:
             check_pages(pages, self.page_size, self.prefetch_threshold)
