@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from component.buffer_only.books import check_books
 from component.buffer_only.cache import PAGE, Cache
 from sglang.srt.disaggregation.delta.rank_agreement import BACKUP_SLOTS, FETCH_SLOTS, QUERY_SLOTS
 
@@ -83,7 +84,7 @@ def _check_locks(cache: Cache) -> None:
 
 def _check_stage(cache: Cache) -> None:
     prefetches, backups, stage = cache.buffer.prefetches, cache.buffer.backups, cache.stage
-    assert stage.problems() == []
+    check_books(stage)
     calls = prefetches.calls
     pieces = {piece for prefetch in prefetches.line for piece in prefetch.pieces}
     assert all(piece.staged or piece in calls.fetches for piece in pieces)

@@ -142,15 +142,15 @@ class Backups:
         """Start what stage and slots have room for, with one copy for all of it."""
         if not self.queue:
             return
-        stranded = sum(backup.staging.stranded for backup in self.running)
-        if stranded >= BACKUP_SLOTS or not self._context.stage.eventual_capacity(Direction.BACKUP):
+        stranded, stage = sum(one.staging.stranded for one in self.running), self._context.stage
+        if stranded >= BACKUP_SLOTS or not stage.capacity(Direction.BACKUP, eventually=True):
             self.queue.clear(STUCK)  # nothing can be written until an overdue call returns
         one = self._refused.failing or self._partly.failing
         if self._held_back or (one and self._under_way):
             return
         started: list[Backup] = []
         while len(self.running) < BACKUP_SLOTS and not (started and one):
-            pages = min(self._most_pages, self._context.stage.capacity(Direction.BACKUP))
+            pages = min(self._most_pages, stage.capacity(Direction.BACKUP))
             segments = self._next_segments(pages)
             if not segments:
                 break
@@ -212,7 +212,6 @@ class Backups:
             keys.extend(context.store.keys(hashes, extra_key, above // page + first))
             context.tree.inc_lock_ref(node)
         staging = context.stage.allocate(Direction.BACKUP, len(keys))
-        assert staging is not None, "there was capacity for it"
         before = context.prefix_keys(segments[0].node)
         if before is not None:
             before = before[: len(before) - segments[0].start // page]

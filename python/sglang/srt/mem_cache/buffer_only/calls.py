@@ -80,7 +80,7 @@ class Calls:
     @property
     def most(self) -> int:
         """Pages that could be fetched if nothing else were in the staging buffer."""
-        return self._context.stage.eventual_capacity(Direction.PREFETCH)
+        return self._context.stage.capacity(Direction.PREFETCH, eventually=True)
 
     @property
     def can_ask(self) -> bool:
@@ -170,7 +170,6 @@ class Calls:
         if first_key in self._brought or first_key in [query.first_key for query in self.queries]:
             return "", None
         staging = context.stage.allocate(Direction.PREFETCH, pages)
-        assert staging is not None, "there was capacity for it"
         return first_key, Piece(None, begin, [], staging, None)
 
     def answered(
@@ -237,7 +236,6 @@ class Calls:
     def fetch(self, prefetch: Prefetch, start: int, stop: int) -> None:
         """Fetch the pages ``start .. stop`` of a prompt, for which there is capacity."""
         staging = self._context.stage.allocate(Direction.PREFETCH, stop - start)
-        assert staging is not None, "there was capacity for it"
         keys = prefetch.keys[start - prefetch.begin : stop - prefetch.begin]
         self._context.checksum.note("fetch", prefetch.rid, start, stop)
         piece = Piece(prefetch, start, keys, staging, None)

@@ -33,41 +33,40 @@ class StagingPages:
         self._stage: Stage | None = stage
         self.direction = direction
         self.pages = pages
-        self._stranded = False
-
-    @property
-    def stranded(self) -> bool:
-        """Whether a call of the store that was given up may use the pages, nobody knows for how
-        long."""
-        return self._stranded
+        #: Whether a call of the store that was given up may use the pages, nobody knows for how
+        #: long.
+        self.stranded = False
+        stage.allocated.add(self)
 
     def strand(self) -> None:
         """A call of the store that uses the pages was given up."""
-        if self._stage is not None and not self._stranded:
-            self._stranded = True
-            self._stage._count_stranded(self, 1)
+        if self._stage is not None and not self.stranded:
+            self.stranded = True
+            self._stage.kept[self.direction] += len(self.pages)
 
     def split(self, pages: int) -> StagingPages:
         """Keep the first ``pages`` pages; the result has the rest."""
-        if self._stage is None or self._stranded or not 0 < pages < len(self.pages):
+        if self._stage is None or self.stranded or not 0 < pages < len(self.pages):
             raise ValueError(f"{pages} of {len(self.pages)} pages cannot be split off")
         rest = StagingPages(self._stage, self.direction, self.pages[pages:])
         self.pages = self.pages[:pages]
-        self._stage._allocated.add(rest)
         return rest
 
     def release(self) -> None:
         """Give the pages back; the first call counts."""
         stage, self._stage = self._stage, None
         if stage is not None:
-            stage._take_back(self)
+            stage.allocated.remove(self)
+            stage.lent[self.direction] -= len(self.pages)
+            stage.kept[self.direction] -= len(self.pages) if self.stranded else 0
+            stage.free.extend(self.pages)
 
 
 class Stage:
     """Page numbers ``0 .. pages - 1``, allocated to transfers.
 
     Used by the scheduler thread alone, which queries the capacity many times in a step: sums are
-    kept, and ``problems`` compares them with what is allocated.
+    kept.
     """
 
     def __init__(self, pages: int, backup: Share, prefetch: Share) -> None:
@@ -78,86 +77,45 @@ class Stage:
         }
         if backup.floor + prefetch.floor > pages or max(backup.ceiling, prefetch.ceiling) > pages:
             raise ValueError(f"shares {backup} and {prefetch} do not fit into {pages} pages")
-        self._free = deque(range(pages))
-        self._allocated: set[StagingPages] = set()
-        self._used = dict.fromkeys(Direction, 0)
-        self._stranded = dict.fromkeys(Direction, 0)
+        self.free = deque(range(pages))
+        #: What has not been given back.
+        self.allocated: set[StagingPages] = set()
+        #: Pages of these by direction, and those of them that are stranded.
+        self.lent, self.kept = dict.fromkeys(Direction, 0), dict.fromkeys(Direction, 0)
         #: Most pages in use at one time.
         self.peak = 0
 
-    def capacity(self, direction: Direction) -> int:
-        """Pages that ``direction`` could get now."""
-        return self._capacity(direction, self._used)
-
-    def eventual_capacity(self, direction: Direction) -> int:
-        """Pages that ``direction`` could get when all but the stranded ones have been given back:
-        who needs more than that would wait for a store that may never answer."""
-        return self._capacity(direction, self._stranded)
-
-    def allocate(self, direction: Direction, pages: int) -> StagingPages | None:
-        """Allocate ``pages`` pages; None where :meth:`capacity` is less.
-
-        Raises:
-            ValueError: ``pages`` is not positive.
-        """
-        if pages <= 0:
-            raise ValueError(f"{pages} pages cannot be allocated")
-        if pages > self.capacity(direction):
-            return None
-        found = StagingPages(self, direction, tuple(self._free.popleft() for _ in range(pages)))
-        self._allocated.add(found)
-        self._used[direction] += pages
-        self.peak = max(self.peak, self.used())
-        return found
-
-    def used(self, direction: Direction | None = None) -> int:
-        """Pages that are allocated, in one direction or in both."""
-        return sum(self._used.values()) if direction is None else self._used[direction]
-
-    @property
-    def stranded(self) -> int:
-        """Pages that are kept for calls of the store that were given up."""
-        return sum(self._stranded.values())
-
-    @property
-    def allocated(self) -> frozenset[StagingPages]:
-        """What has not been given back."""
-        return frozenset(self._allocated)
-
-    def problems(self) -> list[str]:
-        """What is wrong with the books; empty unless somebody wrote into them."""
-        found = []
-        numbers = [*self._free, *(page for one in self._allocated for page in one.pages)]
-        if sorted(numbers) != list(range(self.pages)):
-            found.append(
-                f"staging pages lost or allocated twice: {sorted(numbers)} of {self.pages}"
-            )
-        for direction in Direction:
-            mine = [one for one in self._allocated if one.direction is direction]
-            used = sum(len(one.pages) for one in mine)
-            stranded = sum(len(one.pages) for one in mine if one.stranded)
-            if (used, stranded) != (self._used[direction], self._stranded[direction]):
-                found.append(
-                    f"{direction.value}: {used} pages in use and {stranded} stranded, counted were "
-                    f"{self._used[direction]} and {self._stranded[direction]}"
-                )
-        return found
-
-    def _capacity(self, direction: Direction, used: Mapping[Direction, int]) -> int:
+    def capacity(self, direction: Direction, eventually: bool = False) -> int:
+        """Pages that ``direction`` could get now; ``eventually``: when all but the stranded ones
+        have been given back. Who needs more than that would wait for a store that may never
+        answer."""
+        used = self.kept if eventually else self.lent
         other = Direction.PREFETCH if direction is Direction.BACKUP else Direction.BACKUP
         promised = max(0, self.shares[other].floor - used[other])
         within = self.shares[direction].ceiling - used[direction]
         return max(0, min(within, self.pages - sum(used.values()) - promised))
 
-    def _count_stranded(self, staging: StagingPages, sign: int) -> None:
-        self._stranded[staging.direction] += sign * len(staging.pages)
+    def allocate(self, direction: Direction, pages: int) -> StagingPages:
+        """Allocate ``pages`` pages.
 
-    def _take_back(self, staging: StagingPages) -> None:
-        self._allocated.remove(staging)
-        self._used[staging.direction] -= len(staging.pages)
-        if staging.stranded:
-            self._count_stranded(staging, -1)
-        self._free.extend(staging.pages)
+        Raises:
+            ValueError: ``pages`` is not positive, or more than :meth:`capacity`.
+        """
+        if not 0 < pages <= self.capacity(direction):
+            raise ValueError(f"{pages} pages cannot be allocated")
+        found = StagingPages(self, direction, tuple(self.free.popleft() for _ in range(pages)))
+        self.lent[direction] += pages
+        self.peak = max(self.peak, self.used())
+        return found
+
+    def used(self, direction: Direction | None = None) -> int:
+        """Pages that are allocated, in one direction or in both."""
+        return sum(self.lent.values()) if direction is None else self.lent[direction]
+
+    @property
+    def stranded(self) -> int:
+        """Pages that are kept for calls of the store that were given up."""
+        return sum(self.kept.values())
 
 
 Owner = TypeVar("Owner")
@@ -172,13 +130,6 @@ def slots_of(pages: Sequence[int], page_size: int) -> torch.Tensor:
 
     starts = torch.tensor(list(pages), dtype=torch.int64) * page_size
     return (starts[:, None] + torch.arange(page_size, dtype=torch.int64)).flatten()
-
-
-def meets(slots: Sequence[torch.Tensor], written: torch.Tensor | None) -> bool:
-    """Whether one of ``slots`` is, or may be, among those that are being written."""
-    import torch
-
-    return written is None or any(bool(torch.isin(one, written).any()) for one in slots)
 
 
 class Copies(Generic[Owner]):
@@ -252,8 +203,10 @@ class Copier:
 
         It runs beside the batch that runs now, unless that writes to one of its slots.
         """
-        controller = self._controller
-        if meets([device for _, device in pairs], self._written()):
+        import torch
+
+        controller, written = self._controller, self._written()
+        if written is None or any(bool(torch.isin(slots, written).any()) for _, slots in pairs):
             self._after_forward(controller.load_stream)
         controller.load_queue.extend(self._operations(pairs))
         consumer_index = controller.start_loading()
