@@ -240,7 +240,7 @@ class ManualThreads:
         self.waits.append(seconds)
         if self.prompt:
             self.run()
-        return all(job.wait(0) for job in jobs)
+        return all(job.ended.is_set() for job in jobs)
 
     def close(self, until: float) -> bool:
         return True

@@ -125,10 +125,8 @@ def test_gauges_and_counters():
         names = [f"sglang:{name}".replace(":.", ":hicache_buffer_") for name in names]
         return [REGISTRY.get_sample_value(name, labels | more) for name in names]
 
-    mine = metrics.BufferMetrics(clock=lambda: cache.now)
+    mine = metrics.BufferMetrics(labels, collector, PAGE, clock=lambda: cache.now)
     read = cache.buffer.context.times, cache.buffer.gauges, cache.buffer.totals
-    mine.update(*read)  # where nobody scrapes, nothing happens
-    mine.bind(labels, collector, PAGE)
     cache.store.fail("batch_exists")
     for rid in ("fails", "r"):
         cache.flush()

@@ -37,7 +37,7 @@ class Calls:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._askers = context.threads("query", QUERY_THREADS)
+        self.askers = context.threads("query", QUERY_THREADS)
         self._fetchers = context.threads("fetch", SIDE_BY_SIDE)
         #: Without an answer of all ranks, oldest first: what the ranks vote on.
         self.queries: list[Query] = []
@@ -102,6 +102,12 @@ class Calls:
         overdue = len(self.fetches) - self.running
         return self.most < self.least_pages or overdue >= FETCH_SLOTS - MAX_FETCHES
 
+    def votes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What this rank knows of each query, and of each fetch."""
+        jobs = [(piece.job, piece.overdue) for piece in self.fetches]
+        fetches = tuple(job.outcome(overdue) for job, overdue in jobs if job is not None)
+        return tuple(query.job.pages for query in self.queries), fetches
+
     # ---- queries ----
 
     def ask(
@@ -146,7 +152,7 @@ class Calls:
             return pages
 
         context.checksum.note("query", prefetch.rid, begin)
-        job = self._askers.submit(work)
+        job = self.askers.submit(work)
         prefetch.query = Query(prefetch, job, begin, prefix_keys, tail, first, first_key)
         self.queries.append(prefetch.query)
 
@@ -209,10 +215,6 @@ class Calls:
             first.job.cancelled = True
         else:
             self._bring(prefetch, first)
-
-    def wait(self, queries: Iterable[Query], seconds: float) -> bool:
-        """Whether the store has answered ``queries``, at most ``seconds`` later."""
-        return self._askers.wait([query.job for query in queries], seconds)
 
     def forget_query(self, prefetch: Prefetch) -> None:
         """Nobody wants the answer any more."""

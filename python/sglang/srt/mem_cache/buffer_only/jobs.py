@@ -34,7 +34,7 @@ class Job:
         self.pages = PENDING
         #: Nobody waits for it any more: it ends at its next call of the store.
         self.cancelled = False
-        self._ended = threading.Event()
+        self.ended = threading.Event()
 
     def outcome(self, overdue: bool) -> int:
         """What this rank votes: ``pages``; of an ``overdue`` one ``PENDING`` while a call may still
@@ -56,11 +56,7 @@ class Job:
         finally:
             self.seconds = time.monotonic() - began
             self.pages = pages  # last: the scheduler looks at everything else after it
-            self._ended.set()
-
-    def wait(self, seconds: float) -> bool:
-        """Whether the job has ended, at most so much later."""
-        return self._ended.wait(max(0.0, seconds))
+            self.ended.set()
 
 
 class Threads:
@@ -106,7 +102,7 @@ class Threads:
     def wait(self, jobs: Iterable[Job], seconds: float) -> bool:
         """Whether all of ``jobs`` have ended, at most ``seconds`` later."""
         end = time.monotonic() + seconds
-        return all(job.wait(end - time.monotonic()) for job in jobs)
+        return all(job.ended.wait(max(0.0, end - time.monotonic())) for job in jobs)
 
     def close(self, until: float = 0.0) -> bool:
         """End the threads after what they have to do; False if one runs on at ``until``, of

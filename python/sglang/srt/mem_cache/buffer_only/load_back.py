@@ -39,17 +39,17 @@ class LoadBacks:
         self._context = context
         #: For the next launch.
         self._queued: list[tuple[LoadBack, Pair]] = []
-        self._copies: Copies[LoadBack] = Copies()
+        self.copies: Copies[LoadBack] = Copies()
         #: The layer events of the last launch.
         self._layers = -1
 
     def __len__(self) -> int:
-        return len(self._queued) + len(self._copies)
+        return len(self._queued) + len(self.copies)
 
     @property
     def under_way(self) -> list[LoadBack]:
         """Those that have not been seen to end."""
-        return [*self._copies.owners, *(load_back for load_back, _ in self._queued)]
+        return [*self.copies.owners, *(load_back for load_back, _ in self._queued)]
 
     def add(
         self, prefetch: Prefetch, start: int, stop: int, staging: list[StagingPages]
@@ -95,42 +95,31 @@ class LoadBacks:
         prefetch.loaded += new
         return slots, node
 
-    def launch(self) -> int:
+    def launch(self, apart: bool = False) -> int:
         """Copy what is queued, for the batch that is being formed; its layer events, -1 where no
-        copy is under way.
+        copy is under way. ``apart``: no batch came for it; one such copy at a time.
 
         While one is, every batch waits for the last: it may use what comes with it. The batch that
         it was made for need not have waited: it may have been formed without the request that was
         loaded, and one without any prefix reads no KV (FlashInfer, MLA). Where it has, this is no
         wait.
         """
-        if self._queued:
-            self._launch()
-        return self._layers if len(self._copies) else -1
-
-    def launch_apart(self) -> None:
-        """Copy what is queued, if no batch came for it; one such copy at a time."""
-        if self._queued and not len(self._copies):
-            self._launch()
-
-    def _launch(self) -> None:
-        finished, self._layers = self._context.copier.to_device([pair for _, pair in self._queued])
-        self._copies.add(finished, [load_back for load_back, _ in self._queued])
-        self._queued.clear()
-
-    def ended(self) -> int:
-        """Launches that have ended on this rank."""
-        return self._copies.ended()
+        if self._queued and not (apart and len(self.copies)):
+            pairs = [pair for _, pair in self._queued]
+            finished, self._layers = self._context.copier.to_device(pairs)
+            self.copies.add(finished, [load_back for load_back, _ in self._queued])
+            self._queued.clear()
+        return self._layers if len(self.copies) else -1
 
     def finish(self, launches: int) -> None:
         """The first ``launches`` launches have ended on all ranks, or are waited for now."""
-        for load_back in self._copies.pop(launches):
+        for load_back in self.copies.pop(launches):
             self._context.times.loaded(self._context.now_ms - load_back.since_ms)
             self._release(load_back)
 
     def reset(self) -> None:
         """The tree is about to be emptied."""
-        self.finish(len(self._copies))
+        self.finish(len(self.copies))
         for load_back, _ in self._queued:
             self._release(load_back)
         self._queued.clear()

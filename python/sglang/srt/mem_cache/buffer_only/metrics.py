@@ -3,6 +3,7 @@ a request with a prefetch went."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter as Counts
 from collections import deque
@@ -103,22 +104,24 @@ METRICS = {
 
 
 class BufferMetrics:
-    """Mirrors counters, stage and queue to Prometheus; cheap where nobody scrapes."""
+    """Mirrors counters, stage and queue to Prometheus.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._updated_at: float | None = None
-        self._labels: dict[str, object] | None = None
-        self._collector: StorageMetricsCollector | None = None
-        self._page_size = 0
-        self._seen: Counts[tuple[str, str]] = Counts()
+    Args:
+        labels: of all metrics.
+        collector: SGLang's, which counts tokens: ``page_size`` in a page.
+    """
 
-    def bind(
-        self, labels: Mapping[str, object], collector: StorageMetricsCollector, page_size: int
+    def __init__(
+        self,
+        labels: Mapping[str, object],
+        collector: StorageMetricsCollector,
+        page_size: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Report under ``labels`` from now on, and to SGLang's ``StorageMetricsCollector``, which
-        counts tokens: ``page_size`` in a page."""
         self._labels, self._collector, self._page_size = dict(labels), collector, page_size
+        self._clock = clock
+        self._updated_at = -math.inf
+        self._seen: Counts[tuple[str, str]] = Counts()
 
     def update(
         self,
@@ -133,10 +136,8 @@ class BufferMetrics:
             gauges: the value of each of ``GAUGES`` now.
             totals: each counter's value, by name, its own label (or none) and the label's value.
         """
-        if self._labels is None:
-            return
         at = self._clock()
-        if self._updated_at is not None and at - self._updated_at < EVERY_S:
+        if at - self._updated_at < EVERY_S:
             return
         self._updated_at = at
         for name, seconds in times.take():

@@ -84,7 +84,8 @@ class Pipelines:
     def step(self) -> None:
         """Once in each scheduler step, on all ranks: agree, act on what has ended, start more."""
         backup_copies, backups = self.backups.vote()
-        load_back_copies, queries, fetches = self.prefetches.vote()
+        queries, fetches = self.prefetches.calls.votes()
+        load_back_copies = self.prefetches.load_backs.copies.ended()
         now_ms = int((self._clock() - self._born) * 1000)
         up = int(self.context.store.client.poll())
         touched = self.touches.vote()

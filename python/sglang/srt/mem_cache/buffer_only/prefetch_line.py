@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.rank_agreement import TransferVote
 from sglang.srt.mem_cache.buffer_only.load_back import LoadBacks
-from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, Query, State
+from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, State
 from sglang.srt.mem_cache.buffer_only.prefetch_states import PrefetchStates
 from sglang.srt.mem_cache.buffer_only.worth import Choice, Patience, Speeds
 
@@ -90,8 +90,13 @@ class PrefetchLine(PrefetchStates):
         if self._ready(prefetch):
             prefetch.asked_ms = None
             return True
-        if self._context.settings.policy == "best_effort" or self._is_in_its_place(prefetch):
+        if self._context.settings.policy == "best_effort":
             return True
+        if prefetch.keeps_place and prefetch.asked_ms is None:
+            # It is to stand where a request without a store would, for want of room: the scheduler
+            # admits nobody behind one that does not fit.
+            if not self._has_room(prefetch, *self._match(prefetch)):
+                return True
         if prefetch.asked_ms is None:
             prefetch.asked_ms, prefetch.all_comes = self._context.now_ms, None
             self.line.wake(prefetch, prefetch.asked_ms + int(self._limit_ms(prefetch)) + 1)
@@ -128,14 +133,6 @@ class PrefetchLine(PrefetchStates):
 
     # ---- a step ----
 
-    def vote(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """Copies that have ended, and what is known of each call of the store, on this rank."""
-        return (
-            self.load_backs.ended(),
-            self._query_outcomes(),
-            self._fetch_outcomes(),
-        )
-
     def apply(self, agreed: TransferVote) -> None:
         """Act on what has ended on all ranks, and on time that has run out."""
         self.load_backs.finish(agreed.load_back_copies)
@@ -167,18 +164,37 @@ class PrefetchLine(PrefetchStates):
             self._fetch_in_line()
             if self._longest > self.calls.most:
                 self._load_ahead()
-        self.load_backs.launch_apart()
+        self.load_backs.launch(apart=True)
 
     def look_twice(self) -> None:
         """Take the answers for requests that have just arrived, if they come at once: one that the
-        store has nothing of is admitted in this step (``patience``)."""
-        asked = self._just_asked()
-        seconds = self.patience.seconds() if asked else 0.0
-        if not seconds:
+        store has nothing of is admitted in this step (``Patience``).
+
+        On a server of one rank. Not where the server is full, by its own count or since somebody in
+        line could have been admitted in an earlier step: nobody gets in for an answer. Not with
+        ``best_effort``: there nobody waits for an answer.
+        """
+        context = self._context
+        if not context.alone or context.settings.policy == "best_effort" or self._full:
             return
-        self.patience.ended(self.calls.wait(asked, seconds))
-        self._take_answers(self._query_outcomes())
-        self._fetch_in_line()
+        asked = [
+            query
+            for query in self.calls.queries
+            if query.owner is not None
+            and query.owner.state is State.QUERYING
+            and query.owner.since_ms == context.now_ms
+        ]
+        done = (State.STAGED, State.MISSED)
+        if not asked or any(
+            one.state in done and one.since_ms < context.now_ms for one in self.line
+        ):
+            return
+        seconds = self.patience.seconds()
+        if seconds:
+            answered = self.calls.askers.wait([query.job for query in asked], seconds)
+            self.patience.ended(answered)
+            self._take_answers(self.calls.votes()[0])
+            self._fetch_in_line()
 
     def reset(self) -> None:
         """The tree is about to be emptied: end everything, but keep what the store still fills."""
@@ -190,23 +206,6 @@ class PrefetchLine(PrefetchStates):
         for prefetch in self.line:
             self._end(prefetch)
 
-    def _just_asked(self) -> list[Query]:
-        """Queries of this step, on a server of one rank. None where the server is full, by its own
-        count or since somebody in line could have been admitted in an earlier step: nobody gets in
-        for an answer. None with ``best_effort``: there nobody waits for an answer."""
-        context, new = self._context, []
-        if context.alone and context.settings.policy != "best_effort" and not self._full:
-            new = [
-                query
-                for query in self.calls.queries
-                if query.owner is not None
-                and query.owner.state is State.QUERYING
-                and query.owner.since_ms == context.now_ms
-            ]
-        done = (State.STAGED, State.MISSED)
-        kept = new and any(one.state in done and one.since_ms < context.now_ms for one in self.line)
-        return [] if kept else new
-
     def _take_answers(self, outcomes: Sequence[int]) -> None:
         """Act on what the store has answered to queries."""
         answered = self.calls.answered(outcomes)
@@ -215,14 +214,7 @@ class PrefetchLine(PrefetchStates):
                 self._answered(prefetch, query, hashes, keys)
         if any(query.first is not None for _, query, _, _ in answered):
             # One rank: what followed a query may have come by now.
-            self._came(self._fetch_outcomes())
-
-    def _query_outcomes(self) -> tuple[int, ...]:
-        return tuple(query.job.pages for query in self.calls.queries)
-
-    def _fetch_outcomes(self) -> tuple[int, ...]:
-        jobs = [(piece.job, piece.overdue) for piece in self.calls.fetches]
-        return tuple(job.outcome(overdue) for job, overdue in jobs if job is not None)
+            self._came(self.calls.votes()[1])
 
     def _limit_ms(self, prefetch: Prefetch) -> float:
         """How long the scheduler waits for it."""
@@ -348,13 +340,6 @@ class PrefetchLine(PrefetchStates):
             return
         self._context.counters["prefetch_timeouts"] += 1
         self._settle(prefetch)
-
-    def _is_in_its_place(self, prefetch: Prefetch) -> bool:
-        """Whether its request is to stand where one without a store would, for want of room: the
-        scheduler admits nobody behind one that does not fit."""
-        if not prefetch.keeps_place or prefetch.asked_ms is not None:
-            return False
-        return not self._has_room(prefetch, *self._match(prefetch))
 
     def _has_room(self, prefetch: Prefetch, held: int, node: TreeNode) -> bool:
         """Whether its request could be admitted, with the ``held`` pages that end in ``node``. The

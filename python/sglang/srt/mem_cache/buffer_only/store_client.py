@@ -203,7 +203,7 @@ class StoreClient:
     @property
     def under_way(self) -> int:
         """Calls that have not returned, the given-up ones among them."""
-        return len(self._under_way)
+        return len(self._under_way) + len(self._probes)
 
     # ---- inside ----
 
@@ -257,8 +257,12 @@ class StoreClient:
             if not self.up:
                 self._probe()  # beside: the call that started it is refused like any other
                 return None
-            has_room = len(self._under_way) - len(self._probes) < self.settings.max_calls
-            return self._run(call) if has_room else None
+            if len(self._under_way) >= self.settings.max_calls:
+                return None
+            future = self._threads.start(call)
+            self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        return future
 
     def _probe(self) -> None:
         """Ask for a page that is not there, if that is due: later for each probe that hangs, so
@@ -266,19 +270,9 @@ class StoreClient:
         now = self._clock()
         if not self.up and not self._outage.waits(now):
             self._outage.failed(now, more=len(self._probes))
-            probe = self._run(lambda: self.store.batch_exists([PROBE_KEY], None))
+            probe = self._threads.start(lambda: self.store.batch_exists([PROBE_KEY], None))
             self._probes.add(probe)
             probe.add_done_callback(self._probed)
-
-    def _run(self, call: Callable[[], Any]) -> Future[Any]:
-        future = self._threads.start(call)
-        self._under_way.add(future)
-        future.add_done_callback(self._returned)
-        return future
-
-    def _returned(self, future: Future[Any]) -> None:
-        with self._lock:
-            self._under_way.discard(future)
 
     def _probed(self, probe: Future[Any]) -> None:
         answered = probe.exception() is None

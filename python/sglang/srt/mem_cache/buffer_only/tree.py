@@ -88,10 +88,9 @@ class BufferOnlyTree(HiRadixCache):
         self.buffer = Pipelines(self._build_context(pages), over(self.tp_group))
         self.token_to_kv_pool_host.used_pages = self.buffer.context.stage.used
         self.inserts = 0
-        self._buffer_metrics = metrics.BufferMetrics()
         if self.enable_storage_metrics:
-            collector = self.storage_metrics_collector
-            self._buffer_metrics.bind(collector.labels, collector, self.page_size)
+            told = self.storage_metrics_collector
+            self._buffer_metrics = metrics.BufferMetrics(told.labels, told, self.page_size)
         self.eviction_strategy: EvictionStrategy = PendingLast(self.eviction_strategy)
 
     def _build_context(self, pages: int) -> Context:
@@ -248,13 +247,12 @@ class BufferOnlyTree(HiRadixCache):
         if self.buffer is None:
             super().check_hicache_events()
             return
-        self.buffer.step()
         buffer = self.buffer
-        self._buffer_metrics.update(buffer.context.times, buffer.gauges, buffer.totals)
+        buffer.step()
         if self.enable_storage_metrics:
-            self.storage_metrics_collector.log_storage_metrics(
-                self.buffer.context.store.client.get_stats()
-            )
+            self._buffer_metrics.update(buffer.context.times, buffer.gauges, buffer.totals)
+            stats = buffer.context.store.client.get_stats()
+            self.storage_metrics_collector.log_storage_metrics(stats)
 
     @override
     def flush_write_through_acks(self) -> None:
