@@ -28,16 +28,13 @@ from sglang.srt.mem_cache.buffer_only.nodes import (
     covered,
     has_own_images,
     page_hashes,
-    path_pieces,
     settle,
     tokens_above,
 )
 from sglang.srt.mem_cache.buffer_only.settings import QUEUE_POOLS
-from sglang.srt.mem_cache.buffer_only.stage import Copies, Direction, StagingPages, slots_of
+from sglang.srt.mem_cache.buffer_only.stage import Copies, Direction, Pair, StagingPages, slots_of
 
 if TYPE_CHECKING:
-    from torch import Event
-
     from sglang.srt.mem_cache.buffer_only.context import Context
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
@@ -148,15 +145,16 @@ class Backups:
         one = self._refused.failing or self._partly.failing
         if self._held_back or (one and self._under_way):
             return
-        started: list[Backup] = []
+        started, pairs = list[Backup](), list[Pair]()
         while len(self.running) < BACKUP_SLOTS and not (started and one):
             pages = min(self._most_pages, stage.capacity(Direction.BACKUP))
             segments = self._next_segments(pages)
             if not segments:
                 break
-            started.append(self._start(segments))
+            started.append(self._start(segments, pairs))
         if started:
-            self._copies.add(self._copy(started), started)
+            copied = self._context.copier.to_stage(pairs) if pairs else _Copied()
+            self._copies.add(copied, started)
 
     def reset(self) -> None:
         """The tree is about to be emptied: forget it, but keep what the store still reads."""
@@ -200,18 +198,22 @@ class Backups:
                 break  # the keys before a page are those of one path
         return found
 
-    def _start(self, segments: Sequence[Segment]) -> Backup:
+    def _start(self, segments: Sequence[Segment], pairs: list[Pair]) -> Backup:
+        """``pairs``: what is to be copied, host slots and device slots."""
         context, page = self._context, self._context.page_size
-        keys: list[str] = []
+        staging = context.stage.allocate(Direction.BACKUP, sum(map(len, segments)) // page)
+        host, keys = slots_of(staging.pages, page), list[str]()
         for segment in segments:
             node, length = segment.node, len(segment.node.key)
-            first, last = (length - segment.start) // page, (length - segment.end) // page
-            hashes = page_hashes(node, page)[first:last]
+            start, stop = length - segment.start, length - segment.end
+            hashes = page_hashes(node, page)[start // page : stop // page]
             extra_key = node.key.extra_key  # only for images does it matter where the pages are
             above = tokens_above(node) if isinstance(extra_key, ImageKey) else 0
-            keys.extend(context.store.keys(hashes, extra_key, above // page + first))
+            keys.extend(context.store.keys(hashes, extra_key, (above + start) // page))
             context.tree.inc_lock_ref(node)
-        staging = context.stage.allocate(Direction.BACKUP, len(keys))
+            if not context.skip_backup:
+                pairs.append((host[: len(segment)], node.value[start:stop].clone()))
+                host = host[len(segment) :]
         before = context.prefix_keys(segments[0].node)
         if before is not None:
             before = before[: len(before) - segments[0].start // page]
@@ -219,19 +221,6 @@ class Backups:
         context.checksum.note("write", len(keys), keys[0], keys[-1])
         self.running.append(backup)
         return backup
-
-    def _copy(self, backups: Sequence[Backup]) -> Event:
-        if self._context.skip_backup:
-            return _Copied()
-        pairs = []
-        for backup in backups:
-            host = slots_of(backup.staging.pages, self._context.page_size)
-            for segment in backup.segments:
-                length = len(segment.node.key)
-                device = segment.node.value[length - segment.start : length - segment.end]
-                pairs.append((host[: len(device)], device.clone()))
-                host = host[len(device) :]
-        return self._context.copier.to_stage(pairs)
 
     def _write(self, backup: Backup) -> None:
         context, store = self._context, self._context.store
@@ -249,8 +238,19 @@ class Backups:
         if not backup.overdue:
             counters = self._context.counters
             counters["store_written_pages"] += durable
-            self._back_off(durable, len(backup.keys))
-            if durable < len(backup.keys):
+            now_ms, failed = self._context.now_ms, durable < len(backup.keys)
+            if not failed:
+                self._refused.worked()
+                self._partly.worked()
+            elif self._waits:
+                pass  # those that were under way with one that was refused count once
+            elif durable:
+                self._refused.worked()
+                self._partly.failed(now_ms)
+            else:
+                self._partly.failing = False
+                self._refused.failed(now_ms)
+            if failed:
                 counters["store_write_failures"] += 1
                 backup.overdue = True
             if not backup.orphan:
@@ -260,28 +260,11 @@ class Backups:
         self.running.remove(backup)
         backup.staging.release()
 
-    def _back_off(self, durable: int, pages: int) -> None:
-        """The store took ``durable`` of the ``pages`` pages of a backup."""
-        if durable == pages:
-            self._refused.worked()
-            self._partly.worked()
-        elif self._waits:
-            return  # those that were under way with one that was refused count once
-        elif durable:
-            self._refused.worked()
-            self._partly.failed(self._context.now_ms)
-        else:
-            self._partly.failing = False
-            self._refused.failed(self._context.now_ms)
-
     def _settle(self, backup: Backup, durable: int) -> None:
         context, tokens = self._context, durable * self._context.page_size
         for segment in backup.segments:
-            settle(segment, min(tokens, len(segment)))
-            if tokens >= len(segment):
-                for node, _ in path_pieces(segment.node, segment.start):
-                    node.touch_after_ms = context.now_ms + context.settings.touch_ms
-            elif (pending := segment.node.pending) is not None:
+            settle(segment, min(tokens, len(segment)), context.now_ms + context.settings.touch_ms)
+            if tokens < len(segment) and (pending := segment.node.pending) is not None:
                 # Tried on and on, what a store does not take would keep out all that is behind it.
                 self.queue.drop(pending, REFUSED)
             tokens -= min(tokens, len(segment))

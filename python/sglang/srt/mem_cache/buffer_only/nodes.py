@@ -90,8 +90,9 @@ def split_marks(front: TreeNode, child: TreeNode, split_len: int) -> None:
     front.pending, front.touch_after_ms = child.pending, child.touch_after_ms
 
 
-def settle(segment: Segment, durable: int) -> None:
-    """The write of ``segment`` has ended; its first ``durable`` tokens are in the store.
+def settle(segment: Segment, durable: int, touch_after_ms: int) -> None:
+    """The write of ``segment`` has ended; its first ``durable`` tokens are in the store. If it has
+    all of them, it is asked for them again ``touch_after_ms`` at the earliest.
 
     Only what adjoins a node's stored tokens counts: a page behind a missing one is out of reach.
     What is not durable may be written again.
@@ -107,6 +108,8 @@ def settle(segment: Segment, durable: int) -> None:
             node.launched = max(node.launched, node.stored)
         if durable < len(segment):
             node.launched = node.stored
+        else:
+            node.touch_after_ms = touch_after_ms
 
 
 @dataclass(eq=False, slots=True)

@@ -92,11 +92,11 @@ class PrefetchLine(PrefetchStates):
             return True
         if self._context.settings.policy == "best_effort":
             return True
-        if prefetch.keeps_place and prefetch.asked_ms is None:
-            # It is to stand where a request without a store would, for want of room: the scheduler
+        in_place = prefetch.keeps_place and prefetch.asked_ms is None
+        if in_place and not self._has_room(prefetch, *self._match(prefetch)):
+            # It stands where a request without a store would, for want of room: the scheduler
             # admits nobody behind one that does not fit.
-            if not self._has_room(prefetch, *self._match(prefetch)):
-                return True
+            return True
         if prefetch.asked_ms is None:
             prefetch.asked_ms, prefetch.all_comes = self._context.now_ms, None
             self.line.wake(prefetch, prefetch.asked_ms + int(self._limit_ms(prefetch)) + 1)
@@ -184,11 +184,11 @@ class PrefetchLine(PrefetchStates):
             and query.owner.state is State.QUERYING
             and query.owner.since_ms == context.now_ms
         ]
-        done = (State.STAGED, State.MISSED)
-        if not asked or any(
-            one.state in done and one.since_ms < context.now_ms for one in self.line
-        ):
+        if not asked:
             return
+        for one in self.line:
+            if one.state in (State.STAGED, State.MISSED) and one.since_ms < context.now_ms:
+                return
         seconds = self.patience.seconds()
         if seconds:
             answered = self.calls.askers.wait([query.job for query in asked], seconds)

@@ -241,16 +241,39 @@ class StoreClient:
         seconds = max(0.0, min(self.settings.deadline, most_s))
         self._wait(future, seconds)
         if not future.done():
-            self._gave_up(method, future, seconds)
+            with self._lock:
+                self._overdue.add(future)
+                first = self.up
+                if first:
+                    self._outage.failed(self._clock())
+            future.add_done_callback(self._overdue.discard)
+            self._count(Fault.DEADLINE)
+            if first:
+                logger.error(
+                    "HiCache store %s: %s did not return within %g s "
+                    "(SGLANG_HICACHE_STORE_DEADLINE); the store is not used until it answers a "
+                    "probe, the first one in %g s. Until then, requests compute the tokens that it "
+                    "may have",
+                    *(self.name, method, seconds, self._outage.interval),
+                )
             return None, Fault.DEADLINE, future
         error = future.exception()
-        if error is not None:
-            return None, self._failed(method, error), None
         with self._lock:
-            if self.up:  # else it began before the outage
+            first, self._error_logged = not self._error_logged, error is not None
+            if error is None and self.up:  # else it began before the outage
                 self._outage.worked()
-            self._error_logged = False
-        return future.result(), None, None
+        if error is None:
+            return future.result(), None, None
+        fault = Fault.MALFORMED if isinstance(error, _Malformed) else Fault.ERROR
+        self._count(fault)
+        if first:  # once, until a call has worked again; the others are counted
+            logger.error(
+                "HiCache store %s: %s failed: %s; its pages count as missing (logged once until a "
+                "call works again; all are counted in sglang:hicache_buffer_store_faults_total)",
+                *(self.name, method, error),
+                exc_info=error,
+            )
+        return None, fault, None
 
     def _start(self, call: Callable[[], Any]) -> Future[Any] | None:
         with self._lock:
@@ -285,41 +308,6 @@ class StoreClient:
                 self._outage.failing = False
         if again:
             logger.warning("HiCache store %s answers again and is used again", self.name)
-
-    def _gave_up(self, method: str, future: Future[Any], seconds: float) -> None:
-        with self._lock:
-            self._overdue.add(future)
-            self.faults[Fault.DEADLINE] += 1
-            first = self.up
-            if first:
-                self._outage.failed(self._clock())
-        future.add_done_callback(self._overdue.discard)
-        if first:
-            logger.error(
-                "HiCache store %s: %s did not return within %g s (SGLANG_HICACHE_STORE_DEADLINE); "
-                "the store is not used until it answers a probe, the first one in %g s. Until "
-                "then, requests compute the tokens that it may have",
-                self.name,
-                method,
-                seconds,
-                self._outage.interval,
-            )
-
-    def _failed(self, method: str, error: BaseException) -> Fault:
-        fault = Fault.MALFORMED if isinstance(error, _Malformed) else Fault.ERROR
-        with self._lock:
-            self.faults[fault] += 1
-            first, self._error_logged = not self._error_logged, True
-        if first:  # once, until a call has worked again; the others are counted
-            logger.error(
-                "HiCache store %s: %s failed: %s; its pages count as missing (logged once until a "
-                "call works again; all are counted in sglang:hicache_buffer_store_faults_total)",
-                self.name,
-                method,
-                error,
-                exc_info=error,
-            )
-        return fault
 
     def _count(self, fault: Fault, number: int = 1) -> None:
         if number:
