@@ -350,8 +350,15 @@ _BUFFER_ONLY = (
     Replacement(
         module=f"{_CACHE}.hiradix_cache",
         name="HiRadixCache",
+        mixin=f"{_CACHE}.buffer_only.tree:SwitchedTree",
+        why="a tree becomes a buffer-only one where the arguments ask for it",
+    ),
+    Replacement(
+        module=f"{_CACHE}.hiradix_cache",
+        name="HiRadixCache",
         mixin=f"{_CACHE}.buffer_only.tree:BufferOnlyTree",
         why="device and store, with a staging buffer between them",
+        when="sglang.srt.patchset.compat_buffer_only:wanted",
     ),
     Replacement(
         module="sglang.srt.managers.scheduler",

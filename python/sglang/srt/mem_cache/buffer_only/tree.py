@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.buffer_only.settings import (
 )
 from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage
 from sglang.srt.mem_cache.buffer_only.store_client import PageStore, StoreClient
-from sglang.srt.patchset import environment
+from sglang.srt.patchset import environment, status
 
 if TYPE_CHECKING:
     import torch
@@ -46,20 +46,35 @@ NO_RUNTIME_CHANGE = (
 )
 
 
+#: The class that the mixins of this file are for.
+TREE = "sglang.srt.mem_cache.hiradix_cache:HiRadixCache"
+
+
+class SwitchedTree(HiRadixCache):
+    """Stock. On a server with ``--hicache-host-memory-mode buffer_only`` it is a ``BufferOnlyTree``
+    as soon as it is being made."""
+
+    @override
+    def __init__(self, params: CacheInitParams, server_args: ServerArgs) -> None:
+        before = type(self)
+        if status.attachment is not None:
+            status.attachment.equip(TREE, self, server_args)
+        if type(self) is before:
+            super().__init__(params, server_args)
+        else:
+            type(self).__init__(self, params, server_args)  # which comes back here
+
+
 class BufferOnlyTree(HiRadixCache):
-    """Stock unless the server was started with ``--hicache-host-memory-mode buffer_only``.
-
-    A node that is evicted from the device is gone from the tree; the next request that wants it
+    """A node that is evicted from the device is gone from the tree; the next request that wants it
     finds it by asking the store. So every node has device KV, ``host_value`` is always None, and
-    what the store holds of a node is noted on the node (``nodes.StoredNode``).
-    """
+    what the store holds of a node is noted on the node (``nodes.StoredNode``)."""
 
-    #: Backup and prefetch; None in SGLang's own mode.
-    buffer: Pipelines | None = None
-    #: Inserts so far, in this mode only: after each, an idle server of a pair checks its invariants
+    #: Backup and prefetch; there as soon as SGLang's part is made.
+    buffer: Pipelines
+    #: Inserts and flushes so far: after each, an idle server of a pair checks its invariants
     #: (``SGLANG_DISAGGREGATION_CHECK_INVARIANTS``), which know of no evicted nodes.
-    inserts: int
-    #: Flushes so far, in all modes: the other number that is looked at for that.
+    inserts: int = 0
     generation: int = 0
     #: The stream of the forward passes, set by the scheduler.
     forward_stream: Stream | None = None
@@ -71,9 +86,6 @@ class BufferOnlyTree(HiRadixCache):
 
     @override
     def __init__(self, params: CacheInitParams, server_args: ServerArgs) -> None:
-        if getattr(server_args, "hicache_host_memory_mode", "cache") != "buffer_only":
-            super().__init__(params, server_args)
-            return
         device_pool = params.token_to_kv_pool_allocator.get_kvcache()
         pages = chosen_pages(device_pool, params.page_size, server_args)
         gigabytes: float = server_args.hicache_size
@@ -87,7 +99,6 @@ class BufferOnlyTree(HiRadixCache):
             check_size(gigabytes, pages, self.page_size, needed)
         self.buffer = Pipelines(self._build_context(pages), over(self.tp_group))
         self.token_to_kv_pool_host.used_pages = self.buffer.context.stage.used
-        self.inserts = 0
         if self.enable_storage_metrics:
             told = self.storage_metrics_collector
             self._buffer_metrics = metrics.BufferMetrics(told.labels, told, self.page_size)
@@ -132,9 +143,7 @@ class BufferOnlyTree(HiRadixCache):
 
     @override
     def _inc_hit_count(self, node: TreeNode, chunked: bool = False) -> None:
-        if self.buffer is None:
-            super()._inc_hit_count(node, chunked)
-        elif not chunked:
+        if not chunked:
             node.hit_count += 1
             self.buffer.touches.used(node)
             if not node.storage_ready and node.hit_count >= self.write_through_threshold:
@@ -142,8 +151,7 @@ class BufferOnlyTree(HiRadixCache):
 
     @override
     def insert(self, params: Any) -> Any:
-        if self.buffer is not None:
-            self.inserts += 1
+        self.inserts += 1
         return super().insert(params)
 
     @override
@@ -158,15 +166,13 @@ class BufferOnlyTree(HiRadixCache):
     @override
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> Any:
         front = super()._split_node(key, child, split_len)
-        if self.buffer is not None:
-            split_marks(front, child, split_len)
+        split_marks(front, child, split_len)
         return front
 
     @override
     def _delete_leaf(self, node: TreeNode) -> None:
         super()._delete_leaf(node)
-        if self.buffer is not None:
-            self.buffer.backups.queue.deleted(node)
+        self.buffer.backups.queue.deleted(node)
 
     # ---- prefetch, load back ----
 
@@ -175,20 +181,17 @@ class BufferOnlyTree(HiRadixCache):
 
         At least one token of the prompt is always left to compute.
         """
-        assert self.buffer is not None
         key, _ = self.maybe_bigram_convert(key[: len(key) - 1])
         self.buffer.prefetches.request(rid, key[: len(key) // self.page_size * self.page_size])
 
     @override
     def check_prefetch_progress(self, req_id: str) -> bool:
-        if self.buffer is None:
-            return bool(super().check_prefetch_progress(req_id))
         return self.buffer.prefetches.ready(req_id)
 
     @override
     def match_prefix(self, params: Any) -> Any:
         match = super().match_prefix(params)
-        if self.buffer is None or params.req is None:
+        if params.req is None:
             return match
         # A request that is about to be admitted: SGLang counts what is in the staging buffer as it
         # counts hits in host memory, in the device memory that the request needs and not in what it
@@ -200,8 +203,6 @@ class BufferOnlyTree(HiRadixCache):
 
     @override
     def init_load_back(self, params: Any) -> Any:
-        if self.buffer is None:
-            return super().init_load_back(params)
         req: Req = params.req
         held, tokens = len(req.prefix_indices), params.host_hit_length
         # Not a hit in host memory: ``report_storage_hit`` says what it is.
@@ -211,10 +212,12 @@ class BufferOnlyTree(HiRadixCache):
 
     @override
     def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
-        if self.buffer is None:
-            return int(super().pop_prefetch_loaded_tokens(req_id))
         # A request that does not get in now asks again; its hits are taken when it runs.
         return int(self.prefetch_loaded_tokens_by_reqid.get(req_id, 0))
+
+    def take_storage_hit(self, rid: str) -> int:
+        """Tokens that were loaded from the store for a request; the next answer is 0."""
+        return int(self.prefetch_loaded_tokens_by_reqid.pop(rid, 0))
 
     def room(self) -> int:
         """Tokens that a request could take which is admitted now."""
@@ -222,31 +225,19 @@ class BufferOnlyTree(HiRadixCache):
             return self.admission_room()
         return int(self.token_to_kv_pool_allocator.available_size() + self.evictable_size())
 
-    def take_storage_hit(self, rid: str) -> int:
-        """Tokens that were loaded from the store for a request; the next answer is 0."""
-        return int(self.prefetch_loaded_tokens_by_reqid.pop(rid, 0))
-
     @override
     def release_aborted_request(self, rid: str) -> None:
-        if self.buffer is None:
-            super().release_aborted_request(rid)
-            return
         self.buffer.prefetches.cancel(rid)
         self.take_storage_hit(rid)
 
     @override
     def ready_to_load_host_cache(self) -> int:
-        if self.buffer is None:
-            return int(super().ready_to_load_host_cache())
         return self.buffer.prefetches.load_backs.launch()
 
     # ---- every step, and the end ----
 
     @override
     def check_hicache_events(self) -> None:
-        if self.buffer is None:
-            super().check_hicache_events()
-            return
         buffer = self.buffer
         buffer.step()
         if self.enable_storage_metrics:
@@ -258,20 +249,17 @@ class BufferOnlyTree(HiRadixCache):
     def flush_write_through_acks(self) -> None:
         # The scheduler calls this between steps, on some ways only; what it would look at is agreed
         # on once a step.
-        if self.buffer is None:
-            super().flush_write_through_acks()
+        pass
 
     @override
     def reset(self) -> None:
-        if self.buffer is not None:
+        if hasattr(self, "buffer"):
             self.buffer.reset()
         super().reset()
         self.generation += 1
 
     @override
     def clear_storage_backend(self) -> bool:
-        if self.buffer is None:
-            return bool(super().clear_storage_backend())
         return self.buffer.clear_store()
 
     @override
@@ -283,30 +271,20 @@ class BufferOnlyTree(HiRadixCache):
         hicache_storage_prefetch_policy: str | None = None,
         hicache_write_policy: str | None = None,
     ) -> tuple[bool, str]:
-        if self.buffer is not None:
-            return False, NO_RUNTIME_CHANGE
-        ok, message = super().attach_storage_backend(
-            storage_backend,
-            storage_backend_extra_config_json,
-            served_model_name,
-            hicache_storage_prefetch_policy,
-            hicache_write_policy,
-        )
-        return ok, message
+        return False, NO_RUNTIME_CHANGE
 
     @override
     def detach_storage_backend(self) -> tuple[bool, str]:
-        if self.buffer is not None:
-            if not self._closing:
-                return False, NO_RUNTIME_CHANGE
-            self.cache_controller.storage_backend = None  # the pipelines have closed it
+        if not self._closing:
+            return False, NO_RUNTIME_CHANGE
+        self.cache_controller.storage_backend = None  # the pipelines have closed it
         ok, message = super().detach_storage_backend()
         return ok, message
 
     @override
     def shutdown(self) -> None:
         self._closing = True
-        if self.buffer is not None and not self.buffer.close():
+        if hasattr(self, "buffer") and not self.buffer.close():
             return  # a call of the store still uses the backend; the process ends anyway
         super().shutdown()
 
