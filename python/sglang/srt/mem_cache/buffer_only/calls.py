@@ -96,12 +96,6 @@ class Calls:
             and len(self.fetches) + reserved < FETCH_SLOTS - MAX_FETCHES
         )
 
-    @property
-    def stuck(self) -> bool:
-        """Whether nothing can be fetched until an overdue call returns."""
-        overdue = len(self.fetches) - self.running
-        return self.most < self.least_pages or overdue >= FETCH_SLOTS - MAX_FETCHES
-
     def votes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What this rank knows of each query, and of each fetch."""
         jobs = [(piece.job, piece.overdue) for piece in self.fetches]

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.buffer_only.context import Context
     from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch
-    from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
 
@@ -65,13 +64,21 @@ class LoadBacks:
             caller's, where the device has no memory for them even after eviction, or the tree has
             something else.
         """
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
         context, tree, page = self._context, self._context.tree, self._context.page_size
         key, pages = prefetch.key[: stop * page], prefetch.staging_of(start, stop)
         values, above = tree._match_prefix_helper(tree.root_node, key)
         held, new = sum(map(len, values)), len(pages) * page
         if held + new != len(key):
             return None
-        slots = _allocate(tree, above, new)
+        allocator = tree.token_to_kv_pool_allocator
+        short = new - allocator.available_size()
+        if short > 0:
+            tree.inc_lock_ref(above)  # or eviction could take what the pages hang below
+            tree.evict(EvictParams(num_tokens=short))
+            tree.dec_lock_ref(above)
+        slots = allocator.alloc(new)
         if slots is None:
             return None
         # A new leaf that is in the store already.
@@ -128,17 +135,3 @@ class LoadBacks:
         self._context.tree.dec_lock_ref(load_back.node)
         for staging in load_back.staging:
             staging.release()
-
-
-def _allocate(tree: HiRadixCache, node: TreeNode, tokens: int) -> torch.Tensor | None:
-    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
-    allocator = tree.token_to_kv_pool_allocator
-    tree.inc_lock_ref(node)  # or eviction could take what the part hangs below
-    try:
-        short = tokens - allocator.available_size()
-        if short > 0:
-            tree.evict(EvictParams(num_tokens=short))
-        return allocator.alloc(tokens)
-    finally:
-        tree.dec_lock_ref(node)

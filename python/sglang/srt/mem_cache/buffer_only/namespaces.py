@@ -174,7 +174,10 @@ def _sums(tensor: torch.Tensor) -> list[int]:
         if len(words) % 4 == 0:
             words = words.view(torch.int32)
         if len(weights) < len(words):
-            weights = _weights(len(words), words.device)
+            # An odd number for each position, so that no two elements can change places unseen.
+            at = torch.arange(1, len(words) + 1, dtype=torch.int64, device=words.device)
+            at = at * 0x9E3779B97F4A7C1 ^ at * 0x85EBCA6B
+            weights = (at ^ (at >> 29)) * 2 + 1
         sums.append((words.long() * weights[: len(words)]).sum())
     return torch.stack(sums).tolist() if sums else []
 
@@ -190,15 +193,6 @@ def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from _blocks(part)
     else:
         yield from tensor.split(_BLOCK // row)
-
-
-def _weights(count: int, device: torch.device) -> torch.Tensor:
-    """An odd number for each position, so that no two elements can change places unseen."""
-    import torch
-
-    at = torch.arange(1, count + 1, dtype=torch.int64, device=device)
-    at = at * 0x9E3779B97F4A7C1 ^ at * 0x85EBCA6B
-    return (at ^ (at >> 29)) * 2 + 1
 
 
 def model_identity(config: Mapping[str, Any], fingerprints: Iterable[str]) -> dict[str, Any]:

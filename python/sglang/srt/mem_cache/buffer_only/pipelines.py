@@ -122,7 +122,8 @@ class Pipelines:
     def reset(self) -> None:
         """The tree is about to be emptied."""
         self.backups.reset()
-        self.prefetches.reset()
+        self.prefetches.cancel_all()
+        self.prefetches.load_backs.reset()
         self.touches.reset()
         self.context.store.namespace = self._namespace
 

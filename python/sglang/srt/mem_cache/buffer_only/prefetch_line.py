@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta.rank_agreement import TransferVote
+from sglang.srt.disaggregation.delta.rank_agreement import FETCH_SLOTS, TransferVote
+from sglang.srt.mem_cache.buffer_only.calls import MAX_FETCHES
 from sglang.srt.mem_cache.buffer_only.load_back import LoadBacks
 from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, State
 from sglang.srt.mem_cache.buffer_only.prefetch_states import PrefetchStates
@@ -156,7 +157,9 @@ class PrefetchLine(PrefetchStates):
     def launch(self) -> None:
         """Start what calls and stage have room for, first in line first."""
         if len(self.line):
-            if self.calls.stuck:
+            calls, overdue = self.calls, len(self.calls.fetches) - self.calls.running
+            if calls.most < calls.least_pages or overdue >= FETCH_SLOTS - MAX_FETCHES:
+                # Nothing can be fetched until an overdue call returns.
                 for prefetch in self.line:
                     if prefetch.state in (State.WAITING, State.FOUND):
                         self._settle(prefetch)
@@ -196,13 +199,10 @@ class PrefetchLine(PrefetchStates):
             self._take_answers(self.calls.votes()[0])
             self._fetch_in_line()
 
-    def reset(self) -> None:
-        """The tree is about to be emptied: end everything, but keep what the store still fills."""
-        self.cancel_all()
-        self.load_backs.reset()
-
     def cancel_all(self) -> None:
-        """The store was cleared: what it was found to have would enter the tree as stored."""
+        """Nobody wants any of them: the tree is about to be emptied, or what the store was found to
+        have would enter it as stored although it was cleared. What the store still fills is kept.
+        """
         for prefetch in self.line:
             self._end(prefetch)
 

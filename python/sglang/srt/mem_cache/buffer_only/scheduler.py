@@ -114,7 +114,10 @@ class BufferOnlyScheduler(Scheduler):
     @override
     def get_new_batch_prefill(self) -> ScheduleBatch | None:
         prefetches = self.tree_cache.buffer.prefetches
-        prefetches.in_line([req.rid for req in self._waiting()], self._is_full)
+        # On a prefill server they wait for their decode server first.
+        bootstrap = self._bootstrap_queue
+        reqs = [*self.waiting_queue, *(bootstrap.queue if bootstrap is not None else ())]
+        prefetches.in_line([req.rid for req in reqs], self._is_full)
         batch = super().get_new_batch_prefill()
         if batch is not None:
             for req in batch.reqs:
@@ -156,12 +159,6 @@ class BufferOnlyScheduler(Scheduler):
         if chunked is not None:
             room -= len(chunked.origin_input_ids) - len(chunked.prefix_indices)
         return int(room)
-
-    def _waiting(self) -> list[Req]:
-        """Requests that have not run, in the order in which they will."""
-        # On a prefill server they wait for their decode server first.
-        bootstrap = self._bootstrap_queue
-        return [*self.waiting_queue, *(bootstrap.queue if bootstrap is not None else ())]
 
     @property
     def _bootstrap_queue(self) -> Any:
