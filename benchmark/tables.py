@@ -3,7 +3,8 @@
 A table stands between ``<!-- table:NAME -->`` and ``<!-- end -->``. Its numbers are those of the
 files that the benchmark's command left in its ``results/`` folder, the command is above it, and a
 test compares them, so that no table says what no run showed. Tables of environment variables are
-made from ``sglang.srt.patchset.environment``, those of replaced classes from its table and sources.
+made from ``sglang.srt.patchset.environment``, those of replaced classes from its table and sources,
+those of refused settings from its rules.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from benchmark.hicache_buffer_only import page as hicache_page
 from benchmark.lead import page as lead_page
 from benchmark.lead.measure import read as lead_rows
 from benchmark.local_turns import page as local_page
-from sglang.srt.patchset import environment
+from sglang.srt.patchset import environment, flags, refusals
 from sglang.srt.patchset.table import GROUPS
 
 _BENCHMARK = Path(__file__).parent
@@ -452,6 +453,34 @@ def variables(group: str) -> str:
     return f"{environment.GROUPS[group]}:\n\n{environment.table(group)}"
 
 
+def refused() -> str:
+    """README.md: what is refused with each flag."""
+    (fp4,) = refusals.FP4
+    features = (flags.FLAG, flags.LOCAL, flags.ON)
+    lines = [f"- with `{flag}`: {'; '.join(_refused(flag))}" for flag in features]
+    intro = (
+        "Refused at start, with an error that names both settings (on both servers of a pair: "
+        f"`{fp4}`):"
+    )
+    return "\n".join([intro, *lines]) + "\n"
+
+
+def refused_with(flag: str) -> str:
+    """docs/: what is refused with a flag, and why."""
+    return markdown(["refused", "why"], [[*each] for each in _refused(flag).items()])
+
+
+def _refused(flag: str) -> dict[str, str]:
+    """The settings, as they are written, each with the reason."""
+    rows = (*refusals.AS_GIVEN, *refusals.ALWAYS, *refusals.MODELS)
+    return {_code(row.other): _code(row.why) for row in rows if flag in row.flags}
+
+
+def _code(text: str) -> str:
+    """Flags, with their value, and variables as code."""
+    return re.sub(r"(--[\w-]+(?: \w+$)?|SGLANG_\w+(?:=1)?)", r"`\1`", text)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "worth": worth,
     "gains": gains,
@@ -469,6 +498,10 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "transfer": transfer,
     "runs": runs,
     "progress-delay": progress_delay,
+    "refused": refused,
+    "refused-radix": partial(refused_with, flags.FLAG),
+    "refused-turns": partial(refused_with, flags.LOCAL),
+    "refused-buffer": partial(refused_with, flags.ON),
     **{f"variables-{group}": partial(variables, group) for group in environment.GROUPS},
     **{f"replaced-{g.name.replace('_', '-')}": partial(replaced.table, g.name) for g in GROUPS},
 }

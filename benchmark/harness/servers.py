@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from sglang.srt.patchset.base_version import installed_version
+from sglang.srt.patchset.status import installed_version
 from sglang.srt.patchset.table import CURRENT_VERSION
 
 HOST = "127.0.0.1"

@@ -37,7 +37,7 @@ from chaos.plan import (
 from chaos.report import print_account, print_plan, print_summary
 from chaos.run import Account, Arm, run_arm
 from current.environment import RELEASE, environment
-from sglang.srt.patchset.base_version import installed_version
+from sglang.srt.patchset.status import installed_version
 
 BACKENDS = ("nixl", "mooncake")
 PAGE_SIZES = (16, 1)

@@ -20,8 +20,8 @@ from chaos.clients import Addresses
 from component.buffer_only.masters import Master
 from current.environment import RELEASE
 from e2e.support import START_METHOD, pair_config
-from sglang.srt.patchset.base_version import installed_version
 from sglang.srt.patchset.environment import LOCAL_CHUNK, LOCAL_TOKENS
+from sglang.srt.patchset.status import installed_version
 
 DECODE_TOKENS = 2048
 """Three or four of the bank's requests at once: the pool is always full."""

@@ -13,7 +13,7 @@ from current.decode import Decode
 from sglang.srt import runtime_context
 from sglang.srt.disaggregation import lead
 from sglang.srt.disaggregation.lead import attach
-from sglang.srt.patchset import current
+from sglang.srt.patchset.__main__ import NAME, PLUGINS, report_current
 from sglang.srt.plugins import load_plugins_by_group
 
 HERE = Path(lead.__path__[0])
@@ -22,7 +22,7 @@ HERE = Path(lead.__path__[0])
 @pytest.mark.server()
 def test_sglang_finds_the_plugin(decode: Decode) -> None:
     """Guards against an entry point that the loader of this release does not look for."""
-    function, _ = load_plugins_by_group(current.PLUGINS)[current.NAME]
+    function, _ = load_plugins_by_group(PLUGINS)[NAME]
     assert function is attach.activate
 
 
@@ -47,7 +47,7 @@ def test_with_nothing_set_no_method_differs(decode: Decode) -> None:
 @pytest.mark.server()
 def test_every_part_fits_this_release() -> None:
     """Guards against a method of SGLang that is not as a part expects it, as ``--check`` says."""
-    text, status = current.report(check=True)
+    text, status = report_current(check=True)
     assert status == 0, text
 
 

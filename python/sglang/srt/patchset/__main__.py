@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
+from importlib import metadata
 
 from sglang.srt.patchset import __version__, environment
-from sglang.srt.patchset.base_version import installed_version
 from sglang.srt.patchset.status import (
-    GroupState,
     GroupStatus,
     RowStatus,
     State,
     examine,
+    installed_version,
     load_all,
     state,
 )
 from sglang.srt.patchset.table import CURRENT_VERSION
+
+#: The name of our entry point in SGLang's group of plugins, as in pyproject.toml.
+PLUGINS, NAME = "sglang.srt.plugins", "disagg_lead"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,17 +43,15 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(f"## {title}\n\n{environment.table(group)}" for group, title in titles))
         return 0
     if installed_version() == CURRENT_VERSION:
-        from sglang.srt.patchset import current
-
-        text, status = current.report(check=options.check)
+        text, status = report_current(check=options.check)
         sys.stdout.write(text)
         return status
     now = load_all() if options.check and state().active else examine()
     sys.stdout.write(render(now))
     if now.inert:
         return 1
-    pending = any(group.status is GroupStatus.PENDING for group in now.groups)
-    return 2 if now.problem or now.stock or (options.check and pending) else 0
+    pending = options.check and any(each.status is GroupStatus.PENDING for each in now.groups)
+    return 2 if now.problem or now.stock or pending else 0
 
 
 def render(now: State) -> str:
@@ -62,31 +64,62 @@ def render(now: State) -> str:
     ]
     if now.problem:
         lines.append(f"         {now.problem}")
-    for group in now.groups:
-        lines += ["", *_render_group(group, bool(now.inert))]
+    for each in now.groups:
+        group = each.group
+        mark = "stock" if now.inert else each.status.value
+        needs = f" (needs {', '.join(group.needs)})" if group.needs else ""
+        lines += ["", f"group {group.name}: {mark}", f"  {group.what}{needs}"]
+        if each.reason:
+            lines.append(f"  {each.reason}")
+        for item in each.rows:
+            mark = RowStatus.STOCK.value if now.inert else item.status.value
+            lines.append(f"  {mark:8} {item.row.target}")
+            lines.append(f"           with {item.row.mixin}")
+            lines.append(f"           for  {item.row.why}")
+            if item.row.when:
+                lines.append(f"           when {item.row.when}")
+            if item.reason:
+                lines.append(f"           {item.reason}")
+        for exchange in group.exchanges:
+            lines.append(f"  exchange {exchange.module}:{', '.join(exchange.names)}")
+            lines.append(f"           for  {exchange.why}")
     return "\n".join(lines) + "\n"
 
 
-def _render_group(state: GroupState, inert: bool) -> list[str]:
-    group = state.group
-    mark = "stock" if inert else state.status.value
-    needs = f" (needs {', '.join(group.needs)})" if group.needs else ""
-    lines = [f"group {group.name}: {mark}", f"  {group.what}{needs}"]
-    if state.reason:
-        lines.append(f"  {state.reason}")
-    for item in state.rows:
-        mark = RowStatus.STOCK.value if inert else item.status.value
-        lines.append(f"  {mark:8} {item.row.target}")
-        lines.append(f"           with {item.row.mixin}")
-        lines.append(f"           for  {item.row.why}")
-        if item.row.when:
-            lines.append(f"           when {item.row.when}")
-        if item.reason:
-            lines.append(f"           {item.reason}")
-    for each in group.exchanges:
-        lines.append(f"  exchange {each.module}:{', '.join(each.names)}")
-        lines.append(f"           for  {each.why}")
-    return lines
+def report_current(*, check: bool) -> tuple[str, int]:
+    """What SGLang 0.5.23's processes attach in this environment, and the exit status: 0 if that is
+    what the variables ask for, 1 if the package is turned off, 2 if something is wrong.
+
+    ``check``: compare the signatures of the methods that the parts wrap, which imports SGLang.
+
+    Raises:
+        ValueError: a variable is set to something that is not allowed; a server would not start.
+    """
+    from sglang.srt.disaggregation.lead import attach
+
+    is_active, problem = environment.ACTIVE.read(), ""
+    if not is_active:
+        problem = "inert: turned off by SGLANG_PATCHSET=0"
+    elif NAME not in metadata.entry_points(group=PLUGINS).names:
+        problem = f"is not loaded: the entry point {NAME} of {PLUGINS} is not installed"
+    elif NAME not in (environment.sglang_names("SGLANG_PLUGINS") or [NAME]):
+        problem = f"is not loaded: SGLANG_PLUGINS does not name {NAME}"
+    wraps = attach.Wraps()
+    for part in attach.PARTS if check else ():
+        importlib.import_module(f"{attach.__package__}.{part.name}").install(wraps)
+    on = attach.parts_on()
+    lines = (
+        f"version  {__version__}",
+        f"sglang   found {CURRENT_VERSION}: the group {attach.GROUP}, attached by SGLang's plugins",
+        f"patchset {problem or 'active'}",
+        "",
+        f"group {attach.GROUP}: {', '.join(part.name for part in on) or 'off'}",
+        *(f"  {'on' if part in on else 'off':4} {part.name}" for part in attach.PARTS),
+        *(f"  by {each}" for each in environment.given(attach.GROUP)),
+        *(f"  does not fit: {each}" for each in wraps.misfits),
+    )
+    status = 1 if not is_active else 2 if problem or wraps.misfits else 0
+    return "\n".join(lines) + "\n", status
 
 
 if __name__ == "__main__":

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import TYPE_CHECKING
+import json
+import math
+from typing import TYPE_CHECKING, Any  # Any: what has the attributes of ServerArgs
 
 from typing_extensions import override
 
-from sglang.srt.patchset import compat, compat_buffer_only
+from sglang.srt.mem_cache.buffer_only import settings
+from sglang.srt.patchset import flags, refusals
+from sglang.srt.patchset.flags import LOCAL, LOCAL_MAX_ITL, MODE, ON, PAGES, SIZE
 from sglang.srt.patchset.status import closure, examine, require_active, require_switches
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs as _Base
 else:
     _Base = object
+
+#: SGLang's, where --hicache-storage-backend-extra-config has no prefetch_threshold.
+PREFETCH_THRESHOLD = 256
 
 
 @dataclasses.dataclass
@@ -35,37 +42,24 @@ class DisaggArgs(_Base):
         require_switches()
         if self.disaggregation_mode != "null":
             # What keeps it stock is said here, once, and not by each process of the server.
-            examine(closure(compat.backend_groups(self)))
-        compat.check_transferable(self)
-        wanted = self.disaggregation_decode_enable_radix_cache
-        if wanted:
-            # Here disable_radix_cache is still what the user passed, and the checks also reach the
-            # model paths ("dummy") for which SGLang skips the rest.
-            compat.check_explicit_disable(self)
-            compat.check_decode_radix_args(self)
-            require_active(compat.FLAG, *compat.groups(self))
-        compat.check_local_turns(self)
-        compat_buffer_only.check_given(self)
+            examine(closure(flags.backend_group(self)))
+        # Here disable_radix_cache is still what the user passed, and the checks also reach the
+        # model paths ("dummy") for which SGLang skips the rest.
+        check_numbers(self)
+        refusals.check_given(self)
+        for flag, groups in flags.needed_groups(self).items():
+            require_active(flag, *groups)
         super().__post_init__()
-        if compat_buffer_only.wanted(self):
-            require_active(compat_buffer_only.ON, compat_buffer_only.GROUP)
-            compat_buffer_only.complete(self)
-        else:
-            compat.warn_drafts_behind_hicache(self)
-        if wanted:
-            # Once more on the values that SGLang has filled in or changed.
-            compat.check_decode_radix_args(self)
-            compat.check_still_enabled(self)
-            compat.warn_dp_attention(self)
-            compat.attend_prefixes_whole(self)
+        # Once more on the values that SGLang has filled in or changed.
+        refusals.check_filled_in(self)
+        check_pages(self)
+        flags.attend_prefixes_whole(self)
 
     @override
     def _handle_model_specific_adjustments(self) -> None:
         # The first handler that has the model's configuration at hand.
-        if self.disaggregation_decode_enable_radix_cache:
-            compat.check_decode_radix_model(self.get_model_config(), self.speculative_algorithm)
-        if compat_buffer_only.wanted(self):
-            compat_buffer_only.check_model(self.get_model_config())
+        if flags.needed_groups(self):
+            refusals.check_model(self, self.get_model_config())
         super()._handle_model_specific_adjustments()
 
     @override
@@ -78,17 +72,21 @@ class DisaggArgs(_Base):
     @staticmethod
     @override
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
-        _upstream().add_cli_args(parser)
+        from sglang.srt.server_args import ServerArgs
+
+        # What comes after the mixin: a static method has no ``super()``.
+        order = ServerArgs.__mro__
+        order[order.index(DisaggArgs) + 1].add_cli_args(parser)
         group = parser.add_argument_group("sglang-disagg-patchset")
         group.add_argument(
-            compat.FLAG,
+            flags.FLAG,
             action="store_true",
             help="Decode server only: keep the KV of finished requests in a radix tree. The "
             "prefill server then sends only the pages that the tree does not hold. Needs "
-            f"--disaggregation-transfer-backend {' or '.join(compat.DELTA_BACKENDS)}.",
+            f"--disaggregation-transfer-backend {' or '.join(flags.DELTA_BACKENDS)}.",
         )
         group.add_argument(
-            compat.LOCAL,
+            LOCAL,
             type=int,
             default=0,
             metavar="TOKENS",
@@ -97,7 +95,7 @@ class DisaggArgs(_Base):
             "server would have sent them. Needs the decode radix cache. Default: 0, never.",
         )
         group.add_argument(
-            compat.LOCAL_WHEN_LOST,
+            flags.LOCAL_WHEN_LOST,
             "--disaggregation-decode-local-tokens-when-lost",
             dest="disaggregation_decode_local_tokens_when_lost",
             type=int,
@@ -108,7 +106,7 @@ class DisaggArgs(_Base):
             "its transfer failed. Default: 0, the request fails.",
         )
         group.add_argument(
-            compat.LOCAL_SHARE,
+            flags.LOCAL_SHARE,
             "--disaggregation-decode-local-share",
             dest="disaggregation_decode_local_share",
             type=float,
@@ -120,21 +118,95 @@ class DisaggArgs(_Base):
             ),
         )
         group.add_argument(
-            compat.LOCAL_MAX_ITL,
+            LOCAL_MAX_ITL,
             type=float,
             default=0.0,
             metavar="MS",
             help="A bound on the inter-token latency of running requests, in milliseconds: chunks "
             "of local prefill are sized so that 99 of 100 gaps between tokens with a chunk in them "
             "are shorter. Turns that do not fit are left to prefill. Needs "
-            f"{compat.LOCAL}. Default: 0, no bound.",
+            f"{LOCAL}. Default: 0, no bound.",
         )
-        compat_buffer_only.add_arguments(group)
+        group.add_argument(
+            MODE,
+            choices=flags.MODES,
+            default="cache",
+            help="What HiCache's host memory is: 'cache' keeps evicted KV (SGLang's behaviour), "
+            "'buffer_only' is a small staging buffer between the device and "
+            "--hicache-storage-backend.",
+        )
+        group.add_argument(
+            PAGES,
+            type=int,
+            default=None,
+            help=f"Size of the staging buffer of {ON}, in pages of --page-size tokens. Default: "
+            f"what {SIZE} holds; else {settings.RATIO_FLAG} times the device pool, if that flag is "
+            f"not SGLang's own {settings.CACHE_RATIO:g}; else 5 GB, at most the device pool's "
+            "pages.",
+        )
 
 
-def _upstream() -> type[_Base]:
-    """What comes after the mixin: a static method has no ``super()``."""
-    from sglang.srt import server_args
+def check_numbers(args: Any) -> None:
+    """Raise ``ValueError`` for values of our flags that mean nothing."""
+    local = args.disaggregation_decode_local_tokens
+    lost = args.disaggregation_decode_local_tokens_when_lost
+    share = args.disaggregation_decode_local_share
+    bound = args.disaggregation_decode_local_max_itl_ms
+    mode, pages, size = args.hicache_host_memory_mode, args.hicache_buffer_pages, args.hicache_size
+    tokens, is_on = "must be 0 (off) or a number of tokens, not", flags.wants_buffer_only(args)
+    for is_wrong, text in (
+        (local < 0, f"{LOCAL} {tokens} {local}."),
+        (lost < 0, f"{flags.LOCAL_WHEN_LOST} {tokens} {lost}."),
+        (not 0 < share <= 1, f"{flags.LOCAL_SHARE} must be above 0 and at most 1, not {share}."),
+        (
+            not 0 <= bound < math.inf,
+            f"{LOCAL_MAX_ITL} must be 0 (no bound) or a number of ms, not {bound}.",
+        ),
+        (
+            bound and not (local or lost),
+            f"{LOCAL_MAX_ITL} bounds local prefill, and this server does none. "
+            f"Add {LOCAL} to it, or remove {LOCAL_MAX_ITL}.",
+        ),
+        (mode not in flags.MODES, f"{MODE} {mode} is not known. Use {' or '.join(flags.MODES)}."),
+        (
+            pages is not None and not is_on,
+            f"{PAGES} {pages} sizes the staging buffer of {ON}, but {MODE} is {mode}. Add {ON}, "
+            f"or remove {PAGES}.",
+        ),
+        (
+            pages is not None and pages <= 0,
+            f"{PAGES} {pages} must be positive. Remove {PAGES} to have it computed.",
+        ),
+        (is_on and size < 0, f"{SIZE} {size} must be positive. Remove {SIZE}, or use {PAGES}."),
+        (
+            is_on and pages is not None and size > 0,
+            f"{PAGES} {pages} and {SIZE} {size} both size the staging buffer of {ON}: one in "
+            "pages, one in gigabytes per rank. Remove one of them.",
+        ),
+    ):
+        if is_wrong:
+            raise ValueError(text)
 
-    order = server_args.ServerArgs.__mro__
-    return order[order.index(DisaggArgs) + 1]
+
+def check_pages(args: Any) -> None:
+    """Raise ``ValueError`` for a staging buffer that is too small, where its size was given in
+    pages; else it is chosen when the bytes of a page are known."""
+    pages, page_size = args.hicache_buffer_pages, args.page_size
+    if flags.wants_buffer_only(args) and pages is not None and page_size is not None:
+        threshold = prefetch_threshold(args.hicache_storage_backend_extra_config)
+        settings.check_pages(pages, page_size, threshold)
+
+
+def prefetch_threshold(extra_config: str | None) -> int:
+    """Tokens of the smallest hit that is fetched, from the JSON of the backend's configuration.
+
+    A configuration in a file ("@path") is read by SGLang when it builds the cache, which then
+    checks the size again; until then the default counts.
+    """
+    if not extra_config or extra_config.startswith("@"):
+        return PREFETCH_THRESHOLD
+    try:
+        value = json.loads(extra_config).get("prefetch_threshold", PREFETCH_THRESHOLD)
+    except (ValueError, AttributeError):
+        return PREFETCH_THRESHOLD  # SGLang reports what is wrong with it
+    return value if isinstance(value, int) else PREFETCH_THRESHOLD

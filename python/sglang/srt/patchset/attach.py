@@ -4,6 +4,9 @@ All rows of a group are bound, or none: targets are imported at different times,
 not fit may be met when others of its group are bound and their classes are in use. Then the group
 is *taken back*: each bound class drops its mixin from its bases, and so becomes an empty subclass
 of the stock class, for everybody who holds it.
+
+What no row can reach is exchanged for a moment (``exchanged``): SGLang makes its NIXL agent in the
+middle of a method, from classes that it looks up there.
 """
 
 from __future__ import annotations
@@ -11,16 +14,15 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any  # Any: loaders; what a name stands for; arguments of a server
 
-from sglang.srt.patchset import environment, status, switches
-from sglang.srt.patchset.base_version import installed_version, why_inert
-from sglang.srt.patchset.combine import combine, separate
-from sglang.srt.patchset.guard import mismatches
-from sglang.srt.patchset.status import GroupState, GroupStatus, RowState, RowStatus
+from sglang.srt.patchset import environment, status
+from sglang.srt.patchset.combine import combine, mismatches, separate
+from sglang.srt.patchset.status import BASE, GroupState, GroupStatus, RowState, RowStatus
 from sglang.srt.patchset.table import CURRENT_VERSION, GROUPS, Group, Replacement
 
 _REPORTED = "SGLANG_PATCHSET_REPORTED"
@@ -29,12 +31,10 @@ _REPORTED = "SGLANG_PATCHSET_REPORTED"
 def activate() -> Attachment:
     """Called by the import hook at the first import below ``sglang.srt``."""
     if status.attachment is None:
-        found = installed_version()
-        attachment = Attachment(
-            GROUPS, found=found, inert=why_inert(found), off=environment.DISABLED_GROUPS.read()
-        )
-        status.attachment = attachment
-        attachment.start()
+        found = status.installed_version()
+        off = environment.DISABLED_GROUPS.read()
+        status.attachment = Attachment(GROUPS, found=found, inert=status.why_inert(found), off=off)
+        status.attachment.start()
     return status.attachment
 
 
@@ -50,7 +50,7 @@ class Attachment:
         self._groups = {group.name: group for group in groups}
         self._off = tuple(off)
         #: What is wrong with the switches; servers refuse to start then.
-        self.problem = switches.problem(self._groups.values(), self._off)
+        self.problem = status.switch_problem(self._groups.values(), self._off)
         self._rows = {row: group for group in self._groups.values() for row in group.rows}
         self._modules: dict[str, list[Replacement]] = {}
         for row in self._rows:
@@ -72,20 +72,46 @@ class Attachment:
         if self.problem:
             _report("switches", self.problem)
         for name in self._off:
-            if name in self._groups and name != switches.BASE:
-                self._leave_stock(self._groups[name], f"{switches.ENV} names it", GroupStatus.OFF)
-        for name in self._modules:
-            module = sys.modules.get(name)
-            if module is not None:
-                self._rebind_late(module)
+            if name in self._groups and name != BASE:
+                self._leave_stock(self._groups[name], f"{status.DISABLE} names it", GroupStatus.OFF)
+        for name, rows in self._modules.items():
+            if sys.modules.get(name) is None:
+                continue
+            self.rebind(sys.modules[name])
+            for row in rows:
+                base, _ = self.bound.get(row, (None, None))
+                # A row that names a consumer leaves the class stock everywhere else on purpose.
+                holders = _holders(base) if base is not None and base.__module__ == name else ""
+                if holders:
+                    self._fail(row, f"imported before the hook, stock class held by {holders}")
 
     def group_states(self) -> tuple[GroupState, ...]:
         """Every group and what became of it."""
-        return tuple(self._state_of(group) for group in self._groups.values())
+        states = []
+        for group in self._groups.values():
+            how, reason = self._stock.get(group.name, (None, ""))
+            rows = tuple(self._row_state(row, how is not None) for row in group.rows)
+            if how is None:
+                is_whole = all(row.status is RowStatus.BOUND for row in rows)
+                how = GroupStatus.ATTACHED if is_whole else GroupStatus.PENDING
+            states.append(GroupState(group, how, reason, rows))
+        return tuple(states)
 
-    def examine(self, name: str) -> None:
-        """Find out now what keeps the group ``name`` from being attached, apart from its rows."""
-        self._is_wanted(self._groups[name])
+    def examine(self, name: str) -> bool:
+        """Find out now what keeps the group ``name`` from being attached, apart from its rows:
+        whether these are to be bound, as far as is known by now."""
+        group = self._groups[name]
+        if name not in self._examined:
+            self._examined.add(name)
+            needed = all(self.examine(each) for each in self._needs(group))
+            if needed and name not in self._stock and group.obstacle:
+                try:
+                    reason = str(_named(group.obstacle)())
+                except Exception as error:
+                    reason = f"{type(error).__name__}: {error}"
+                if reason:
+                    self._leave_stock(group, reason)
+        return name not in self._stock
 
     def has_rows(self, module: str) -> bool:
         """Whether the hook has to watch ``module``."""
@@ -113,27 +139,24 @@ class Attachment:
     def rebind(self, module: ModuleType) -> None:
         """Bind the rows of ``module``; never raises."""
         for row in self._modules[module.__name__]:
+            group = self._rows[row].name
             try:
-                if self._is_wanted(self._rows[row]):
-                    self._bind(row, module)
+                if not self.examine(group):
+                    continue
+                mixin, base = _named(row.mixin), getattr(module, row.name)
+                problems = mismatches(base, mixin)
+                if problems:
+                    self._fail(row, "; ".join(problems))
+                elif group in self._stock:
+                    pass  # importing the mixin led to a row that does not fit
+                elif row.when:
+                    self.optional[row] = mixin
+                else:
+                    bound = combine(base, mixin)
+                    setattr(module, row.name, bound)
+                    self.bound[row] = (base, bound)
             except Exception as error:
                 self._fail(row, f"{type(error).__name__}: {error}")
-
-    def _bind(self, row: Replacement, module: ModuleType) -> None:
-        mixin = _named(row.mixin)
-        base = getattr(module, row.name)
-        problems = mismatches(base, mixin)
-        if problems:
-            self._fail(row, "; ".join(problems))
-            return
-        if self._rows[row].name in self._stock:
-            return  # importing the mixin led to a row that does not fit
-        if row.when:
-            self.optional[row] = mixin
-            return
-        bound = combine(base, mixin)
-        setattr(module, row.name, bound)
-        self.bound[row] = (base, bound)
 
     def equip(self, target: str, made: object, server_args: Any) -> None:
         """Put on ``made``, an object of the class ``target`` ("module:Name") that is just being
@@ -143,34 +166,13 @@ class Attachment:
             if is_new and _named(row.when)(server_args):
                 made.__class__ = combine(type(made), mixin)
 
-    def _rebind_late(self, module: ModuleType) -> None:
-        self.rebind(module)
-        for row in self._modules[module.__name__]:
-            base, _ = self.bound.get(row, (None, None))
-            # A row that names a consumer leaves the class stock everywhere else on purpose.
-            if base is not None and base.__module__ == module.__name__:
-                holders = _holders(base)
-                if holders:
-                    self._fail(row, f"imported before the hook, stock class held by {holders}")
-
     # ---- groups ----
-
-    def _is_wanted(self, group: Group) -> bool:
-        """Whether rows of ``group`` are to be bound, as far as is known by now."""
-        if group.name not in self._examined:
-            self._examined.add(group.name)
-            needed = all(self._is_wanted(self._groups[name]) for name in self._needs(group))
-            if needed and group.name not in self._stock and group.obstacle:
-                reason = _ask(group.obstacle)
-                if reason:
-                    self._leave_stock(group, reason)
-        return group.name not in self._stock
 
     def _needs(self, group: Group) -> tuple[str, ...]:
         """Names of the groups without which ``group`` is stock."""
-        if group.name == switches.BASE:
+        if group.name == BASE:
             return ()
-        return tuple(name for name in (switches.BASE, *group.needs) if name in self._groups)
+        return tuple(name for name in (BASE, *group.needs) if name in self._groups)
 
     def _fail(self, row: Replacement, reason: str) -> None:
         self._failed[row] = reason
@@ -197,14 +199,6 @@ class Attachment:
         if how is GroupStatus.STOCK or dependents:
             _report(group.name, f"feature group {group.name} stays stock: {reason}.{also}")
 
-    def _state_of(self, group: Group) -> GroupState:
-        how, reason = self._stock.get(group.name, (None, ""))
-        rows = tuple(self._row_state(row, how is not None) for row in group.rows)
-        if how is None:
-            is_whole = all(row.status is RowStatus.BOUND for row in rows)
-            how = GroupStatus.ATTACHED if is_whole else GroupStatus.PENDING
-        return GroupState(group, how, reason, rows)
-
     def _row_state(self, row: Replacement, is_stock: bool) -> RowState:
         if row in self._failed:
             return RowState(row, RowStatus.FAILED, self._failed[row])
@@ -219,13 +213,6 @@ def _named(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _ask(obstacle: str) -> str:
-    try:
-        return str(_named(obstacle)())
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
 def _holders(base: type) -> str:
     """Names in SGLang's modules that are bound to ``base``."""
     return ", ".join(
@@ -235,6 +222,32 @@ def _holders(base: type) -> str:
         for key, value in list(vars(module).items())
         if value is base
     )
+
+
+@contextmanager
+def exchanged(group: str, module: str, names: Mapping[str, Any]) -> Iterator[None]:
+    """While this holds, ``names`` of ``module`` stand for what is given here (for every thread).
+
+    A name may have dots in it. Where ``group`` is not attached, nothing is exchanged.
+
+    Raises:
+        LookupError: the table does not list a name of the module for that group.
+    """
+    of = next(each for each in status.state().groups if each.group.name == group)
+    for name in names:
+        if not any(row.module == module and name in row.names for row in of.group.exchanges):
+            raise LookupError(f"{module}:{name} is not an exchange of the group {group}")
+    if of.status in (GroupStatus.OFF, GroupStatus.STOCK):
+        names = {}
+    with ExitStack() as stack:
+        for name, value in names.items():
+            path, _, last = name.rpartition(".")
+            holder: Any = importlib.import_module(module)
+            for part in filter(None, path.split(".")):
+                holder = getattr(holder, part)
+            stack.callback(setattr, holder, last, getattr(holder, last))
+            setattr(holder, last, value)
+        yield
 
 
 def _report(subject: str, message: str) -> None:

@@ -1,12 +1,30 @@
-"""Builds the class that stands in for an upstream class."""
+"""Builds the class that stands in for an upstream class, from a mixin that still fits it.
+
+An override whose upstream method was renamed, or takes other arguments, would be silently dead or
+crash at the first request. ``mismatches`` turns both into a row that stays stock, with a reason.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any  # Any: attributes of a class, whatever they are
+import inspect
+from collections.abc import Iterator
+from typing import Any  # Any: classes and their members, whatever they are
+
+_ABSENT: Any = object()
+#: What the decorator for dataclasses puts into a class.
+_GENERATED = frozenset(
+    ("__dataclass_fields__", "__dataclass_params__", "__init__", "__repr__", "__eq__", "__hash__")
+    + ("__lt__", "__le__", "__gt__", "__ge__", "__setattr__", "__delattr__", "__match_args__")
+    + ("__replace__",)
+)
 
 
-def combine(base: type, mixin: type) -> type:
+class _Nothing:
+    """What stands where a mixin was."""
+
+
+def combine(base: Any, mixin: type) -> type:
     """Return ``class base.__name__(mixin, base)`` under the upstream identity.
 
     Module, name and qualified name stay upstream's, so that pickling by reference finds the class
@@ -16,14 +34,20 @@ def combine(base: type, mixin: type) -> type:
     Raises:
         TypeError: the classes could not be separated again.
     """
-    identity: dict[str, Any] = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-    }
-    combined = type(base)(base.__name__, (_removable(mixin), base), identity)
+    # An empty subclass that can lose its only base. The combined class cannot: its own bases are
+    # laid out differently in memory where SGLang's is an abstract class.
+    identity = {"__module__": mixin.__module__, "__qualname__": mixin.__qualname__}
+    removable = type(mixin)(mixin.__name__, (mixin,), identity)
+    removable.__bases__ = (_Nothing,)
+    removable.__bases__ = (mixin,)
+    identity = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    combined: type = type(base)(base.__name__, (removable, base), identity)
     if dataclasses.is_dataclass(base):
-        combined = _as_dataclass(combined, base)
+        # As upstream did: the generated ``__init__`` then knows the fields of both.
+        options = ("init", "repr", "eq", "order", "unsafe_hash", "frozen")
+        params: Any = vars(base)["__dataclass_params__"]
+        decorate = dataclasses.dataclass(**{name: getattr(params, name) for name in options})
+        combined = decorate(combined)
     return combined
 
 
@@ -35,31 +59,64 @@ def separate(base: type, combined: type) -> None:
     combined.__bases__[0].__bases__ = (_Nothing,)
 
 
-class _Nothing:
-    """What stands where a mixin was."""
+def mismatches(base: type, mixin: type) -> list[str]:
+    """Everything in which ``mixin`` does not fit ``base``; empty if it fits."""
+    found: list[str] = []
+    for name, member in [each for cls in mixin.__mro__[:-1] for each in vars(cls).items()]:
+        stock, function = inspect.getattr_static(base, name, _ABSENT), _function(member)
+        if function is None:
+            continue
+        if any(getattr(part, "__override__", False) for part in (member, function)):
+            found.extend(_differences(base, name, stock, member))
+        elif stock is not _ABSENT and not (name.startswith("__") and name.endswith("__")):
+            found.append(f"{name} exists in {base.__name__} but is not marked as an override")
+    if dataclasses.is_dataclass(mixin):
+        if not dataclasses.is_dataclass(base):
+            return [*found, f"{base.__name__} is not a dataclass, its mixin is"]
+        fields = {field.name for field in dataclasses.fields(base)}
+        for field in dataclasses.fields(mixin):
+            if field.name in fields:
+                found.append(f"field {field.name} already exists in {base.__name__}")
+    return found
 
 
-def _removable(mixin: type) -> type:
-    """An empty subclass that can lose its only base. The combined class cannot: its own bases are
-    laid out differently in memory where SGLang's is an abstract class."""
-    identity = {"__module__": mixin.__module__, "__qualname__": mixin.__qualname__}
-    holder = type(mixin)(mixin.__name__, (mixin,), identity)
-    holder.__bases__ = (_Nothing,)
-    holder.__bases__ = (mixin,)
-    return holder
+def _differences(base: type, name: str, stock: Any, member: Any) -> Iterator[str]:
+    """In which the override ``member`` is no form of the upstream member ``stock``."""
+    label = f"{base.__name__}.{name}"
+    if stock is _ABSENT:
+        yield f"{label} does not exist"
+    elif _function(stock) is None or _kind(stock) != _kind(member):
+        yield f"{label} is a {_kind(stock)}, the override a {_kind(member)}"
+    else:
+        actual, expected = (inspect.signature(_function(each)) for each in (stock, member))
+        # Names, kinds and defaults; a default may be a tensor, whose == gives no plain truth value.
+        shapes = [
+            [(p.name, p.kind, repr(p.default)) for p in each.parameters.values()]
+            for each in (actual, expected)
+        ]
+        if shapes[0] != shapes[1]:
+            yield f"{label}{_bare(actual)} was expected to be {_bare(expected)}"
 
 
-#: What the decorator for dataclasses puts into a class.
-_GENERATED = frozenset(
-    ("__dataclass_fields__", "__dataclass_params__", "__init__", "__repr__", "__eq__", "__hash__")
-    + ("__lt__", "__le__", "__gt__", "__ge__", "__setattr__", "__delattr__", "__match_args__")
-    + ("__replace__",)
-)
+def _function(member: Any) -> Any:
+    """The plain function in a method, static method, class method or property; else None."""
+    if isinstance(member, property):
+        member = member.fget
+    elif isinstance(member, (staticmethod, classmethod)):
+        member = member.__func__
+    return member if inspect.isfunction(member) else None
 
 
-def _as_dataclass(combined: type, base: type) -> type:
-    """Decorate as upstream did: the generated ``__init__`` then knows the fields of both."""
-    params: Any = base.__dataclass_params__  # type: ignore[attr-defined]
-    options = ("init", "repr", "eq", "order", "unsafe_hash", "frozen")
-    decorate = dataclasses.dataclass(**{name: getattr(params, name) for name in options})
-    return decorate(combined)
+def _kind(member: Any) -> str:
+    function = _function(member)
+    if function is None:
+        return type(member).__name__
+    prefix = "async " if inspect.iscoroutinefunction(function) else ""
+    prefix += "generator " if inspect.isgeneratorfunction(function) else ""
+    return prefix + type(member).__name__
+
+
+def _bare(signature: inspect.Signature) -> str:
+    """Without annotations, which are free to differ."""
+    plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=plain, return_annotation=signature.empty))

@@ -1,5 +1,5 @@
 """Where a scheduler starts: whatever its flags need is wholly attached, and is put on it; then the
-server says what it is.
+server says what it is, in its log, in a metric and in ``/server_info``.
 
 This has a row of its own, in a group that is always attached, so that a row which does not fit
 cannot take the check along with it.
@@ -7,6 +7,7 @@ cannot take the check along with it.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 from typing import TYPE_CHECKING, Any  # Any: SGLang's arguments, handed on
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Any  # Any: SGLang's arguments, handed on
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.metrics import METRICS
-from sglang.srt.patchset import compat, compat_buffer_only, status
-from sglang.srt.patchset.identity import KEY, identity, line
-from sglang.srt.patchset.status import require_active
+from sglang.srt.disaggregation.delta.wire import VERSION
+from sglang.srt.patchset import __version__, flags, status
+from sglang.srt.patchset.args import DisaggArgs
+from sglang.srt.patchset.status import GroupStatus, State
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
@@ -28,14 +30,39 @@ else:
 logger = logging.getLogger(__name__)
 
 SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
+#: The key in each of the ``internal_states`` of ``/server_info``.
+KEY = "disagg_patchset"
 
 
-def check(server_args: ServerArgs) -> None:
-    """Raise :class:`PatchsetError` for a flag whose groups are not attached in this process."""
-    if compat.wanted(server_args):
-        require_active(compat.FLAG, *compat.groups(server_args), load=True)
-    if compat_buffer_only.wanted(server_args):
-        require_active(compat_buffer_only.ON, compat_buffer_only.GROUP, load=True)
+def identity(args: Any, now: State) -> dict[str, str]:
+    """The labels of ``sglang:disagg_patchset_info``.
+
+    ``groups``: the feature groups that are neither switched off nor stock, also those that this
+    server has no use for; ``protocol``: of the prefixes between prefill and decode; ``flags``: ours
+    whose value is not the default.
+    """
+    left_out = (GroupStatus.OFF, GroupStatus.STOCK)
+    written = {name: flag for flag, name in flags.FIELDS.items()}
+    given = [
+        flag if value is True else f"{flag}={value}"
+        for field in dataclasses.fields(DisaggArgs)
+        if (value := getattr(args, field.name)) != field.default
+        for flag in [written.get(field.name, f"--{field.name.replace('_', '-')}")]
+    ]
+    return {
+        "version": __version__,
+        "groups": ",".join(g.group.name for g in now.groups if g.status not in left_out),
+        "protocol": str(VERSION),
+        "flags": " ".join(given),
+    }
+
+
+def line(about: dict[str, str]) -> str:
+    """The identity as a server logs it when it starts."""
+    return (
+        f"sglang-disagg-patchset {about['version']}: feature groups {about['groups']}; "
+        f"delta protocol {about['protocol']}; flags {about['flags'] or 'none'}"
+    )
 
 
 def equip(scheduler: Scheduler, server_args: ServerArgs) -> None:
@@ -45,12 +72,13 @@ def equip(scheduler: Scheduler, server_args: ServerArgs) -> None:
 
 
 class CheckedScheduler(Scheduler):
-    """Checks before anything is built, and is equipped for its flags. Whatever the arguments are,
-    they are passed on."""
+    """Refuses a flag whose groups are not attached in this process before anything is built, and is
+    equipped for its flags. Whatever the arguments are, they are passed on."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
-        check(given["server_args"])
+        for flag, groups in flags.needed_groups(given["server_args"]).items():
+            status.require_active(flag, *groups, load=True)
         equip(self, given["server_args"])
         super().__init__(*args, **kwargs)
         about = identity(self.server_args, status.state())

@@ -1,4 +1,5 @@
-"""What the patch set has done in this process, for the command line, validation and tests."""
+"""What the patch set has done in this process, for the command line, validation and tests: which
+release of SGLang it found, which groups the user switched off, and what became of the others."""
 
 from __future__ import annotations
 
@@ -6,11 +7,16 @@ import enum
 import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any  # Any: attach makes it, and reads this module
 
-from sglang.srt.patchset.base_version import installed_version
-from sglang.srt.patchset.table import BASE_VERSION, GROUPS, Group, Replacement
+from sglang.srt.patchset import environment
+from sglang.srt.patchset.table import BASE_VERSION, CURRENT_VERSION, GROUPS, Group, Replacement
 
+#: The variable that names feature groups which are to stay stock.
+DISABLE = environment.DISABLED_GROUPS.name
+#: Flags and start-up check: what tells the user that something is off cannot be off itself.
+BASE = "base"
 #: ``attach.Attachment``, which ``attach.activate`` sets once for a process.
 attachment: Any = None
 
@@ -93,6 +99,42 @@ class State:
         return tuple(group for group in self.groups if group.status is GroupStatus.STOCK)
 
 
+def installed_version() -> str:
+    """Version of the installed SGLang, from its metadata; "none" where there is no metadata."""
+    try:
+        return metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def why_inert(found: str) -> str:
+    """Why the table stays out of SGLang ``found``; empty if it may attach."""
+    if not environment.ACTIVE.read():
+        return "turned off by SGLANG_PATCHSET=0"
+    made_for = f"made for SGLang {BASE_VERSION} and {CURRENT_VERSION}"
+    if found == "none":
+        return (
+            f"{made_for}, and no package `sglang` is installed. If `import "
+            "sglang` still works, it may find only this package's files (`pip uninstall "
+            "sglang-disagg-patchset` removes them)"
+        )
+    if found == CURRENT_VERSION:
+        return f"on SGLang {found} there is the group lead alone, which SGLang loads as a plugin"
+    return "" if found == BASE_VERSION else f"{made_for}, found {found}"
+
+
+def switch_problem(groups: Iterable[Group], names: Iterable[str]) -> str:
+    """What is wrong with the ``names`` of groups that the user switched off; empty if nothing."""
+    known = [group.name for group in groups if group.name != BASE]
+    unknown = [name for name in names if name not in known]
+    if not unknown:
+        return ""
+    return (
+        f"{DISABLE} names {', '.join(map(repr, unknown))}, but the feature groups that can be "
+        f"switched off are {', '.join(known)} (SGLANG_PATCHSET=0 turns all of them off)"
+    )
+
+
 def state() -> State:
     """Report without importing anything of SGLang."""
     if attachment is not None:
@@ -137,7 +179,7 @@ def load_all(names: Iterable[str] | None = None) -> State:
 
 def closure(names: Iterable[str]) -> tuple[str, ...]:
     """The groups ``names`` and all that they need, in the order of the table."""
-    wanted = {"base", *names}
+    wanted = {BASE, *names}
     for group in reversed(GROUPS):  # what is needed stands before what needs it
         if group.name in wanted:
             wanted.update(group.needs)

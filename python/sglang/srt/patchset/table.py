@@ -7,7 +7,7 @@ switched off by its name (:mod:`sglang.srt.patchset.attach`).
 To add a row, write a *mixin*: a plain class, not a subclass of the upstream one, whose methods call
 ``super()``. The hook builds ``class Name(Mixin, UpstreamName)`` right after the upstream module has
 executed and binds it in that module under the upstream name, so that everything that imports the
-name later gets it. What a mixin has to keep to is checked by :mod:`sglang.srt.patchset.guard`:
+name later gets it. What a mixin has to keep to is checked by :mod:`sglang.srt.patchset.combine`:
 
 * mark every method that overrides an upstream one with ``typing_extensions.override`` (innermost,
   below ``staticmethod`` and the like), and give it the upstream parameters and defaults;
@@ -57,7 +57,7 @@ class Replacement:
 @dataclass(frozen=True)
 class Exchange:
     """``names`` of ``module`` that stand for something else while one object is made there: for
-    classes that are looked up in the middle of a method (:mod:`sglang.srt.patchset.exchange`)."""
+    classes that are looked up in the middle of a method (``attach.exchanged``)."""
 
     module: str
     names: tuple[str, ...]
@@ -191,7 +191,7 @@ _DELTA = (
         name="Scheduler",
         mixin=f"{_DISAGG}.delta.decode.invariants:BalancedScheduler",
         why="an idle server with inconsistent pools or tables ends",
-        when="sglang.srt.patchset.compat:checks_invariants",
+        when="sglang.srt.patchset.flags:checks_invariants",
     ),
 )
 _NIXL_ASYNC = (
@@ -270,14 +270,14 @@ _DECODE_RADIX = (
         name="Scheduler",
         mixin=f"{_DISAGG}.delta.decode.scheduler:DisaggScheduler",
         why="start-up checks, flushes during deferred release, counters and log fields",
-        when="sglang.srt.patchset.compat:wanted",
+        when="sglang.srt.patchset.flags:wants_radix_cache",
     ),
     Replacement(
         module="sglang.srt.managers.scheduler",
         name="Scheduler",
         mixin=f"{_DISAGG}.delta.decode.local_scheduler:LocalTurnsScheduler",
         why="computes turns of few new tokens itself, in chunks between decode steps",
-        when="sglang.srt.patchset.compat:computes_turns",
+        when="sglang.srt.patchset.flags:computes_turns",
     ),
     Replacement(
         module=f"{_DISAGG}.decode",
@@ -365,7 +365,7 @@ _BUFFER_ONLY = (
         name="Scheduler",
         mixin=f"{_CACHE}.buffer_only.scheduler:BufferOnlyScheduler",
         why="prefetch, idle predicate, namespaces and storage hits of a buffer-only cache",
-        when="sglang.srt.patchset.compat_buffer_only:wanted",
+        when="sglang.srt.patchset.flags:wants_buffer_only",
     ),
 )
 

@@ -20,8 +20,7 @@ from sglang.srt.mem_cache.buffer_only import page_parts
 from sglang.srt.mem_cache.buffer_only.storage_backends import FileParts, MooncakeParts
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
-from sglang.srt.patchset.combine import combine
-from sglang.srt.patchset.guard import mismatches
+from sglang.srt.patchset.combine import combine, mismatches
 
 LAYERS, PAGES = 3, 6
 #: The only page size that NSA's pool takes.

@@ -9,7 +9,8 @@ import pickle
 
 import pytest
 
-from sglang.srt.patchset import compat
+from sglang.srt.environ import envs
+from sglang.srt.patchset import flags, refusals
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 FIELD = "disaggregation_decode_enable_radix_cache"
@@ -51,6 +52,18 @@ def test_without_the_flag_all_is_stock(model_config, caplog, mode):
     assert values[FIELD] is False
 
 
+def test_each_setting_of_a_refusal_can_be_given():
+    """Guards against a row that refuses nothing: SGLang renamed the setting, or it was misspelt."""
+    rows = (*refusals.ALWAYS, *refusals.AS_GIVEN, *refusals.FILLED_IN, *refusals.WARNED)
+    settings = {row.other for row in rows if row.when is None}
+    settings.update(flag for row in rows for flag in row.flags)
+    names = {setting.removeprefix("no ").split()[0].removesuffix("=1") for setting in settings}
+    variables = {name for name in names if name.startswith("SGLANG_")}
+    attributes = {flags.FIELDS.get(n, n[2:].replace("-", "_")) for n in names - variables}
+    assert attributes <= {field.name for field in dataclasses.fields(ServerArgs)}
+    assert all(hasattr(envs, name) for name in variables) and len(variables) == 2
+
+
 LINE = [
     *("--model-path", "dummy", "--disaggregation-mode", "decode"),
     *("--disaggregation-transfer-backend", "nixl"),
@@ -60,7 +73,7 @@ LINE = [
 @pytest.mark.parametrize(
     ("field", "value", "forms"),
     [
-        (FIELD, True, [compat.FLAG]),
+        (FIELD, True, [flags.FLAG]),
         (
             "disaggregation_decode_local_tokens_when_lost",
             9,
@@ -87,11 +100,11 @@ def test_every_name_of_a_flag(field, value, forms):
     assert getattr(prepare_server_args(LINE), field) != value and forms[0] in parser.format_help()
     number = [] if value is True else [str(value)]
     for form in forms:
-        line = [*LINE, compat.FLAG, form, *number]
+        line = [*LINE, flags.FLAG, form, *number]
         assert getattr(prepare_server_args(line), field) == value
     if number:
         with pytest.raises(ValueError, match=f"^{forms[0]} must be"):
-            prepare_server_args([*LINE, compat.FLAG, forms[-1], "-1"])
+            prepare_server_args([*LINE, flags.FLAG, forms[-1], "-1"])
 
 
 def test_field_order_and_pickle():

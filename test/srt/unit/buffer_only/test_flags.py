@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang.srt.patchset import compat_buffer_only as compat
+from sglang.srt.patchset import flags, refusals
+from sglang.srt.patchset.args import check_numbers, check_pages, prefetch_threshold
 
 
 def args(**changes):
@@ -32,10 +33,27 @@ def args(**changes):
         "pp_size": 1,
         "attn_cp_size": 1,
         "page_size": 64,
-        "chunked_prefill_size": 8192,
+        "disaggregation_transfer_backend": "nixl",
+        "disaggregation_decode_enable_radix_cache": False,
+        "disaggregation_decode_local_tokens": 0,
+        "disaggregation_decode_local_tokens_when_lost": 0,
+        "disaggregation_decode_local_share": 0.5,
+        "disaggregation_decode_local_max_itl_ms": 0.0,
     }
     assert changes.keys() <= accepted.keys()
     return SimpleNamespace(**accepted | changes)
+
+
+def check_given(given):
+    """As a server does with what the user gave it."""
+    check_numbers(given)
+    refusals.check_given(given)
+
+
+def complete(given):
+    """As it does when SGLang has filled in the rest."""
+    refusals.check_filled_in(given)
+    check_pages(given)
 
 
 @pytest.fixture(autouse=True)
@@ -62,8 +80,8 @@ def _no_environment(monkeypatch):
 def test_accepted(changes):
     """What the mode is for must not be refused."""
     given = args(**changes)
-    compat.check_given(given)
-    compat.complete(given)
+    check_given(given)
+    complete(given)
     assert given.hicache_buffer_pages == changes.get("hicache_buffer_pages")
 
 
@@ -71,15 +89,15 @@ def test_sized_as_later_releases_size_it():
     """SGLang 0.5.23 sizes the same stage by --hicache-size. Guards against a server that refuses
     it, and against a number of pages that overrides it."""
     given = args(hicache_size=10)
-    compat.check_given(given)
-    compat.complete(given)
+    check_given(given)
+    complete(given)
     assert given.hicache_buffer_pages is None
 
 
 def test_sglang_turned_the_cache_off():
     """It does so for some arguments, with a warning alone; nothing would be stored."""
     with pytest.raises(ValueError, match="SGLang turned --enable-hierarchical-cache off"):
-        compat.complete(args(enable_hierarchical_cache=False))
+        complete(args(enable_hierarchical_cache=False))
 
 
 @pytest.mark.parametrize(
@@ -93,15 +111,15 @@ def test_sglang_turned_the_cache_off():
 )
 def test_what_is_warned_of(caplog, changes, text):
     """What works, and is slower than who asked for it may think."""
-    compat.complete(args(**changes))
+    complete(args(**changes))
     assert text in caplog.text
 
 
 def test_the_stock_mode_is_not_looked_at():
     """A server without the flag is SGLang's, whatever else it was given."""
     given = args(hicache_host_memory_mode="cache", hicache_write_policy="write_back", pp_size=4)
-    compat.check_given(given)
-    assert not compat.wanted(given)
+    check_given(given)
+    assert not flags.wants_buffer_only(given)
 
 
 @pytest.mark.hazard("refused-combinations")
@@ -141,10 +159,10 @@ def test_refused(changes, named):
     """Accepted silently, each of these would lose KV, hang, or size something that is not there."""
     with pytest.raises(ValueError) as error:
         given = args(**changes)
-        compat.check_given(given)
-        compat.complete(given)
+        check_given(given)
+        complete(given)
     message = str(error.value)
-    assert named in message and (compat.MODE in message or compat.PAGES in message)
+    assert named in message and (flags.MODE in message or flags.PAGES in message)
     assert any(way in message for way in ("Use ", "Remove ", "remove ", "Add "))
 
 
@@ -153,7 +171,7 @@ def test_refused_environment(monkeypatch):
     """The C++ tree is another class, which the mode would never reach."""
     monkeypatch.setenv("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "1")
     with pytest.raises(ValueError, match="SGLANG_EXPERIMENTAL_CPP_RADIX_TREE=1"):
-        compat.check_given(args())
+        check_given(args())
 
 
 class WithState:
@@ -175,9 +193,9 @@ class WithState:
 def test_refused_models(config, named):
     """Their KV is not one pool of pages that a prefix of tokens describes."""
     with pytest.raises(ValueError) as error:
-        compat.check_model(config)
+        refusals.check_model(args(), config)
     message = str(error.value)
-    assert named in message and config.model_path in message and f"Use {compat.MODE}" in message
+    assert named in message and config.model_path in message and f"Use {flags.MODE}" in message
 
 
 @pytest.mark.parametrize(
@@ -194,4 +212,4 @@ def test_refused_models(config, named):
 )
 def test_threshold(text, tokens):
     """What SGLang will complain about itself, or reads from a file, is not guessed at here."""
-    assert compat.prefetch_threshold(text) == tokens
+    assert prefetch_threshold(text) == tokens

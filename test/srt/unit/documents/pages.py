@@ -59,16 +59,16 @@ def flags(arguments: list[str]) -> set[str]:
 @cache
 def server_flags() -> set[str]:
     """The flags of ``sglang.launch_server``: SGLang's, read from its source, and ours."""
-    from sglang.srt.patchset import compat, compat_buffer_only
+    from sglang.srt.patchset import flags
 
     source = (SITE_PACKAGES / "sglang/srt/server_args.py").read_text()
     ours = {
-        compat.FLAG,
-        compat.LOCAL,
-        compat.LOCAL_WHEN_LOST,
-        compat.LOCAL_SHARE,
-        compat_buffer_only.MODE,
-        compat_buffer_only.PAGES,
+        flags.FLAG,
+        flags.LOCAL,
+        flags.LOCAL_WHEN_LOST,
+        flags.LOCAL_SHARE,
+        flags.MODE,
+        flags.PAGES,
     }
     return set(re.findall(r'^\s+"(--[a-z0-9-]+)",$', source, re.MULTILINE)) | ours
 

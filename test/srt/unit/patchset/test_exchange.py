@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.patchset import exchange
-from sglang.srt.patchset.exchange import exchanged
+from sglang.srt.patchset import status as patchset_status
+from sglang.srt.patchset.attach import exchanged
 from sglang.srt.patchset.status import GroupState, GroupStatus
 from sglang.srt.patchset.table import Exchange, Group
 
-SOURCES = Path(exchange.__file__).parents[1]
+SOURCES = Path(patchset_status.__file__).parents[1]
 LISTED = Exchange("engines", ("Engine", "inner.Part"), "test")
 OURS: dict[str, Any] = {"Engine": "ours", "inner.Part": "our part"}
 
@@ -34,7 +34,7 @@ def attach(monkeypatch: pytest.MonkeyPatch, status: GroupStatus) -> None:
     """The only group is ``feature``."""
     group = Group("feature", "test", (), exchanges=(LISTED,))
     now = SimpleNamespace(groups=(GroupState(group, status, "", ()),))
-    monkeypatch.setattr(exchange, "state", lambda: now)
+    monkeypatch.setattr(patchset_status, "state", lambda: now)
 
 
 def names(engines: Any) -> tuple[str, str]:

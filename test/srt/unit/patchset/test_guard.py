@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from typing_extensions import override
 
-from sglang.srt.patchset.guard import mismatches
+from sglang.srt.patchset.combine import mismatches
 
 
 class Base:

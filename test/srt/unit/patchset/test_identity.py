@@ -9,7 +9,7 @@ import pytest
 
 from sglang.srt.patchset import GROUPS, __version__
 from sglang.srt.patchset.args import DisaggArgs
-from sglang.srt.patchset.identity import identity, line
+from sglang.srt.patchset.start_check import identity, line
 from sglang.srt.patchset.status import GroupState, GroupStatus, State
 
 GIVEN = {

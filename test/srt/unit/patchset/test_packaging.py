@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang.srt.patchset import __version__, current
-from sglang.srt.patchset.base_version import installed_version
+from sglang.srt.patchset import __version__
+from sglang.srt.patchset.__main__ import NAME, PLUGINS
+from sglang.srt.patchset.status import installed_version
 from sglang.srt.patchset.table import BASE_VERSION, CURRENT_VERSION
 
 pytestmark = pytest.mark.slow
@@ -88,7 +89,7 @@ def test_no_release_of_sglang_comes_with_the_package(wheel: zipfile.ZipFile) -> 
 def test_the_entry_point_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
     """Guards against a plugin that SGLang 0.5.23 logs as broken and leaves out."""
     text = wheel.read(f"{DISTRIBUTION}-{__version__}.dist-info/entry_points.txt").decode()
-    assert text.split("\n")[:2] == [f"[{current.PLUGINS}]", f"{current.NAME} = {TARGET}"]
+    assert text.split("\n")[:2] == [f"[{PLUGINS}]", f"{NAME} = {TARGET}"]
     module, _, function = TARGET.partition(":")
     assert f"{module.replace('.', '/')}.py" in wheel.namelist()
     assert callable(getattr(importlib.import_module(module), function))

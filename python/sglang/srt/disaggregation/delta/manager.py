@@ -30,7 +30,7 @@ from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.prefill.served_rooms import ServedRooms
 from sglang.srt.disaggregation.delta.rank import RankView, Statuses
 from sglang.srt.patchset import environment
-from sglang.srt.patchset.exchange import exchanged
+from sglang.srt.patchset.attach import exchanged
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs

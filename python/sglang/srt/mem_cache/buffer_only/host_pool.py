@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.buffer_only.settings import (
     default_pages,
     physical_pages,
 )
-from sglang.srt.patchset.compat_buffer_only import prefetch_threshold
+from sglang.srt.patchset.args import prefetch_threshold
 
 if TYPE_CHECKING:
     import torch

@@ -21,8 +21,7 @@ import torch
 from typing_extensions import override
 
 from sglang.srt.mem_cache.buffer_only import page_parts
-from sglang.srt.patchset.combine import combine
-from sglang.srt.patchset.guard import mismatches
+from sglang.srt.patchset.combine import combine, mismatches
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig

@@ -21,7 +21,7 @@ from sglang.srt.disaggregation.delta.decode.speculation import check_draft_pool,
 from sglang.srt.disaggregation.delta.observability import STATS, Telemetry
 from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.delta.sparse_index import has_other_state
-from sglang.srt.patchset.compat import FLAG
+from sglang.srt.patchset.flags import FLAG
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput

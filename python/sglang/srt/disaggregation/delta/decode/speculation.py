@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.pages import page_ceil
-from sglang.srt.patchset.compat import FLAG
+from sglang.srt.patchset.flags import FLAG
 
 if TYPE_CHECKING:
     from sglang.srt.managers.overlap_utils import FutureMap

@@ -27,7 +27,7 @@ from sglang.srt.disaggregation.delta.decode.without_prefill import (
     NoPrefill,
 )
 from sglang.srt.disaggregation.delta.rank_agreement import State
-from sglang.srt.patchset import compat, environment
+from sglang.srt.patchset import environment, flags
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
@@ -238,7 +238,7 @@ class WaitingLine(DecodePreallocQueue):
             return
         message = (
             f"Request {entry.req.rid} (bootstrap_room={entry.req.bootstrap_room}) has no prefill "
-            f"server, and more new tokens than {compat.LOCAL_WHEN_LOST} allows: {receiver.why}"
+            f"server, and more new tokens than {flags.LOCAL_WHEN_LOST} allows: {receiver.why}"
         )
         self._give_up(entry, message)
         self._leave([entry])

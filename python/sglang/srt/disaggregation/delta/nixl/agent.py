@@ -17,7 +17,7 @@ from typing import Any  # Any: NIXL's binding has no types
 
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import batch_scheduling
 from sglang.srt.patchset import environment
-from sglang.srt.patchset.exchange import exchanged
+from sglang.srt.patchset.attach import exchanged
 
 logger = logging.getLogger(__name__)
 

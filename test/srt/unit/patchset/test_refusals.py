@@ -1,4 +1,5 @@
-"""What the decode radix flag refuses, and that every refusal says what to do instead."""
+"""What is refused together on decode servers and pairs, and that every refusal says what to do
+instead."""
 
 from __future__ import annotations
 
@@ -8,12 +9,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang.srt.patchset import compat
+from sglang.srt.patchset import flags, refusals
+from sglang.srt.patchset.args import check_numbers
 
 
 def args(**changes):
-    """Server arguments of a decode server that may use the flag."""
+    """Server arguments of a decode server with the radix cache."""
     accepted = {
+        "disaggregation_decode_enable_radix_cache": True,
+        "disaggregation_decode_local_tokens": 0,
+        "disaggregation_decode_local_tokens_when_lost": 0,
+        "disaggregation_decode_local_share": 0.5,
+        "disaggregation_decode_local_max_itl_ms": 0.0,
+        "hicache_host_memory_mode": "cache",
+        "hicache_buffer_pages": None,
+        "hicache_size": 0,
         "disaggregation_mode": "decode",
         "disaggregation_transfer_backend": "nixl",
         "disable_radix_cache": False,
@@ -31,9 +41,20 @@ def args(**changes):
         "pp_size": 1,
         "num_reserved_decode_tokens": 512,
         "page_size": None,
+        "moe_a2a_backend": "none",
+        "deepep_mode": "auto",
+        "enable_two_batch_overlap": False,
+        "enable_pdmux": False,
+        "enable_lora_overlap_loading": None,
     }
     assert changes.keys() <= accepted.keys()
     return SimpleNamespace(**accepted | changes)
+
+
+def check(given):
+    """As a server does with what the user gave it."""
+    check_numbers(given)
+    refusals.check_given(given)
 
 
 @contextmanager
@@ -120,19 +141,21 @@ def test_settings_of_the_radix_flag(monkeypatch, variable, value, changes, named
     """Accepted silently, each of these corrupts KV or ends the server at its first request."""
     monkeypatch.setenv(variable, value)
     with refusal(named) as message:
-        compat.check_decode_radix_args(args(**changes))
+        check(args(**changes))
+    with refusal(named):  # and where SGLang itself has set it
+        refusals.check_filled_in(args(**changes))
     for text in message:
-        assert text.startswith(compat.FLAG)
+        assert text.startswith(flags.FLAG)
         assert any(way in text for way in ("Use ", "Remove one", "Give it to", "Unset"))
 
 
 @pytest.mark.hazard("flag-ineffective")
-@pytest.mark.parametrize("check", [compat.check_explicit_disable, compat.check_still_enabled])
+@pytest.mark.parametrize("check", [refusals.check_given, refusals.check_filled_in])
 def test_a_tree_that_is_off(check):
     """Asking for both is a mistake: neither may win silently. And SGLang disables the tree for some
     models with only a log line, which must not go unseen."""
     check(args())
-    with pytest.raises(ValueError, match=f"{compat.FLAG} .* --disable-radix-cache"):
+    with pytest.raises(ValueError, match=f"{flags.FLAG} .* --disable-radix-cache"):
         check(args(disable_radix_cache=True))
 
 
@@ -182,8 +205,8 @@ SPARSE = model(SimpleNamespace(index_topk=2048))
 def test_models_of_the_radix_flag(config, algorithm, named):
     """KV that is more than one pool of pages; found later, after the weights, it costs minutes."""
     with refusal(named) as message:
-        compat.check_decode_radix_model(config, algorithm)
-    assert all(compat.FLAG in text for text in message)
+        refusals.check_model(args(speculative_algorithm=algorithm), config)
+    assert all(flags.FLAG in text for text in message)
     assert all("--model-path" in text or algorithm for text in message)
 
 
@@ -203,15 +226,18 @@ def test_models_of_the_radix_flag(config, algorithm, named):
 def test_kv_that_a_pair_does_not_transfer_whole(mode, backend, dtype, named):
     """Without a flag too: decode read keys without their scales, and of multi-head attention what
     was sent overwrote memory of others."""
-    server = args(
-        disaggregation_mode=mode, disaggregation_transfer_backend=backend, kv_cache_dtype=dtype
-    )
+    given = {
+        "disaggregation_mode": mode,
+        "disaggregation_transfer_backend": backend,
+        "kv_cache_dtype": dtype,
+    }
     with refusal(named) as message:
-        compat.check_transferable(server)
+        check(args(disaggregation_decode_enable_radix_cache=False, **given))
     assert all("Use --kv-cache-dtype" in text for text in message)
 
 
 DRAFTS_BEHIND_HICACHE = {
+    "disaggregation_decode_enable_radix_cache": False,
     "disaggregation_mode": "prefill",
     "enable_hierarchical_cache": True,
     "speculative_algorithm": "EAGLE",
@@ -219,43 +245,28 @@ DRAFTS_BEHIND_HICACHE = {
 
 
 @pytest.mark.parametrize(
-    ("warn", "given", "line"),
+    ("given", "line"),
     [
         # Drafts that are rejected behind what prefill loaded, and nobody knows why.
-        ("warn_drafts_behind_hicache", {}, "fewer drafts are accepted"),
-        ("warn_drafts_behind_hicache", {"disaggregation_mode": "decode"}, None),
-        ("warn_drafts_behind_hicache", {"enable_hierarchical_cache": False}, None),
-        ("warn_drafts_behind_hicache", {"speculative_algorithm": None}, None),
+        (DRAFTS_BEHIND_HICACHE, "fewer drafts are accepted"),
+        (DRAFTS_BEHIND_HICACHE | {"disaggregation_mode": "decode"}, None),
+        (DRAFTS_BEHIND_HICACHE | {"enable_hierarchical_cache": False}, None),
+        (DRAFTS_BEHIND_HICACHE | {"speculative_algorithm": None}, None),
         # It works, but without a prefix-aware router it never hits.
-        ("warn_dp_attention", {"enable_dp_attention": True}, "--enable-dp-attention"),
-        ("warn_dp_attention", {}, None),
+        ({"enable_dp_attention": True}, "--enable-dp-attention"),
+        ({}, None),
     ],
 )
-def test_what_is_only_warned_of(caplog, warn, given, line):
+def test_what_is_only_warned_of(caplog, given, line):
     """Guards against a loss of speed that nobody can explain, and a warning that means nothing."""
-    if "hicache" in warn:
-        given = DRAFTS_BEHIND_HICACHE | given
-    getattr(compat, warn)(args(**given))
+    refusals.check_filled_in(args(**given))
     assert [line in text for text in caplog.messages] == [True] * (line is not None)
 
 
 # ---- local turns ----
 
-LOCAL_TURN_FLAGS = (compat.LOCAL, compat.LOCAL_WHEN_LOST, compat.LOCAL_SHARE, compat.LOCAL_MAX_ITL)
-LOCAL_TURNS = {
-    "disaggregation_decode_local_tokens": 512,
-    "disaggregation_decode_local_tokens_when_lost": 0,
-    "disaggregation_decode_local_share": 0.5,
-    "disaggregation_decode_local_max_itl_ms": 0.0,
-    "disaggregation_decode_enable_radix_cache": True,
-    "enable_dp_attention": False,
-    "speculative_algorithm": None,
-    "moe_a2a_backend": "none",
-    "deepep_mode": "auto",
-    "enable_two_batch_overlap": False,
-    "enable_pdmux": False,
-    "enable_lora_overlap_loading": None,
-}
+LOCAL_TURN_FLAGS = (flags.LOCAL, flags.LOCAL_WHEN_LOST, flags.LOCAL_SHARE, flags.LOCAL_MAX_ITL)
+LOCAL_TURNS = {"disaggregation_decode_local_tokens": 512}
 
 
 @pytest.mark.parametrize(
@@ -276,7 +287,7 @@ LOCAL_TURNS = {
         ),
         # Without the flag nothing is asked of the rest.
         ({"disaggregation_decode_local_tokens": 0, "enable_dp_attention": True}, None),
-        ({"disaggregation_decode_enable_radix_cache": False}, compat.FLAG),
+        ({"disaggregation_decode_enable_radix_cache": False}, flags.FLAG),
         ({"enable_dp_attention": True}, "--enable-dp-attention"),
         ({"moe_a2a_backend": "deepep", "deepep_mode": "low_latency"}, "--deepep-mode low_latency"),
         ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
@@ -302,7 +313,7 @@ LOCAL_TURNS = {
                 "disaggregation_decode_local_tokens": 0,
                 "disaggregation_decode_local_max_itl_ms": 50.0,
             },
-            f"Add {compat.LOCAL} to it",
+            f"Add {flags.LOCAL} to it",
         ),
     ],
     ids=name_of,
@@ -311,7 +322,7 @@ def test_settings_of_local_turns(changes, named):
     """Accepted silently, each of these would stop or break decode at its first local turn; and
     servers without the flag are not refused."""
     with refusal(named) as message:
-        compat.check_local_turns(SimpleNamespace(**LOCAL_TURNS | changes))
+        check(args(**LOCAL_TURNS | changes))
     assert all(text.startswith(LOCAL_TURN_FLAGS) for text in message)
 
 
@@ -338,6 +349,6 @@ def test_prefixes_of_local_turns_are_attended_whole(changes, off):
         "speculative_draft_attention_backend": None,
         "get_attention_backends": lambda: (backend, "fa3"),
     }
-    args = SimpleNamespace(**LOCAL_TURNS | given | changes)
-    compat.attend_prefixes_whole(args)
-    assert args.disable_chunked_prefix_cache is off
+    server = SimpleNamespace(**vars(args()) | LOCAL_TURNS | given | changes)
+    flags.attend_prefixes_whole(server)
+    assert server.disable_chunked_prefix_cache is off

@@ -1,0 +1,99 @@
+"""Our flags as they are written, and what a server needs that was given them.
+
+``args`` is anything that has the attributes of ``ServerArgs``.
+"""
+
+from __future__ import annotations
+
+from typing import Any  # Any: what has the attributes of ServerArgs
+
+from sglang.srt.mem_cache.buffer_only import settings
+from sglang.srt.patchset import environment
+
+FLAG = "--disaggregation-decode-enable-radix-cache"
+LOCAL = "--disaggregation-decode-local-tokens"
+LOCAL_WHEN_LOST = "--disaggregation-decode-fallback-prefill-tokens"
+LOCAL_SHARE = "--disaggregation-decode-local-prefill-time-ratio"
+LOCAL_MAX_ITL = "--disaggregation-decode-local-max-itl-ms"
+MODE = "--hicache-host-memory-mode"
+MODES = ("cache", "buffer_only")
+ON = f"{MODE} buffer_only"
+PAGES = settings.PAGES_FLAG
+SIZE = settings.SIZE_FLAG
+
+#: The fields of ``ServerArgs`` that are not named as their flags.
+FIELDS = {
+    "--pipeline-parallel-size": "pp_size",
+    "--attention-context-parallel-size": "attn_cp_size",
+    LOCAL_WHEN_LOST: "disaggregation_decode_local_tokens_when_lost",
+    LOCAL_SHARE: "disaggregation_decode_local_share",
+}
+
+#: Transfer backends whose sender and receiver of ours move only the missing pages, each with the
+#: feature group (``patchset/table.py``) that they are in.
+DELTA_BACKENDS: dict[str, str] = {"nixl": "nixl_async", "mooncake": "mooncake_delta"}
+
+#: Attention of latent KV that on a decode server lacks what SGLang's chunked prefix cache calls
+#: (``FlashInferMLAAttnBackend.enable_chunk_kv``, and what inherits it).
+_NO_PREFIX_CHUNKS = {"flashinfer", "flashmla", "cutlass_mla", "trtllm_mla"}
+
+
+def is_given(args: Any, setting: str) -> bool:
+    """Whether a server was given ``setting``, as a user writes it: "--flag", "--flag value",
+    "--flag above 1", "no --flag", or one of SGLang's own switches, "SGLANG_NAME=1"."""
+    if setting.startswith("no "):
+        return not is_given(args, setting.removeprefix("no "))
+    if setting.startswith("SGLANG_"):
+        return environment.sglang_switch(setting.removesuffix("=1"))
+    flag, _, value = setting.partition(" ")
+    found: Any = getattr(args, FIELDS.get(flag, flag[2:].replace("-", "_")), None)
+    if value.startswith("above "):
+        return bool(found > float(value.removeprefix("above ")))
+    return str(found) == value if value else bool(found)
+
+
+def wants_radix_cache(args: Any) -> bool:
+    return is_given(args, FLAG)
+
+
+def wants_buffer_only(args: Any) -> bool:
+    return is_given(args, ON)
+
+
+def computes_turns(args: Any) -> bool:
+    """Whether a server with these arguments computes turns itself, be it where prefill is lost."""
+    tokens = (
+        args.disaggregation_decode_local_tokens,
+        args.disaggregation_decode_local_tokens_when_lost,
+    )
+    return args.disaggregation_mode == "decode" and any(tokens)
+
+
+def checks_invariants(args: Any) -> bool:
+    """Whether an idle server looks what it has left behind."""
+    return environment.CHECK_INVARIANTS.read()
+
+
+def backend_group(args: Any) -> tuple[str, ...]:
+    """The feature group of the transfer backend; none for those that are SGLang's own."""
+    group = DELTA_BACKENDS.get(args.disaggregation_transfer_backend)
+    return () if group is None else (group,)
+
+
+def needed_groups(args: Any) -> dict[str, tuple[str, ...]]:
+    """The feature groups that each of our flags needs which was given."""
+    needed = {}
+    if wants_radix_cache(args):
+        needed[FLAG] = ("decode_radix", *backend_group(args))
+    if wants_buffer_only(args):
+        needed[ON] = ("buffer_only",)
+    return needed
+
+
+def attend_prefixes_whole(args: Any) -> None:
+    """Turn SGLang's chunked prefix cache off where a local chunk behind a prefix would end the
+    server: its decode servers never run a prompt, and prepare nothing for one."""
+    if computes_turns(args):
+        extends = {args.get_attention_backends()[0], args.speculative_draft_attention_backend}
+        if extends & _NO_PREFIX_CHUNKS:
+            args.disable_chunked_prefix_cache = True

@@ -1,0 +1,459 @@
+"""Which settings are refused together, before any memory or weights are touched: the same conflict
+found later would end a running server at its first request.
+
+A refusal is a row: our flag, the setting that is refused with it, and why. A new one is a row
+of ``ALWAYS``, as ``Refusal(RADIX, "--enable-x", "it has its own tree")``, and one of the tests';
+``python -m benchmark.tables`` then prints it into README and docs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any  # Any: what has the attributes of ServerArgs, ModelConfig
+
+from sglang.srt.patchset.environment import sglang_switch
+from sglang.srt.patchset.flags import (
+    DELTA_BACKENDS,
+    FLAG,
+    LOCAL,
+    LOCAL_WHEN_LOST,
+    MODE,
+    ON,
+    is_given,
+)
+
+logger = logging.getLogger(__name__)
+
+#: Storage backends that the staging buffer is tested with; ``dynamic`` is a class of one's own.
+STORES = ("mooncake", "file", "dynamic")
+#: Speculation whose draft model has KV with the target's page indices. SGLang reads NEXTN as EAGLE.
+DRAFTING = ("EAGLE", "EAGLE3", "NEXTN")
+#: With spec v2. SGLang's rows are the context, 4 tokens and one step long; a request ends 4 tokens
+#: before the context does, and holds slots of two steps ahead of its text.
+MOST_DRAFTS_V2 = 8
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One setting that is refused with a flag of ours."""
+
+    #: Any of these flags, as written on a command line.
+    flags: tuple[str, ...]
+    #: The setting as a user writes it, and why it is refused.
+    other: str
+    why: str
+    #: The error, where it is not the usual one; ``{flag}`` and ``{attribute}`` are filled in.
+    text: str = ""
+    #: Whether it is given, where ``flags.is_given`` cannot read that from ``other``: a function of
+    #: the arguments, or of the model's configuration.
+    when: Callable[[Any], bool] | None = None
+    #: The way out.
+    instead: str = "Remove one of them."
+
+
+# ---- conditions ----
+
+
+def _is_no_decode_server(args: Any) -> bool:
+    return bool(args.disaggregation_mode != "decode")
+
+
+def _moves_whole_prompts(args: Any) -> bool:
+    return args.disaggregation_transfer_backend not in DELTA_BACKENDS
+
+
+def _is_in_a_pair(args: Any) -> bool:
+    return args.disaggregation_mode != "null" and not _moves_whole_prompts(args)
+
+
+def _drafts_otherwise(args: Any) -> bool:
+    return args.speculative_algorithm not in (None, "STANDALONE", "NGRAM", *DRAFTING)
+
+
+def _drafts_trees(args: Any) -> bool:
+    # Before SGLang has filled in what the user left out, it is None.
+    return bool(args.speculative_algorithm) and (args.speculative_eagle_topk or 1) > 1
+
+
+def _drafts_in_layers(args: Any) -> bool:
+    return bool(args.speculative_algorithm and args.enable_multi_layer_eagle)
+
+
+def _drafts_beyond_its_row(args: Any) -> bool:
+    drafts = args.speculative_algorithm and args.speculative_num_draft_tokens or 0
+    return drafts > MOST_DRAFTS_V2 and sglang_switch("SGLANG_ENABLE_SPEC_V2")
+
+
+def _reserves_less_than_a_page(args: Any) -> bool:
+    return args.page_size is not None and args.num_reserved_decode_tokens < args.page_size
+
+
+def _has_buffers_for_decode_steps(args: Any) -> bool:
+    return args.moe_a2a_backend != "none" and args.deepep_mode == "low_latency"
+
+
+def _has_untested_store(args: Any) -> bool:
+    return args.hicache_storage_backend not in (None, *STORES)
+
+
+def _drafts_behind_a_cache(args: Any) -> bool:
+    is_stock_prefill = args.disaggregation_mode == "prefill" and not is_given(args, ON)
+    return is_stock_prefill and bool(args.speculative_algorithm)
+
+
+def _hf_configs(config: Any) -> list[Any]:
+    found = (getattr(config, "hf_config", None), getattr(config, "hf_text_config", None))
+    return [each for each in found if each is not None]
+
+
+def _has_window_pool(config: Any) -> bool:
+    return bool(getattr(config, "is_hybrid_swa", False))
+
+
+def _has_state_layers(config: Any) -> bool:
+    # All configurations of such models offer this; look at the class, the value is computed.
+    return any(hasattr(type(each), "mamba2_cache_params") for each in _hf_configs(config))
+
+
+def _runs_on_transformers(config: Any) -> bool:
+    chosen = getattr(config, "model_impl", None)
+    is_on = str(getattr(chosen, "value", chosen)) == "transformers"
+    return is_on and bool(getattr(config, "is_multimodal", False))
+
+
+_UNFIT = {
+    "models with a separate pool for sliding-window layers": _has_window_pool,
+    "models with state-space or linear-attention layers": _has_state_layers,
+}
+_WITHOUT_TREE = {
+    "multimodal models with --model-impl transformers (SGLang turns their tree off)": (
+        _runs_on_transformers
+    )
+}
+
+
+# ---- the rows ----
+
+RADIX, TURNS, BUFFER = (FLAG,), (LOCAL, LOCAL_WHEN_LOST), (ON,)
+FP4, HICACHE = ("--kv-cache-dtype fp4_e2m1",), ("--enable-hierarchical-cache",)
+_BACKENDS, _DRAFTS, _STORES = " or ".join(DELTA_BACKENDS), ", ".join(DRAFTING), ", ".join(STORES)
+
+#: Refused as the user gave them, and as SGLang has filled in the rest.
+ALWAYS: tuple[Refusal, ...] = (
+    Refusal(
+        RADIX,
+        "another --disaggregation-mode than decode",
+        "a prefill server needs no flag to take part",
+        "{flag} is for decode servers, but --disaggregation-mode is {disaggregation_mode}. Give it "
+        "to the decode server only; a prefill server needs no flag to take part.",
+        when=_is_no_decode_server,
+    ),
+    Refusal(
+        RADIX,
+        f"another --disaggregation-transfer-backend than {_BACKENDS}",
+        "it cannot send a part of a prompt",
+        "{flag} needs a transfer backend that can send a part of a prompt, and "
+        "--disaggregation-transfer-backend {disaggregation_transfer_backend} cannot. Use "
+        f"--disaggregation-transfer-backend {_BACKENDS}.",
+        when=_moves_whole_prompts,
+    ),
+    Refusal(
+        RADIX, "--enable-hisparse", "it keeps only a part of a request's KV in the device pool"
+    ),
+    Refusal(
+        RADIX,
+        "--disaggregation-decode-enable-offload-kvcache",
+        "it frees the pages of finished requests, which the radix cache keeps",
+    ),
+    Refusal(
+        RADIX,
+        "--enable-hierarchical-cache",
+        "a decode server does not run its copies to the host",
+    ),
+    Refusal(RADIX, "--enable-lmcache", "it has its own tree"),
+    Refusal(
+        RADIX + BUFFER, "--enable-streaming-session", "it wraps the tree and keeps pages itself"
+    ),
+    Refusal(RADIX, "SGLANG_DISAGG_STAGING_BUFFER=1", "it always receives whole prompts"),
+    Refusal(RADIX + BUFFER, "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE=1", "it replaces the radix tree"),
+    Refusal(
+        RADIX,
+        "--speculative-algorithm STANDALONE",
+        "SGLang's decode server does not initialise such a draft model after a transfer, and its "
+        "metadata buffers are smaller than those of prefill",
+    ),
+    Refusal(
+        RADIX,
+        "--speculative-algorithm NGRAM",
+        "SGLang's decode server does not draft from n-grams after a transfer",
+    ),
+    Refusal(
+        RADIX,
+        f"another --speculative-algorithm than {_DRAFTS}",
+        "what its draft model needs to be transferred is unknown",
+        "{flag} cannot be combined with --speculative-algorithm {speculative_algorithm}: what its "
+        "draft model needs to be transferred is unknown. Remove one of them.",
+        when=_drafts_otherwise,
+    ),
+    Refusal(
+        RADIX,
+        "--speculative-eagle-topk above 1",
+        "a tree of drafts takes more slots than admission counts; SGLang chooses it itself for "
+        "Llama and Grok models, so give 1",
+        "{flag} cannot be combined with --speculative-eagle-topk {speculative_eagle_topk} "
+        "(SGLang's own choice for some models where none is given): a tree of drafts takes more "
+        "slots than admission counts, and moves KV between them when one is accepted; use "
+        "--speculative-eagle-topk 1. Remove one of them.",
+        when=_drafts_trees,
+    ),
+    Refusal(
+        RADIX,
+        "--enable-multi-layer-eagle",
+        "each of its layers has a KV pool of its own, and SGLang transfers the first only",
+        when=_drafts_in_layers,
+    ),
+    Refusal(
+        RADIX,
+        f"SGLANG_ENABLE_SPEC_V2=1 with more than {MOST_DRAFTS_V2} draft tokens",
+        "SGLang's rows of slots are too short for them",
+        "{flag} cannot be combined with SGLANG_ENABLE_SPEC_V2=1 with "
+        "{speculative_num_draft_tokens} draft tokens: near the context length a request holds "
+        "slots of two steps ahead of its text, and SGLang's rows have room for one step and 4 "
+        "tokens, so it would write into the next row; use --speculative-num-steps "
+        f"{MOST_DRAFTS_V2 - 1} at most. Remove one of them.",
+        when=_drafts_beyond_its_row,
+    ),
+    Refusal(
+        RADIX,
+        "--pipeline-parallel-size above 1",
+        "the stages would each match their own tree, without agreeing on a length",
+    ),
+    Refusal(
+        RADIX,
+        "--num-reserved-decode-tokens below --page-size",
+        "the admission budget ignores the rounding to pages",
+        "{flag} needs --num-reserved-decode-tokens ({num_reserved_decode_tokens}) to be at least "
+        "--page-size ({page_size}), or the admission budget ignores the rounding to pages. Use "
+        "--num-reserved-decode-tokens {page_size} or more.",
+        when=_reserves_less_than_a_page,
+    ),
+    Refusal(
+        BUFFER,
+        "--disaggregation-mode decode",
+        "its scheduler does not run HiCache",
+        "{flag} is for prefill and aggregated servers, but --disaggregation-mode is decode, whose "
+        f"scheduler does not run HiCache. Remove {MODE} on the decode server.",
+    ),
+    Refusal(
+        BUFFER,
+        "no --hicache-storage-backend",
+        "that is where KV is stored",
+        "{flag} stores KV in a storage backend, but --hicache-storage-backend is not given. Add "
+        f"--hicache-storage-backend, or use {MODE} cache.",
+    ),
+    Refusal(
+        BUFFER,
+        f"another --hicache-storage-backend than {_STORES}",
+        "this package was not tested with it",
+        "{flag} does not support --hicache-storage-backend {hicache_storage_backend}: this package "
+        f"was not tested with it. Use one of {_STORES}, or {MODE} cache.",
+        when=_has_untested_store,
+    ),
+    Refusal(
+        BUFFER,
+        "--hicache-write-policy write_back",
+        "it writes KV to the store only on eviction",
+        "{flag} writes KV to the store while it is on the device; --hicache-write-policy "
+        "write_back writes it only on eviction. Use --hicache-write-policy write_through or "
+        "write_through_selective.",
+    ),
+    Refusal(BUFFER, "--disable-radix-cache", "without a radix tree no KV is shared"),
+    Refusal(BUFFER, "--enable-lmcache", "it has its own tree and host tier"),
+    Refusal(BUFFER, "--enable-hisparse", "it keeps a part of a request's KV on the host"),
+    Refusal(BUFFER, "--dllm-algorithm", "its scheduler loop does not call the store"),
+    Refusal(BUFFER, "--enable-pdmux", "its prefills do not wait for loads from the store"),
+    Refusal(
+        BUFFER,
+        "--kv-cache-dtype fp4_e2m1",
+        "SGLang's host pools support neither its layout nor its scales",
+        instead="Use --kv-cache-dtype auto or fp8_e4m3, or remove --enable-hierarchical-cache.",
+    ),
+    Refusal(
+        BUFFER,
+        "--pipeline-parallel-size above 1",
+        "its ranks would fetch different lengths of a prefix",
+        instead=f"Use --pipeline-parallel-size 1, or {MODE} cache.",
+    ),
+    Refusal(
+        BUFFER,
+        "--attention-context-parallel-size above 1",
+        "its ranks would fetch different lengths of a prefix",
+        instead=f"Use --attention-context-parallel-size 1, or {MODE} cache.",
+    ),
+)
+
+#: Refused as the user gave them. SGLang may set the same itself, for reasons of its own.
+AS_GIVEN: tuple[Refusal, ...] = (
+    # On both servers of a pair, with or without our flags: each answer would be wrong.
+    Refusal(
+        FP4,
+        "--disaggregation-mode prefill or decode",
+        "SGLang transfers such KV without its scales",
+        "{flag} cannot be combined with --disaggregation-mode {disaggregation_mode}: SGLang "
+        "transfers such KV without its scales. With multi-head attention, the transfer even writes "
+        "outside the pool. Use --kv-cache-dtype auto or fp8_e4m3 on both servers.",
+        when=_is_in_a_pair,
+    ),
+    Refusal(RADIX, "--disable-radix-cache", "one turns on what the other turns off"),
+    Refusal(
+        TURNS,
+        f"no {FLAG}",
+        "a decode server without the cache has no KV of earlier turns",
+        f"{{flag}} needs {FLAG}: without the cache a decode server has no KV of earlier turns and "
+        f"would compute the whole session each turn. Add {FLAG} to the decode server, or remove "
+        "{flag}.",
+    ),
+    Refusal(
+        TURNS,
+        "--enable-dp-attention",
+        "all data parallel ranks run the same kind of step, so one rank's prompt would stop the "
+        "decode steps of the others",
+    ),
+    Refusal(
+        TURNS,
+        "--deepep-mode low_latency",
+        "its buffers are made for decode steps, and a chunk of a prompt does not fit",
+        when=_has_buffers_for_decode_steps,
+    ),
+    Refusal(
+        TURNS,
+        "--enable-two-batch-overlap",
+        "it splits decode steps, and a chunk of a prompt is not split in the same way",
+    ),
+    Refusal(TURNS, "--enable-pdmux", "it has its own scheduler loop"),
+    Refusal(
+        TURNS,
+        "--enable-lora-overlap-loading",
+        "a chunk may need an adapter that is not loaded yet",
+    ),
+    Refusal(
+        BUFFER,
+        "no --enable-hierarchical-cache",
+        "it is a mode of it",
+        f"{{flag}} is a mode of --enable-hierarchical-cache. Add it, or remove {MODE}.",
+    ),
+)
+
+#: What SGLang itself turns off for some models and backends, with only a line in its log.
+FILLED_IN: tuple[Refusal, ...] = (
+    Refusal(
+        RADIX,
+        "--disable-radix-cache",
+        "SGLang turns the tree off",
+        "{flag} was given, but SGLang set --disable-radix-cache for this model or attention "
+        "backend (its log says why). Choose another, or remove {flag}.",
+    ),
+    Refusal(
+        BUFFER,
+        "no --enable-hierarchical-cache",
+        "SGLang turns it off",
+        "{flag} was given, but SGLang turned --enable-hierarchical-cache off for these arguments "
+        f"(its log says why). Change them, or remove {MODE}.",
+    ),
+)
+
+_MODEL = "{{flag}} does not support {}, given with --model-path {{model_path}}. {}"
+#: Models whose KV is not one pool of pages, by their configuration.
+MODELS: tuple[Refusal, ...] = tuple(
+    Refusal(
+        flags,
+        kind,
+        "their KV is not one pool of pages",
+        text=_MODEL.format(kind, instead),
+        when=when,
+    )
+    for flags, instead, kinds in (
+        (RADIX, "Remove {flag} to serve it.", _UNFIT | _WITHOUT_TREE),
+        (BUFFER, f"Use {MODE} cache, or remove --enable-hierarchical-cache.", _UNFIT),
+    )
+    for kind, when in kinds.items()
+)
+
+#: Not refused, but slower than who asked for it may think: nothing else would show it.
+WARNED: tuple[Refusal, ...] = (
+    Refusal(
+        RADIX,
+        "--enable-dp-attention",
+        "every data parallel rank has its own tree",
+        "{flag} with --enable-dp-attention: every data parallel rank has its own tree. Requests "
+        "hit only if the router sends those with the same prefix to the same rank (prefix-aware "
+        "routing).",
+    ),
+    Refusal(
+        HICACHE,
+        "--speculative-algorithm",
+        "the host and the store have no draft KV",
+        "{flag} with --speculative-algorithm: the host and the store have no draft KV. After a "
+        "prefix is loaded from them, decode servers receive draft KV that does not match the text. "
+        "Outputs are the same; fewer drafts are accepted.",
+        when=_drafts_behind_a_cache,
+    ),
+    Refusal(
+        BUFFER,
+        "--hicache-storage-prefetch-policy best_effort",
+        "a request uses only the pages that arrived before it is scheduled",
+        "{flag} with --hicache-storage-prefetch-policy best_effort: a request uses only the pages "
+        "that arrived before it is scheduled, often none. Use wait_complete or timeout.",
+    ),
+    Refusal(
+        BUFFER,
+        "--speculative-algorithm",
+        "the store has no draft KV",
+        "{flag} with --speculative-algorithm: the store has no draft KV. After a prefix is loaded "
+        "from it, the draft KV does not match the text, also on a decode server that receives it. "
+        "Outputs are the same; fewer drafts are accepted.",
+    ),
+)
+
+
+# ---- checks ----
+
+
+def check_given(args: Any) -> None:
+    """Raise ``ValueError`` at the first setting, as the user gave it, that does not fit."""
+    for text in _texts((*AS_GIVEN, *ALWAYS), args, args):
+        raise ValueError(text)
+
+
+def check_filled_in(args: Any) -> None:
+    """The same once SGLang has filled in what the user left out, and warn."""
+    for text in _texts((*FILLED_IN, *ALWAYS), args, args):
+        raise ValueError(text)
+    for text in _texts(WARNED, args, args):
+        logger.warning("%s", text)
+
+
+def check_model(args: Any, config: Any) -> None:
+    """Raise ``ValueError`` for a model, by its configuration, that our flags do not support."""
+    for text in _texts(MODELS, args, config):
+        raise ValueError(text)
+    has_index = any(getattr(c, "index_topk", None) is not None for c in _hf_configs(config))
+    if is_given(args, FLAG) and args.speculative_algorithm is not None and has_index:
+        raise ValueError(
+            f"{FLAG} cannot be combined with --speculative-algorithm {args.speculative_algorithm} "
+            "for a model with sparse attention (DSA): SGLang transfers the target's index only, so "
+            "the draft model would use the index of another text. Remove one of them."
+        )
+
+
+def _texts(rows: Iterable[Refusal], args: Any, subject: Any) -> Iterator[str]:
+    """What is to be said of a server with ``args``; ``subject``: what ``when`` looks at."""
+    for row in rows:
+        for flag in row.flags:
+            if not is_given(args, flag):
+                continue
+            if row.when(subject) if row.when else is_given(subject, row.other):
+                usual = f"{flag} cannot be combined with {row.other}: {row.why}. {row.instead}"
+                yield (row.text or usual).format(flag=flag, **vars(subject))
