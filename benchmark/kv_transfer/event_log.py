@@ -23,7 +23,7 @@ import msgspec
 from rich.console import Console
 
 from benchmark.harness.report import percentile, print_table
-from sglang.srt.disaggregation.delta.event_log import (
+from sglang.srt.disaggregation.delta.observability import (
     Admitted,
     Announced,
     Arrived,

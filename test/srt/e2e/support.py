@@ -27,7 +27,7 @@ from benchmark.harness.process import ServerProcess
 from benchmark.harness.servers import HOST, ServerConfig, Sizes
 from benchmark.harness.workload import token_range
 from chaos.faults import scheduler_of, signal_all, wait_stopped
-from sglang.srt.disaggregation.delta.event_log import Admitted, Event, Sent
+from sglang.srt.disaggregation.delta.observability import Admitted, Event, Sent
 from sglang.srt.patchset.environment import EVENT_LOG
 
 Ids = list[int]

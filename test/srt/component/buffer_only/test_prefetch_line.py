@@ -12,7 +12,7 @@ from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import nodes
 from component.buffer_only.scenes import admit_in_line, steps, stored
 from component.buffer_only.test_prefetch import ALONE, pages_fetched
-from sglang.srt.disaggregation.delta import event_log
+from sglang.srt.disaggregation.delta import observability
 from sglang.srt.mem_cache.buffer_only.calls import QUERY_THREADS
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 from sglang.srt.mem_cache.buffer_only.prefetch_states import AGAIN_MS
@@ -192,7 +192,7 @@ def test_what_is_asked_again_keeps_nobody_waiting(alone: bool):
 def test_times_of_the_states(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Histograms and the event log say where the time of a request went."""
     monkeypatch.setenv("SGLANG_DISAGGREGATION_EVENT_LOG", str(tmp_path))
-    event_log.event_log.cache_clear()
+    observability.event_log.cache_clear()
     tokens = prompt(1, 5)
     cache = stored(tokens)
     cache.want("r", tokens)
@@ -210,8 +210,8 @@ def test_times_of_the_states(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         "load_back_seconds": 32.0,
     }
     (file,) = tmp_path.glob("hicache-*.jsonl")
-    event_log.event_log.cache_clear()
-    event = msgspec.json.decode(file.read_bytes(), type=event_log.Prefetched)
+    observability.event_log.cache_clear()
+    event = msgspec.json.decode(file.read_bytes(), type=observability.Prefetched)
     assert (event.rid, event.loaded_tokens, event.choice) == ("r", 16, "unmeasured")
     spent = (event.query_ms, event.wait_ms, event.fetch_ms, event.staged_ms)
     assert spent == (3000, 0, 4000, 24000)

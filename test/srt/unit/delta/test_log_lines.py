@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sglang.srt.disaggregation.delta import event_log
+from sglang.srt.disaggregation.delta import observability
 from sglang.srt.disaggregation.delta.decode.scheduler import DecodeLineFields
 from sglang.srt.disaggregation.delta.observability import INTERVAL_S, STATS, RateLimitedLog
 from sglang.srt.patchset.environment import EVENT_LOG
@@ -82,10 +82,10 @@ def test_fields_of_decode_lines(
     ]
 
 
-ADMITTED = event_log.Admitted(
+ADMITTED = observability.Admitted(
     at=12.5, room=None, rid="r1", prompt_tokens=40, prefix_tokens=32, pages=[7]
 )
-SENT = event_log.Sent(
+SENT = observability.Sent(
     at=13.0, room=5, peer="agent", source_pages=[1, 2], destination_pages=[8, 9], bytes=64
 )
 
@@ -93,9 +93,9 @@ SENT = event_log.Sent(
 @pytest.fixture
 def restart() -> Iterator[None]:
     """The log of a process is opened once: ``cache_clear`` makes another process of this one."""
-    event_log.event_log.cache_clear()
+    observability.event_log.cache_clear()
     yield
-    event_log.event_log.cache_clear()
+    observability.event_log.cache_clear()
 
 
 @pytest.mark.parametrize("value", [None, ""])
@@ -106,7 +106,7 @@ def test_no_event_log_by_default(
     monkeypatch.delenv(EVENT_LOG.name, raising=False)
     if value is not None:
         monkeypatch.setenv(EVENT_LOG.name, value)
-    assert event_log.event_log("decode") is None
+    assert observability.event_log("decode") is None
 
 
 def test_event_log(monkeypatch: pytest.MonkeyPatch, restart: None, tmp_path: Path) -> None:
@@ -116,10 +116,10 @@ def test_event_log(monkeypatch: pytest.MonkeyPatch, restart: None, tmp_path: Pat
     monkeypatch.setenv(EVENT_LOG.name, str(tmp_path / "log"))
     for _ in range(2):
         for side, event in (("decode", ADMITTED), ("prefill", SENT)):
-            log = event_log.event_log(side)
-            assert log is not None and event_log.event_log(side) is log
+            log = observability.event_log(side)
+            assert log is not None and observability.event_log(side) is log
             log.write(event)
-        event_log.event_log.cache_clear()
+        observability.event_log.cache_clear()
     for side, name, event in (("decode", "admitted", ADMITTED), ("prefill", "sent", SENT)):
         lines = (tmp_path / "log" / f"{side}-{os.getpid()}.jsonl").read_text().splitlines()
         expected = {"type": name} | msgspec.structs.asdict(event)

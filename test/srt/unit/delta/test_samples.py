@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.delta import samples
+from sglang.srt.disaggregation.delta import unserved
 from sglang.srt.disaggregation.delta.capability import OURS, STOCK, Capabilities
 from sglang.srt.disaggregation.delta.unserved import PairTokenizer
 
@@ -64,16 +64,16 @@ def test_prompt_and_samples_have_rooms_of_their_own(
     monkeypatch: pytest.MonkeyPatch, n: int, room: int | None, count: int, different: int
 ) -> None:
     """Guards against one number for several transfers, and against sides that number otherwise."""
-    monkeypatch.setattr(samples, "fetch_capabilities", lambda address: OURS)
+    monkeypatch.setattr(unserved, "fetch_capabilities", lambda address: OURS)
     prefill, decode = (Tokenizer(mode).rooms_of(n, room, count) for mode in ("prefill", "decode"))
     assert prefill == decode
     assert decode[0] == room and len(set(decode)) == different
 
 
-@given(st.integers(0, 2**63 - 1), st.integers(0, samples.MOST_SAMPLES))
+@given(st.integers(0, 2**63 - 1), st.integers(0, unserved.MOST_SAMPLES))
 def test_a_sample_stays_a_room_on_its_data_parallel_rank(room: int, index: int) -> None:
     """SGLang takes 63 bits, and chooses the rank by the remainder."""
-    found = samples.room_of_sample(room, index)
+    found = unserved.room_of_sample(room, index)
     assert 0 <= found < 2**63 and found % 64 == room % 64
 
 
@@ -83,7 +83,7 @@ def test_a_pair_whose_prefill_server_does_not_number_them(
 ) -> None:
     """Guards against samples that wait on decode for rooms that prefill never opens. One that
     cannot be asked now is asked later."""
-    monkeypatch.setattr(samples, "fetch_capabilities", lambda address: known)
+    monkeypatch.setattr(unserved, "fetch_capabilities", lambda address: known)
     if is_refused:
         with pytest.raises(ValueError, match="prefill server h:1"):
             Tokenizer("decode").rooms_of(2, ROOM, 3)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from benchmark.kv_transfer.event_log import Transfer, read, stages
-from sglang.srt.disaggregation.delta.event_log import (
+from sglang.srt.disaggregation.delta.observability import (
     Admitted,
     Announced,
     Arrived,

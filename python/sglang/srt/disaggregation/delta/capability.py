@@ -31,7 +31,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     ``incarnation``: names this run of the server; another one at the same address is another
     server, whose ranks know nobody yet. ``speculative``: its ``--speculative-algorithm``, or
     ``NO_DRAFTS``; None where it does not say.
-    ``samples``: whether it gives each of parallel samples a room of its own (``samples.py``).
+    ``samples``: whether it gives each of parallel samples a room of its own (``unserved.py``).
     """
 
     delta: int = 0

@@ -20,9 +20,8 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import capability, wire
 from sglang.srt.disaggregation.delta.decode.handshakes import Tables
 from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
-from sglang.srt.disaggregation.delta.event_log import Announced, now
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.observability import record
+from sglang.srt.disaggregation.delta.observability import Announced, now, record
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks
 from sglang.srt.disaggregation.delta.prefill.room import Announcement, Room

@@ -1,7 +1,7 @@
 """Every counter, gauge and histogram of disaggregation, declared: ``METRICS``, and why rooms fail.
 
-Docs and dashboards are checked against it. What is counted is in ``observability.py``, what only
-decode reports in ``decode/scheduler.py``.
+A metric is a row of ``_DECLARED``, and is counted by ``observability.STATS``. Docs and dashboards
+are checked against it.
 """
 
 from __future__ import annotations

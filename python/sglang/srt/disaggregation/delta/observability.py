@@ -1,25 +1,34 @@
-"""What is counted and written down of requests and peers: counters, durations, log lines.
+"""What is counted and written down of requests and peers: counters, durations, log lines, events.
 
-``STATS`` has this process's counters and durations, ``TransferReport`` the log line of a pool of
-transfer workers. ``RateLimitedLog`` writes a line at most once in a while for
-each peer (or other key). ``best_effort`` is for counting and logging: the error is logged once, and
-the caller goes on. ``record`` is called where something happens, whether the event log is on or
-not.
+``STATS`` has this process's counters and durations, by the rows of ``metrics.py``, and
+``TransferReport`` the log line of a pool of transfer workers. ``RateLimitedLog`` writes a line at
+most once in a while for each peer (or other key). ``best_effort`` is for counting and logging: the
+error is logged once, and the caller goes on.
+
+``record`` writes to the event log: one JSON line for each step of a room, from its announcement to
+its arrival, and one for each request that asked HiCache's store. It is off unless
+``SGLANG_DISAGGREGATION_EVENT_LOG`` names a folder; each scheduler process appends to
+``<folder>/<side>-<pid>.jsonl``. Times are seconds since the epoch, so that the files of two servers
+on one host can be joined by room.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar  # Any: prometheus_client has no types
+from pathlib import Path
+from typing import Any, BinaryIO, ParamSpec, TypeVar  # Any: prometheus_client has no types
 
-from sglang.srt.disaggregation.delta.event_log import Event, Sent, event_log, now
+import msgspec
+
 from sglang.srt.disaggregation.delta.metrics import METRICS
 from sglang.srt.disaggregation.delta.pages import Pages
+from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)
 
@@ -209,19 +218,16 @@ class TransferReport:
         STATS.set("kv_transfer_in_flight", highest[1])
         STATS.set("kv_transfer_overdue", now[2])
         passed = self._clock() - self._logged_at
-        if self._interval_s and passed >= self._interval_s:
-            self._logged_at += passed
-            self._log(passed, *now)
-
-    def _log(self, passed: float, waiting: int, in_flight: int, overdue: int) -> None:
-        """One line for the ``passed`` seconds since the last one."""
+        if not self._interval_s or passed < self._interval_s:
+            return
+        self._logged_at += passed
         total = STATS.since(self._logged)
         failed = [
             f"{key[1]} {rooms:.0f}"
             for key, rooms in total.items()
             if key[0] == "kv_transfer_failed" and rooms
         ]
-        posted = total[_TIMES["queue"], COUNT]
+        posted, moved = total[_TIMES["queue"], COUNT], total["kv_transfer_bytes",]
         # A full prefix hit is queued and posted, but moves nothing that a transport counts.
         if not posted and not failed:
             return
@@ -229,17 +235,124 @@ class TransferReport:
             f"{short} {1e3 * total[name,] / max(total[name, COUNT], 1):.2f}"
             for short, name in _TIMES.items()
         )
-        moved = total["kv_transfer_bytes",]
         logger.info(
             f"KV transfers of the last {passed:.0f} s: {posted:.0f} posted, "
             f"{total['kv_transfer_descriptors',]:.0f} descriptors, "
             f"{moved / 1e6:.1f} MB, {moved / 1e9 / passed:.3f} GB/s; means in ms: {means}; "
-            f"now {waiting} waiting, {in_flight} in flight, {overdue} overdue; "
+            f"now {now[0]} waiting, {now[1]} in flight, {now[2]} overdue; "
             f"ended early: {', '.join(failed) or 'none'}"
         )
 
 
-# ---- what the event log is told ----
+# ---- the event log ----
+
+#: Seconds since the epoch.
+now = time.time
+
+
+class Admitted(msgspec.Struct, frozen=True, tag="admitted", kw_only=True):
+    """Decode reserved destination pages for a room and announced them."""
+
+    at: float
+    room: int | None
+    rid: str
+    prompt_tokens: int
+    prefix_tokens: int
+    pages: list[int]
+
+
+class Sent(msgspec.Struct, frozen=True, tag="sent", kw_only=True):
+    """Prefill posted one chunk of a room to one decode rank."""
+
+    at: float
+    room: int
+    peer: str
+    source_pages: list[int]
+    destination_pages: list[int]
+    bytes: int
+
+
+class Announced(msgspec.Struct, frozen=True, tag="announced", kw_only=True):
+    """Every decode rank of a room has announced its pages to this prefill rank."""
+
+    at: float
+    room: int
+
+
+class Moved(msgspec.Struct, frozen=True, tag="moved", kw_only=True):
+    """One chunk of a room, and with the last one the metadata, was seen to be with one decode rank.
+
+    ``queue_s``: from ``send`` until a worker took it; then the descriptors were made (``build_s``),
+    the transfers started (``post_s``), and waited for (``wire_s``). Bytes and descriptors are those
+    of everything that went along.
+    """
+
+    at: float
+    room: int
+    peer: str
+    chunk: int
+    is_last: bool
+    queue_s: float
+    build_s: float
+    post_s: float
+    wire_s: float
+    descriptors: int
+    bytes: int
+
+
+class Arrived(msgspec.Struct, frozen=True, tag="arrived", kw_only=True):
+    """Decode saw that a room is complete."""
+
+    at: float
+    room: int
+
+
+class Prefetched(msgspec.Struct, frozen=True, tag="prefetched", kw_only=True):
+    """A request whose prefix was looked for in HiCache's store runs, or is gone.
+
+    Milliseconds until the store had answered, until its pages were fetched, while they were, and
+    from then on, in the stage; ``choice`` as in the metric ``prefetch_choices``.
+    """
+
+    at: float
+    rid: str
+    prompt_tokens: int
+    hit_pages: int
+    loaded_tokens: int
+    choice: str | None
+    query_ms: int
+    wait_ms: int
+    fetch_ms: int
+    staged_ms: int
+
+
+Event = Admitted | Sent | Announced | Moved | Arrived | Prefetched
+
+
+class EventLog:
+    """Appends events to one file; one line a write, so that lines of threads do not mix."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def write(self, event: Event) -> None:
+        try:
+            line = msgspec.json.encode(event)
+        except UnicodeEncodeError:  # a client's request id with lone surrogates
+            rid = ascii(getattr(event, "rid", ""))
+            line = msgspec.json.encode(msgspec.structs.replace(event, rid=rid))
+        self._file.write(line + b"\n")
+
+
+@functools.cache
+def event_log(side: str) -> EventLog | None:
+    """This process's log; None where the variable is not set. ``side``: prefill or decode."""
+    folder = environment.EVENT_LOG.read()
+    if not folder:
+        return None
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    return EventLog(open(path / f"{side}-{os.getpid()}.jsonl", "ab", buffering=0))  # noqa: SIM115
 
 
 @best_effort

@@ -1,12 +1,19 @@
-"""Requests that a pair cannot serve: answered at once, where SGLang would raise and end the server.
+"""Requests in the tokenizer of a pair: those that cannot be served are answered at once, where
+SGLang would raise and end the server, and each parallel sample gets a room of its own.
 
 A router gives each request of a pair the number of its room and the address of its prefill server.
 SGLang drops both where it builds a request of a session (``session_params``); and a client may send
 anything.
+
+Of parallel samples (``n`` above 1), SGLang's tokenizer first sends the prompt alone, so that the
+samples find its KV, and then each sample, all with the number of the client's room. Here the prompt
+keeps that number, and the samples get numbers that follow from it by one rule, which both servers
+of a pair apply.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import re
@@ -17,7 +24,7 @@ from typing import TYPE_CHECKING, Any  # Any: SGLang's requests, before and afte
 
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta.samples import MOST_SAMPLES, check_samples, room_of_sample
+from sglang.srt.disaggregation.delta.capability import fetch_capabilities
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +41,14 @@ else:
 #: What SGLang's metadata buffers take as the number of a room (more raises, although they have 64
 #: bits without a sign), and how many top log probabilities of the first token they hold.
 _MOST_ROOM, _MOST_TOP_LOGPROBS = 2**63 - 1, 128
+
+#: A room has 63 bits; the number of a sample is in the upper ones, so that a data-parallel rank,
+#: which follows from the lower ones, is the same for all samples of a prompt where the number of
+#: ranks is a power of two.
+_SHIFT = 47
+#: Of one prompt. There are numbers for 65,535, which would fill the line of both servers: they are
+#: checked 128 a step when their client is gone.
+MOST_SAMPLES = 1024
 
 #: What a number may be for SGLang's kernels and tensors: its type, and its bounds. SGLang takes the
 #: sampling parameters of ``/generate`` as they are, and checks some bounds of some of them.
@@ -191,6 +206,25 @@ class MaskedBatch(SamplingBatchInfo):
         # are not.
         if self.vocab_mask is not None and self.vocab_mask.dtype.is_signed:
             self.vocab_mask.masked_fill_(~self.vocab_mask.any(-1, keepdim=True), -1)
+
+
+def room_of_sample(room: int, index: int) -> int:
+    """The room of a prompt (``index`` 0) or of its sample ``index``, from the client's ``room``."""
+    return room ^ (index << _SHIFT)
+
+
+async def check_samples(address: str, samples: int) -> None:
+    """Check that the prefill server at ``address`` (host:port) numbers samples, too.
+
+    Raises:
+        ValueError: the client gets status 400.
+    """
+    prefill = await asyncio.to_thread(fetch_capabilities, address)
+    if prefill is not None and not prefill.samples:
+        raise ValueError(
+            f"n is {samples}, and prefill server {address} gives all samples of a request one "
+            "room: it runs without this package or with an older version of it"
+        )
 
 
 def is_sent(state: Any) -> bool:

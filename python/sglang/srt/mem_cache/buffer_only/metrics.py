@@ -10,9 +10,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.delta.event_log import Prefetched, now
 from sglang.srt.disaggregation.delta.metrics import Metric
-from sglang.srt.disaggregation.delta.observability import record
+from sglang.srt.disaggregation.delta.observability import Prefetched, now, record
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from sglang.srt.disaggregation.delta.decode.handshakes import bootstrap_addr
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.speculation import own_draft_state
 from sglang.srt.disaggregation.delta.decode.without_prefill import remains
-from sglang.srt.disaggregation.delta.event_log import Admitted, event_log, now
-from sglang.srt.disaggregation.delta.observability import STATS
+from sglang.srt.disaggregation.delta.observability import STATS, Admitted, event_log, now
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any  # Any: NIXL's binding has no types
 import numpy as np
 
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.event_log import Moved, now
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.nixl.descriptors import ChunkPayload, Destination, Form
@@ -23,7 +22,9 @@ from sglang.srt.disaggregation.delta.nixl.layout import Layout, Pair
 from sglang.srt.disaggregation.delta.nixl.peers import OURS, Peer, Peers, PreparedLists
 from sglang.srt.disaggregation.delta.observability import (
     STATS,
+    Moved,
     count_sent,
+    now,
     record,
 )
 from sglang.srt.disaggregation.delta.pages import Pages

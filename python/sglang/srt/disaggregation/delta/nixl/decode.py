@@ -16,9 +16,8 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.event_log import Arrived, now
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.observability import RateLimitedLog, record
+from sglang.srt.disaggregation.delta.observability import Arrived, RateLimitedLog, now, record
 from sglang.srt.disaggregation.delta.peer_messages import BadMessage
 
 if TYPE_CHECKING:
