@@ -10,12 +10,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from sglang.srt.hardware_backend import cpu_standin
-from sglang.srt.hardware_backend.cpu_standin import cuda, eager, start_method
+from sglang.srt.hardware_backend.cpu_standin import runtime
 from sglang.srt.hardware_backend.cpu_standin.finder import (
     ADDED_ON_0_5_23,
-    EDIT_FILES,
+    EDITS,
     StandinFinder,
-    default_edits,
+    edits_of,
 )
 from sglang.srt.patchset.environment import START_METHOD
 
@@ -115,6 +115,14 @@ def test_kernels_are_names() -> None:
         importlib.import_module("vllm.logger")
 
 
+@pytest.mark.parametrize("edit", sorted({each for of in EDITS.values() for each in of}))
+def test_each_edit_is_there(edit: str) -> None:
+    """Guards against a server that starts until SGLang imports the module of the edit."""
+    file, _, function = edit.partition(":")
+    module = importlib.import_module(f"{cpu_standin.__name__}.{file}")
+    assert callable(getattr(module, function))
+
+
 def test_install_is_idempotent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against edits that are applied twice when hook and program both install."""
     monkeypatch.setattr(StandinFinder, "__init__", lambda self: None)
@@ -151,18 +159,17 @@ def test_edits_of_torch() -> None:
     request that waits for a C++ compiler, in both forms of the decorator, and against a device that
     torch reaches without any of the known device nodes."""
     torch = fake_torch(has_cuda=False)
-    cuda.edit(torch)
+    runtime.torch_without_cuda(torch)
     torch.cuda.synchronize()
     torch.cuda.synchronize("cpu")
     torch.Tensor().record_stream("a stream")
-    eager.edit(torch)
 
     def function() -> None: ...
 
     assert torch.compile(function, dynamic=True) is function
     assert torch.compile(fullgraph=True)(function) is function
     with pytest.raises(cpu_standin.StandinRefused, match="torch sees a CUDA device"):
-        cuda.edit(fake_torch(has_cuda=True))
+        runtime.torch_without_cuda(fake_torch(has_cuda=True))
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
@@ -178,9 +185,9 @@ def test_start_method(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     monkeypatch.setenv(START_METHOD.name, method)
     if method == "forkserver":
         with pytest.raises(ImportError, match=START_METHOD.name):
-            start_method.edit(engine)
+            runtime.start_method(engine)
         return
-    start_method.edit(engine)
+    runtime.start_method(engine)
     engine.mp.set_start_method("spawn", force=True)
     assert chosen == [method] and engine.mp.Pipe == "the real one"
 
@@ -188,11 +195,12 @@ def test_start_method(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
 def test_a_release_that_has_cpu_forms_keeps_them() -> None:
     """Guards against edits that raise on SGLang 0.5.23, or put 0.5.10's forms in place of its own:
     there only the start of processes and speculation are edited below ``sglang``."""
-    assert set(default_edits("0.5.10.post1")) == set(EDIT_FILES)
-    edited = default_edits("0.5.23")
+    assert edits_of("0.5.10.post1") == EDITS
+    edited = edits_of("0.5.23")
     assert {name for name in edited if name.startswith("sglang.")} == {
         *("sglang.srt.entrypoints.engine", "sglang.srt.speculative.draft_utils"),
         *ADDED_ON_0_5_23,
     }
-    assert set(ADDED_ON_0_5_23.values()) == {("speculative",), ("draft_attention",)}
+    added = {("speculative:edit",), ("draft_attention:attend_drafts",)}
+    assert set(ADDED_ON_0_5_23.values()) == added
     assert {"torch", "nixl._api", "nixl_cu12._api", "nixl_cu13._api"} < set(edited)

@@ -7,6 +7,7 @@ slots. Here the two are numpy: on CPU tensors that costs microseconds, whatever 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 
 import numpy as np
@@ -94,11 +95,11 @@ def _write(out_indices: torch.Tensor, slots: Ints | None) -> None:
         out_indices.numpy()[:] = slots
 
 
+@dataclass(frozen=True)
 class Launch:
     """Replaces a Triton kernel: ``kernel[grid](...)`` calls a function once."""
 
-    def __init__(self, function: Callable[..., None]) -> None:
-        self.function = function
+    function: Callable[..., None]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return self.function

@@ -12,11 +12,6 @@ from typing import Any  # Any: modules that are edited, and their objects
 import torch
 
 
-def edit(module: Any) -> None:
-    """After ``torch_native_backend`` or ``draft_utils``."""
-    _EDITS[module.__name__](module)
-
-
 def attend(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -62,7 +57,8 @@ def _lengths(batch: Any) -> tuple[list[int], list[int]]:
     return lens, batch.extend_seq_lens.tolist()
 
 
-def _torch_native(module: Any) -> None:
+def attend_drafts(module: Any) -> None:
+    """After ``torch_native_backend``: verification, and the draft model's extension."""
     stock = module.TorchNativeAttnBackend.forward_extend
 
     def forward_extend(
@@ -96,7 +92,8 @@ def _torch_native(module: Any) -> None:
     module.TorchNativeAttnBackend.forward_extend = forward_extend
 
 
-def _draft_backends(module: Any) -> None:
+def draft_backends(module: Any) -> None:
+    """After ``draft_utils``: the backends of the draft model's steps."""
     factory = module.DraftBackendFactory
     for name, make in (
         ("create_decode_backend", _decode_backend),
@@ -159,9 +156,3 @@ class DraftSteps:
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Nothing to prepare."""
-
-
-_EDITS = {
-    "sglang.srt.layers.attention.torch_native_backend": _torch_native,
-    "sglang.srt.speculative.draft_utils": _draft_backends,
-}

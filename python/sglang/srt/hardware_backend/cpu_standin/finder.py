@@ -1,4 +1,7 @@
-"""The import hook: which modules the stand-in provides, and which it edits after they ran."""
+"""The import hook: which modules the stand-in provides, and which it edits after they ran.
+
+Kernels that a CPU never calls are provided by name: SGLang imports them all the same.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +16,35 @@ from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-
-from .names import NamesLoader
+from typing import Any, NoReturn  # Any: arguments of kernels that are not there
 
 Edit = Callable[[ModuleType], None]
 
-#: Module of SGLang, torch or NIXL -> files of this package whose ``edit(module)`` runs after it.
-EDIT_FILES = {
-    "torch": ("cuda", "eager"),
-    "nixl._api": ("nixl",),
-    "nixl_cu12._api": ("nixl",),
-    "nixl_cu13._api": ("nixl",),
-    "sglang.srt.constrained.llguidance_backend": ("grammar",),
-    "sglang.srt.constrained.xgrammar_backend": ("grammar",),
-    "sglang.srt.distributed.parallel_state": ("dp_attention",),
-    "sglang.srt.entrypoints.engine": ("start_method",),
-    "sglang.srt.layers.attention.torch_native_backend": ("dp_attention", "draft_attention"),
-    "sglang.srt.layers.dp_attention": ("dp_attention",),
-    "sglang.srt.lora.backend.torch_backend": ("lora",),
-    "sglang.srt.mem_cache.allocator": ("allocator",),
-    "sglang.srt.mem_cache.memory_pool": ("speculative",),
-    "sglang.srt.mem_cache.memory_pool_host": ("host_pool",),
-    "sglang.srt.model_executor.forward_batch_info": ("dp_attention",),
-    "sglang.srt.model_executor.model_runner": ("replicas",),
-    "sglang.srt.speculative.draft_utils": ("draft_attention",),
-    "sglang.srt.speculative.eagle_info_v2": ("speculative",),
-    "sglang.srt.speculative.eagle_utils": ("speculative",),
-    "sglang.srt.speculative.spec_utils": ("speculative",),
+#: Module of SGLang, torch or NIXL -> "file:function" of this package, called with it after it ran.
+EDITS = {
+    "torch": ("runtime:torch_without_cuda",),
+    "nixl._api": ("memory:nixl_in_host_memory",),
+    "nixl_cu12._api": ("memory:nixl_in_host_memory",),
+    "nixl_cu13._api": ("memory:nixl_in_host_memory",),
+    "sglang.srt.constrained.llguidance_backend": ("runtime:mask_of_each_batch",),
+    "sglang.srt.constrained.xgrammar_backend": ("runtime:mask_by_xgrammar",),
+    "sglang.srt.distributed.parallel_state": ("ranks:exchange_by_gloo",),
+    "sglang.srt.entrypoints.engine": ("runtime:start_method",),
+    "sglang.srt.layers.attention.torch_native_backend": (
+        "ranks:pad_batches",
+        "draft_attention:attend_drafts",
+    ),
+    "sglang.srt.layers.dp_attention": ("ranks:copy_rows_in_torch",),
+    "sglang.srt.lora.backend.torch_backend": ("memory:without_pinning_of_adapters",),
+    "sglang.srt.mem_cache.allocator": ("allocator:edit",),
+    "sglang.srt.mem_cache.memory_pool": ("speculative:edit",),
+    "sglang.srt.mem_cache.memory_pool_host": ("memory:without_pinning_of_host_pools",),
+    "sglang.srt.model_executor.forward_batch_info": ("memory:without_pinning",),
+    "sglang.srt.model_executor.model_runner": ("ranks:replicate_heads",),
+    "sglang.srt.speculative.draft_utils": ("draft_attention:draft_backends",),
+    "sglang.srt.speculative.eagle_info_v2": ("speculative:edit",),
+    "sglang.srt.speculative.eagle_utils": ("speculative:edit",),
+    "sglang.srt.speculative.spec_utils": ("speculative:edit",),
 }
 
 #: Where SGLang 0.5.23 has what speculation needs.
@@ -53,10 +58,10 @@ ADDED_ON_0_5_23 = dict.fromkeys(
         "sglang.srt.arg_groups.speculative_hook",
         "sglang.srt.mem_cache.allocation",
     ),
-    ("speculative",),
-) | {"sglang.srt.layers.attention.torch_native_backend": ("draft_attention",)}
+    ("speculative:edit",),
+) | {"sglang.srt.layers.attention.torch_native_backend": ("draft_attention:attend_drafts",)}
 
-#: That release has CPU forms of the rest: of ``EDIT_FILES`` it needs these.
+#: That release has CPU forms of the rest: of ``EDITS`` it needs these.
 EDITED_ON_0_5_23 = (
     *("torch", "nixl.", "nixl_cu12.", "nixl_cu13.", "sglang.srt.entrypoints.engine"),
     "sglang.srt.speculative.draft_utils",
@@ -76,19 +81,59 @@ NAMES_ONLY = ("vllm", "vllm._custom_ops")
 KVCACHEIO = "sgl_kernel.kvcacheio"
 
 
-def _run_files(files: Sequence[str], module: ModuleType) -> None:
-    for file in files:
-        importlib.import_module(f".{file}", __package__).edit(module)
+class MissingKernel:
+    """Stands for one kernel, or for a table of them; to call it is an error that names it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> MissingKernel:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return MissingKernel(f"{self._name}.{attribute}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{self._name} has no CPU form in the stand-in; see the flags in "
+            "docs/advanced_features/cpu_standin.md"
+        )
+
+    def __repr__(self) -> str:
+        return f"<missing kernel {self._name}>"
 
 
-def default_edits(release: str) -> dict[str, Edit]:
-    """``EDIT_FILES`` for this ``release`` of SGLang, as functions; a file is imported when its
-    first module is."""
-    files = EDIT_FILES
-    if release == "0.5.23":
-        files = {name: files[name] for name in files if name.startswith(EDITED_ON_0_5_23)}
-        files |= ADDED_ON_0_5_23
-    return {name: partial(_run_files, each) for name, each in files.items()}
+class NamesModule(ModuleType):
+    """A module each of whose public names is a ``MissingKernel``."""
+
+    def __getattr__(self, name: str) -> MissingKernel:
+        if name.startswith("__"):  # what the import system and inspect look for is really absent
+            raise AttributeError(name)
+        return MissingKernel(f"{self.__name__}.{name}")
+
+
+class NamesLoader(Loader):
+    """Makes a ``NamesModule`` of any spec."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return NamesModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing to run."""
+
+
+def edits_of(release: str) -> dict[str, tuple[str, ...]]:
+    """What is edited in this ``release`` of SGLang."""
+    if release != "0.5.23":
+        return EDITS
+    kept = {name: edits for name, edits in EDITS.items() if name.startswith(EDITED_ON_0_5_23)}
+    return kept | ADDED_ON_0_5_23
+
+
+def run_edits(edits: Sequence[str], module: ModuleType) -> None:
+    """Run "file:function" of this package; a file is imported when its first module is."""
+    for each in edits:
+        file, _, function = each.partition(":")
+        getattr(importlib.import_module(f".{file}", __package__), function)(module)
 
 
 class StandinFinder(MetaPathFinder):
@@ -102,7 +147,13 @@ class StandinFinder(MetaPathFinder):
     is_cpu_standin = True
 
     def __init__(self, edits: Mapping[str, Edit] | None = None) -> None:
-        self._edits = default_edits(_installed_release()) if edits is None else edits
+        if edits is None:
+            try:
+                release = metadata.version("sglang")
+            except metadata.PackageNotFoundError:
+                release = ""
+            edits = {name: partial(run_edits, each) for name, each in edits_of(release).items()}
+        self._edits = edits
         self._asking = threading.local()
         for name, edit in self._edits.items():
             if name in sys.modules:
@@ -141,13 +192,6 @@ class StandinFinder(MetaPathFinder):
         finally:
             asking.discard(fullname)
         return None
-
-
-def _installed_release() -> str:
-    try:
-        return metadata.version("sglang")
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _run_after(loader: Loader, edit: Edit) -> None:

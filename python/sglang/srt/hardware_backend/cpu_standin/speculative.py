@@ -37,19 +37,15 @@ def _only_chains(topk: int) -> None:
 # ---- speculative.spec_utils ----
 
 
-def assign_rows(rows: Tensor, table: Tensor, start: Tensor, end: Tensor, slots: Tensor) -> None:
-    """Put ``slots`` into the rows ``rows`` of ``table``, for request i at ``start[i]:end[i]``."""
+def assign_rows(
+    rows: Tensor, table: Tensor, start: Tensor, end: Tensor, slots: Tensor, *sizes: int
+) -> None:
+    """Signature of SGLang's ``assign_req_to_token_pool``: puts ``slots`` into the rows ``rows`` of
+    ``table``, for request i at ``start[i]:end[i]``."""
     at = 0
     for row, first, last in _each(rows, start, end):
         table[row, first:last] = slots[at : at + last - first].to(table.dtype)
         at += last - first
-
-
-def _assign_req_to_token_pool(
-    rows: Tensor, table: Tensor, start: Tensor, end: Tensor, slots: Tensor, *sizes: int
-) -> None:
-    """Signature of SGLang's ``assign_req_to_token_pool``."""
-    assign_rows(rows, table, start, end, slots)
 
 
 def _assign_draft_cache_locs(
@@ -191,8 +187,9 @@ def _behind(rows: Tensor, table: Tensor, lens: Tensor, count: int) -> Tensor:
     return table[rows[:, None], lens[:, None] + torch.arange(count)]
 
 
-def _fill_new_verified_id(ids: Tensor, accepted: Tensor, last: Tensor, drafts: int) -> None:
-    """Signature of SGLang's ``fill_new_verified_id``: the last accepted id of each request."""
+def _last_accepted(ids: Tensor, accepted: Tensor, last: Tensor, drafts: int, *sizes: int) -> None:
+    """Signature of SGLang's ``fill_new_verified_id`` (0.5.23: ``fill_bonus_tokens_func``): the last
+    accepted id of each request."""
     first = torch.arange(len(accepted)) * drafts
     last.copy_(ids.flatten()[first + accepted - 1])
 
@@ -225,11 +222,6 @@ def _draft_cache_locs(
     _assign_draft_cache_locs_page_size_1(rows, table, lens, slots, 0, topk, steps)
 
 
-def _last_accepted(ids: Tensor, accepted: Tensor, last: Tensor, stride: int, requests: int) -> None:
-    """Signature of ``fill_bonus_tokens_func``."""
-    _fill_new_verified_id(ids, accepted, last, stride)
-
-
 def _gather(
     rows: Tensor, scores: Tensor, index: Tensor, tokens: Tensor, hidden: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -256,7 +248,7 @@ def _move_kv(
 
 _FORMS: dict[str, dict[str, Any]] = {
     "sglang.srt.speculative.spec_utils": {
-        "assign_req_to_token_pool": Launch(_assign_req_to_token_pool),
+        "assign_req_to_token_pool": Launch(assign_rows),
         "assign_draft_cache_locs": Launch(_assign_draft_cache_locs),
         "create_extend_after_decode_spec_info": Launch(_after_decode),
         "align_evict_mask_to_page_size": Launch(_align_evict_mask),
@@ -268,7 +260,7 @@ _FORMS: dict[str, dict[str, Any]] = {
     "sglang.srt.speculative.eagle_info_v2": {
         "assign_draft_cache_locs_page_size_1": Launch(_assign_draft_cache_locs_page_size_1),
         "assign_extend_cache_locs_func": _assign_extend_cache_locs_func,
-        "fill_new_verified_id": Launch(_fill_new_verified_id),
+        "fill_new_verified_id": Launch(_last_accepted),
     },
     "sglang.srt.mem_cache.memory_pool": {"copy_all_layer_kv_cache_tiled": Launch(_move_kv)},
     # SGLang 0.5.23
@@ -284,5 +276,5 @@ _FORMS: dict[str, dict[str, Any]] = {
         "verify_tree_greedy_func": _verify_tree_greedy,
     },
     "sglang.srt.arg_groups.speculative_hook": {"_disable_overlap_schedule_for_cpu": _with_overlap},
-    "sglang.srt.mem_cache.allocation": {"assign_req_to_token_pool_func": _assign_req_to_token_pool},
+    "sglang.srt.mem_cache.allocation": {"assign_req_to_token_pool_func": assign_rows},
 }
