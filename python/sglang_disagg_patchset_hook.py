@@ -66,8 +66,13 @@ class Finder:
         work: Callable[[str, _Path, ModuleType | None], ModuleSpec | None]
         if name in _EARLY:
             work = self._find_early
-        elif name.startswith("sglang.srt.") and not _is_table(name) and "sglang" in sys.modules:
-            # (The stand-in's files are imported below sglang.srt before SGLang itself.)
+        # Loading the table must not ask the table; and the stand-in's files are imported below
+        # sglang.srt before SGLang itself.
+        elif (
+            name.startswith("sglang.srt.")
+            and not f"{name}.".startswith("sglang.srt.patchset.")
+            and "sglang" in sys.modules
+        ):
             work = self._find_target
         else:
             return None
@@ -82,8 +87,9 @@ class Finder:
             self._busy.discard(key)
 
     def _find_early(self, name: str, path: _Path, target: ModuleType | None) -> ModuleSpec | None:
-        if name == "sglang":
-            self._move_to_front()
+        if name == "sglang" and sys.meta_path[0] is not self:
+            # Whoever came later may answer for a table module without asking us: be asked first.
+            sys.meta_path[:] = [self] + [f for f in sys.meta_path if f is not self]
         if not self._standin_started and _wants_standin(name):
             self._standin_started = True
             _start_standin()
@@ -98,17 +104,6 @@ class Finder:
         return spec
 
     def _find_target(self, name: str, path: _Path, target: ModuleType | None) -> ModuleSpec | None:
-        attachment = self._load_attachment()
-        if attachment is None or not attachment.has_rows(name):
-            return None
-        finders = list(sys.meta_path)
-        behind = finders.index(self) + 1 if self in finders else 0
-        spec = self._ask(finders[behind:], name, path, target)
-        if spec is not None:
-            attachment.watch(spec)
-        return spec
-
-    def _load_attachment(self) -> Attachment | None:
         if self._attachment is None and not self._broken:
             try:
                 from sglang.srt.patchset.attach import activate
@@ -117,12 +112,14 @@ class Finder:
             except Exception as error:
                 self._broken = True
                 _say(f"inert: the replacement table did not load: {error!r}")
-        return self._attachment
-
-    def _move_to_front(self) -> None:
-        """Whoever came later may answer for a table module without asking us: be asked first."""
-        if sys.meta_path[0] is not self:
-            sys.meta_path[:] = [self] + [f for f in sys.meta_path if f is not self]
+        if self._attachment is None or not self._attachment.has_rows(name):
+            return None
+        finders = list(sys.meta_path)
+        behind = finders.index(self) + 1 if self in finders else 0
+        spec = self._ask(finders[behind:], name, path, target)
+        if spec is not None:
+            self._attachment.watch(spec)
+        return spec
 
     def _ask(
         self, finders: list[Any], name: str, path: _Path, target: ModuleType | None
@@ -137,11 +134,6 @@ class Finder:
                 # in its own images), ours lies on the path, and a finder behind has the package.
                 folder = folder or spec
         return folder
-
-
-def _is_table(name: str) -> bool:
-    """Loading the table must not ask the table."""
-    return name == "sglang.srt.patchset" or name.startswith("sglang.srt.patchset.")
 
 
 def _wants_standin(name: str) -> bool:

@@ -61,14 +61,6 @@ class GroupState:
     reason: str
     rows: tuple[RowState, ...]
 
-    @property
-    def lacks(self) -> str:
-        """Why its features are not available (now, or ever); empty if it is attached."""
-        if self.status is GroupStatus.ATTACHED:
-            return ""
-        waiting = ", ".join(r.row.target for r in self.rows if r.status is RowStatus.PENDING)
-        return self.reason or f"not bound: {waiting}"
-
 
 @dataclass(frozen=True)
 class State:
@@ -206,10 +198,11 @@ def require_active(flag: str, *groups: str, load: bool = False) -> None:
     require_switches()
     needed = closure(groups)
     now = load_all(needed) if load else examine(needed)
+    accepted = (GroupStatus.ATTACHED,) if load else (GroupStatus.ATTACHED, GroupStatus.PENDING)
     for group in now.groups:
-        is_refused = group.status in (GroupStatus.OFF, GroupStatus.STOCK) or load
-        if group.group.name in needed and group.lacks and is_refused:
+        if group.group.name in needed and group.status not in accepted:
+            waiting = [r.row.target for r in group.rows if r.status is RowStatus.PENDING]
             raise PatchsetError(
                 f"{flag} needs the feature group {group.group.name} of sglang-disagg-patchset, "
-                f"which is not attached: {group.lacks}"
+                f"which is not attached: {group.reason or 'not bound: ' + ', '.join(waiting)}"
             )

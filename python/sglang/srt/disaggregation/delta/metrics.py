@@ -104,14 +104,13 @@ def _registered(metric: Metric, labelnames: tuple[str, ...]) -> Any:
     # Imported late: SGLang sets PROMETHEUS_MULTIPROC_DIR before the first import.
     import prometheus_client
 
-    name = f"sglang:{metric.name}"
-    if metric.kind == "counter":
-        return prometheus_client.Counter(name, metric.help, labelnames)
-    if metric.kind == "gauge":
-        return prometheus_client.Gauge(
-            name, metric.help, labelnames, multiprocess_mode="mostrecent"
-        )
-    return prometheus_client.Histogram(name, metric.help, labelnames, buckets=metric.buckets)
+    options: dict[str, dict[str, Any]] = {
+        "counter": {},
+        "gauge": {"multiprocess_mode": "mostrecent"},
+        "histogram": {"buckets": metric.buckets},
+    }
+    make = getattr(prometheus_client, metric.kind.capitalize())
+    return make(f"sglang:{metric.name}", metric.help, labelnames, **options[metric.kind])
 
 
 #: Upper bounds in seconds, 10 microseconds to 50 seconds.
