@@ -12,7 +12,8 @@ import pytest
 from current.decode import Decode
 from current.test_local_turns import LOCAL, Peers
 from current.texts import text
-from sglang.srt.disaggregation.delta.decode.turn_choice import STEPS_BEFORE_BREACH, StepTimes
+from sglang.srt.disaggregation.delta.decode.turn_choice import STEPS_BEFORE_BREACH
+from sglang.srt.disaggregation.delta.decode.turn_costs import StepTimes
 from sglang.srt.disaggregation.delta.observability import Telemetry
 
 #: Seconds: of a chunk as a constant and a slope a token, and of a decode step.
@@ -301,5 +302,5 @@ def test_a_pause_is_no_gap_and_no_step(decode: Decode, bounded: Bounded, blockin
     decode.finish()
     gaps = bounded.gaps[True] + bounded.gaps[False]
     assert len(gaps) > 20 and max(gaps) < 1.0
-    assert turns.measured.step.value < 1.0
+    assert turns.measured.step.at(0) < 1.0
     assert turns.measured.chunk.at(20) < 1.0

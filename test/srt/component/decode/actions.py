@@ -18,7 +18,11 @@ from sglang.srt.disaggregation.delta.decode.invariants import tree_nodes
 from sglang.srt.disaggregation.delta.decode.prefix_tree import Retired
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import page_floor
-from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+from sglang.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    PauseGenerationReqInput,
+)
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 TOKENS = 50
@@ -170,7 +174,7 @@ class Life:
 
     def flush(self, number: int) -> None:
         idle = self.decoder.is_fully_idle()
-        assert self.decoder.flush_cache() == idle
+        assert self.decoder.flush_cache_wrapped(FlushCacheReqInput()).success == idle
         assert not idle or self._nothing_can_be_hit()
 
     def update_weights(self, number: int) -> None:

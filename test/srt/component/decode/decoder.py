@@ -25,7 +25,7 @@ from sglang.srt.disaggregation.decode import (
 from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
-from sglang.srt.disaggregation.delta.decode.turn_choice import UNKNOWN, Limits
+from sglang.srt.disaggregation.delta.decode.turn_costs import UNKNOWN, Limits
 from sglang.srt.disaggregation.delta.observability import Telemetry
 from sglang.srt.disaggregation.utils import (
     FAKE_BOOTSTRAP_HOST,
@@ -191,6 +191,7 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
             "enable_metrics",
             "current_scheduler_metrics_enabled",
             "enable_overlap",
+            "_engine_paused",
             "enable_hierarchical_cache",
             "enable_hicache_storage",
             "enable_lora",

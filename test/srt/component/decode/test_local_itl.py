@@ -17,7 +17,8 @@ from component.decode.pair import Pair, RankGroup, ranks_reduce
 from component.decode.stages import fail_room
 from component.decode.steps import admit, finish, ids, turn
 from sglang.srt.disaggregation.delta.decode import local_scheduler
-from sglang.srt.disaggregation.delta.decode.turn_choice import STEPS_BEFORE_BREACH, Limits
+from sglang.srt.disaggregation.delta.decode.turn_choice import STEPS_BEFORE_BREACH
+from sglang.srt.disaggregation.delta.decode.turn_costs import Limits
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
 PAGE = 16

@@ -14,7 +14,7 @@ from component.decode.decoder import Decoder
 from component.decode.overlapped import Ahead, Overlapped, until_idle
 from component.decode.steps import PROMPT, admit, finish, ids, serve, tick, turn
 from sglang.srt.disaggregation.delta.decode import local_scheduler
-from sglang.srt.disaggregation.delta.decode.turn_choice import Limits
+from sglang.srt.disaggregation.delta.decode.turn_costs import Limits
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.lora.lora_manager import LoRAManager

@@ -20,7 +20,8 @@ from component.decode.stages import fail_room, freeze
 from component.decode.steps import PROMPT, admit, finish, land, serve, tick, turn
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
-from sglang.srt.disaggregation.delta.decode.turn_choice import UNKNOWN, Limits
+from sglang.srt.disaggregation.delta.decode.turn_choice import REASONS
+from sglang.srt.disaggregation.delta.decode.turn_costs import UNKNOWN, Limits
 from sglang.srt.disaggregation.delta.pages import page_floor
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -99,6 +100,7 @@ def test_what_goes_to_prefill(changes: dict[str, Any], where: str) -> None:
     req.__dict__.update(changes)
     decoder.tick_queues()
     assert decoder.local_turns.telemetry.by("decode_turns") == {tuple(where.split()): 1}
+    assert where.split()[1] in REASONS
     is_local = where.startswith("local")
     assert (req in decoder.local) == is_local == decoder.rooms[0].yielded
 

@@ -24,7 +24,7 @@ from sglang.srt.disaggregation.delta.decode import candidates, record, retractio
 from sglang.srt.disaggregation.delta.decode import prealloc_queue as prealloc_module
 from sglang.srt.disaggregation.delta.decode import prefix_tree as tree_module
 from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree, PrefixLease
-from sglang.srt.disaggregation.delta.decode.turn_choice import Limits
+from sglang.srt.disaggregation.delta.decode.turn_costs import Limits
 
 # Waiting for an arriving prefix would hide concurrent misses of one prompt.
 WAIT = "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS"

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from sglang.srt.disaggregation.delta.decode.turn_choice import REASONS
 from sglang.srt.disaggregation.delta.metrics import FORMERLY, METRICS
 from sglang.srt.mem_cache.buffer_only import metrics as buffer_only
 from unit.documents import alert_rules, pages
@@ -111,3 +112,14 @@ def test_the_dashboard_shows_every_metric_of_ours(ours) -> None:
     shown = used(dashboard())
     shown |= {re.sub("_(bucket|sum|count)$", "", name) for name in shown}
     assert set(ours) - shown == set()
+
+
+def test_the_reasons_of_local_turns_are_explained() -> None:
+    """Guards against a label of ``decode_turns`` that nobody can look up: the page has a row for
+    each meaning."""
+    labels: dict[str, list[str]] = {}
+    for label, meaning in REASONS.items():
+        labels.setdefault(meaning, []).append(f"`{label}`")
+    rows = [f"| {', '.join(of)} | {meaning} |" for meaning, of in labels.items()]
+    page = (ROOT / "docs/advanced_features/pd_local_turns.md").read_text()
+    assert "\n".join(["| reason | meaning |", "|---|---|", *rows, ""]) in page

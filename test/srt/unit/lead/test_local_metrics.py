@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import prometheus_client
 
-from sglang.srt.disaggregation.delta.decode import turn_metrics
+from sglang.srt.disaggregation.delta.decode.turn_choice import observe_gap
 from sglang.srt.disaggregation.delta.metrics import METRICS
 from sglang.srt.disaggregation.delta.observability import Telemetry
 
@@ -23,7 +23,7 @@ def test_gaps_beyond_the_bound_are_counted() -> None:
             (0.05, True, 0.1),
             (0.3, True, None),
         ):
-            turn_metrics.gap(stats, seconds, has_chunk, bound)
+            observe_gap(stats, seconds, has_chunk, bound)
     name = METRICS["decode_itl_breaches"].exported_name
     sample = prometheus_client.REGISTRY.get_sample_value
     assert sample(name, labels) == 1 and sample("sglang:kv_evictable_tokens", labels) is None

@@ -14,19 +14,23 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple  # Any: SGLang's objects
 
-from sglang.srt.disaggregation.delta.decode import turn_metrics
 from sglang.srt.disaggregation.delta.decode.speculation import own_first_drafts
 from sglang.srt.disaggregation.delta.decode.turn_choice import (
+    Choice,
+    Decision,
+    Load,
+    Pace,
+    count_turn,
+    observe_gap,
+    observe_turn,
+)
+from sglang.srt.disaggregation.delta.decode.turn_costs import (
     NEVER,
     UNKNOWN,
     VOTES,
-    Choice,
     Costs,
-    Decision,
     Limits,
-    Load,
     Measured,
-    Pace,
     StepTimes,
     read,
     read_there,
@@ -180,12 +184,12 @@ class LocalTurns:
             turn, req.lead_turn = turn_of(req), None
             if turn is not None:
                 self.measured.shown(turn.address, turn.tokens, now - turn.at)
-                turn_metrics.done(self.telemetry, turn.decision, now - turn.at)
+                observe_turn(self.telemetry, turn.decision, now - turn.at)
 
     def _made(self, req: Any) -> None:
         turn = req.lead_turn
         self.choice.made(turn.decision)
-        turn_metrics.decided(self.telemetry, turn.decision)
+        count_turn(self.telemetry, turn.decision)
         logger.debug(
             "turn %s (room %s, %d new tokens): %s (%s); expected here %s s, from prefill %s s",
             req.rid,
@@ -364,7 +368,7 @@ class LocalTurns:
         batch.filter_batch(reqs_to_exclude=batch.chunked_req)
         for req in batch.reqs:
             turn, req.lead_turn = req.lead_turn, None
-            turn_metrics.done(self.telemetry, turn.decision, now - turn.at)
+            observe_turn(self.telemetry, turn.decision, now - turn.at)
         self._computed.append(batch)
 
     def decoded(self, reqs: list[Any]) -> None:
@@ -372,7 +376,7 @@ class LocalTurns:
         rids = frozenset(req.rid for req in reqs if not req.finished())
         gap = self.measured.gaps.step(self._clock(), rids, self._fits(self._limits.least))
         if gap is not None:
-            turn_metrics.gap(self.telemetry, *gap, self._limits.max_itl)
+            observe_gap(self.telemetry, *gap, self._limits.max_itl)
 
     def join(self, running: Any, but: Any = None) -> Any:
         """The running batch with the computed requests, without those of the batch ``but``."""

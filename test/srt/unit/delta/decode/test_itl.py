@@ -10,15 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.delta.decode.itl import GAIN, TOLERATED, TokenGaps
-from sglang.srt.disaggregation.delta.decode.turn_choice import (
+from sglang.srt.disaggregation.delta.decode.turn_choice import Pace
+from sglang.srt.disaggregation.delta.decode.turn_costs import (
+    GAIN,
     LEAST_CHUNK,
+    TOLERATED,
     UNKNOWN,
     Costs,
     Limits,
     Measured,
-    Pace,
     StepTimes,
+    TokenGaps,
     read,
 )
 
@@ -207,7 +209,7 @@ class Server:
                 measured.chunk.add(tokens, self.take(self.constant + 0.0001 * tokens))
                 pace.chunk(tokens, 3)
                 self.tokens += tokens
-            measured.step.add(self.take(0.01))
+            measured.step.add(0, self.take(0.01))
             pace.step()
             gap = measured.gaps.step(self._at, frozenset("a"), fits)
             if gap is not None:

@@ -18,16 +18,8 @@ from statistics import median
 
 import pytest
 
-from sglang.srt.disaggregation.delta.decode.turn_choice import (
-    Choice,
-    Decision,
-    Limits,
-    Load,
-    Measured,
-    Pace,
-    read,
-    read_there,
-)
+from sglang.srt.disaggregation.delta.decode.turn_choice import Choice, Decision, Load, Pace
+from sglang.srt.disaggregation.delta.decode.turn_costs import Limits, Measured, read, read_there
 
 PREFILL = "prefill"
 MOST_IN_A_STEP = 8192
@@ -218,7 +210,7 @@ class Talks:
             turns = [*self._running]
             seconds = self._about(*self.world.step, len(turns))
             yield seconds
-            self.measured.step.add(seconds)
+            self.measured.step.add(0, seconds)
             self._token(turns)
 
     def _admit(self, turn: Turn) -> None:

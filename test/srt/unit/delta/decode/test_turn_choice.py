@@ -7,23 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang.srt.disaggregation.delta.decode.turn_choice import (
+    MOST_STEPS_BETWEEN,
+    STEPS_BEFORE_BREACH,
+    Choice,
+    Decision,
+    Load,
+    Pace,
+    expected_here,
+)
+from sglang.srt.disaggregation.delta.decode.turn_costs import (
     ENOUGH,
     LEAST_CHUNK,
-    MOST_STEPS_BETWEEN,
     NEVER,
-    STEPS_BEFORE_BREACH,
     UNKNOWN,
-    Choice,
     Costs,
-    Decision,
     Limits,
     Line,
-    Load,
-    Mean,
     Measured,
-    Pace,
     StepTimes,
-    expected_here,
     read,
     read_there,
 )
@@ -69,14 +70,14 @@ SAMPLES = st.lists(st.tuples(st.integers(1, 10_000), st.floats(1e-5, 100)), min_
 def test_what_samples_say(line: Line, samples: Samples, expected: dict[int, float]) -> None:
     """Guards against a division by the variance of equal samples; against a side that changed and
     is judged by what it was; and against one sample that hides what a chunk takes."""
-    mean = Mean()
+    mean = Line()
     for tokens, seconds in samples:
         line.add(tokens, seconds)
-        mean.add(seconds)
+        mean.add(0, seconds)
     assert {tokens: line.at(tokens) for tokens in expected} == pytest.approx(expected, rel=0.1)
     assert line.is_known == any(expected.values())
     if samples[-50:] == [samples[-1]] * 50:
-        assert mean.value == pytest.approx(samples[-1][1], rel=0.01)
+        assert mean.at(0) == pytest.approx(samples[-1][1], rel=0.01)
 
 
 @given(SAMPLES, st.integers(0, 20_000))
@@ -99,10 +100,10 @@ def test_votes_survive_the_wire(samples: Samples) -> None:
     assert read(measured.votes()) == NOTHING
     for tokens, seconds in samples:
         measured.chunk.add(tokens, seconds)
-        measured.step.add(seconds)
+        measured.step.add(0, seconds)
         measured.shown("a", tokens, seconds)
     costs = read(measured.votes())
-    assert costs.step == pytest.approx(measured.step.value, abs=1e-6)
+    assert costs.step == pytest.approx(measured.step.at(0), abs=1e-6)
     assert (costs.constant is not None) == (len(samples) > ENOUGH)
     if len(samples) > ENOUGH:
         assert costs.chunks(1, 500) == pytest.approx(measured.chunk.at(500), abs=2e-6)
@@ -165,7 +166,7 @@ def test_step_times(
             at = [begin + numbers[-1]] if numbers else []
             getattr(times, what)(*numbers[:-1], *at)
     assert measured.chunk.at(100) == pytest.approx(chunk, rel=0.1)
-    assert measured.step.value == pytest.approx(step)
+    assert measured.step.at(0) == pytest.approx(step)
 
 
 # ---- what is expected here ----
@@ -321,7 +322,7 @@ def test_a_slow_moment_is_not_believed_for_long() -> None:
     measured, choice, local = Measured(), Choice(LIMITS), 0
     for seconds in (0.02, 0.2, 0.02, 0.2, 0.02):  # the first does not count
         measured.chunk.add(100, seconds)
-    measured.step.add(0.01)
+    measured.step.add(0, 0.01)
     for _ in range(60):
         decision = choice.decide(100, Load(running=2), read(measured.votes()), 0.06)
         choice.made(decision)

@@ -9,7 +9,6 @@ write to them no more, and a paused server has transfers under way.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any  # Any: SGLang's control requests and answers, handed on
 
 from typing_extensions import override
@@ -17,7 +16,6 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
 else:
     Scheduler = object
@@ -28,19 +26,18 @@ logger = logging.getLogger(__name__)
 class DecodeFlush(Scheduler):
     """Base of ``scheduler.DisaggScheduler``."""
 
-    _weights_change = False
+    #: Whether a client asks for a flush, which is refused under load. All else that flushes is a
+    #: weight update, and SGLang asserts that the flush at its end succeeds.
+    _may_refuse = False
     #: A request to release memory that waits until nothing owns any.
     _waiting_release: Any = None
-
-    #: Requests that were answered, and whose pages prefill may still write to.
-    _deferred: Sequence[Req]
 
     # ---- flushes ----
 
     @override
     def flush_cache(self) -> Any:
         idle = self.is_fully_idle()
-        if not (self._deferred if idle else self._weights_change):
+        if not self._deferred if idle else self._may_refuse:
             return super().flush_cache()
         # What was computed with the old weights must not be hit, whoever still owns pages.
         self.tree_cache.retire()
@@ -53,7 +50,11 @@ class DecodeFlush(Scheduler):
 
     @override
     def flush_cache_wrapped(self, recv_req: Any) -> Any:
-        answer = super().flush_cache_wrapped(recv_req)
+        self._may_refuse = True
+        try:
+            answer = super().flush_cache_wrapped(recv_req)
+        finally:
+            self._may_refuse = False
         if answer is not None and not (answer.success or answer.message):
             answer.message = (
                 f"Not flushed: requests are in progress ({self._under_way()}). Wait for them "
@@ -73,31 +74,6 @@ class DecodeFlush(Scheduler):
             "waiting for a grammar": len(self.grammar_manager.grammar_queue),
         }
         return ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "a step"
-
-    # ---- weight updates: SGLang asserts that the flush at their end succeeds ----
-
-    def _with_new_weights(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
-        self._weights_change = True
-        try:
-            return update(recv_req)
-        finally:
-            self._weights_change = False
-
-    @override
-    def update_weights_from_disk(self, recv_req: Any) -> Any:
-        return self._with_new_weights(super().update_weights_from_disk, recv_req)
-
-    @override
-    def update_weights_from_distributed(self, recv_req: Any) -> Any:
-        return self._with_new_weights(super().update_weights_from_distributed, recv_req)
-
-    @override
-    def update_weights_from_tensor(self, recv_req: Any) -> Any:
-        return self._with_new_weights(super().update_weights_from_tensor, recv_req)
-
-    @override
-    def update_weights_from_ipc(self, recv_req: Any) -> Any:
-        return self._with_new_weights(super().update_weights_from_ipc, recv_req)
 
     # ---- release of memory ----
 
@@ -140,7 +116,7 @@ class DecodeFlush(Scheduler):
         """Release memory if no rank owns or is about to take any, else None; one collective, for
         all ranks get a release in the same step. With data parallel attention their requests
         differ, and SGLang has them wait for each other while memory is released."""
-        queue, paused = self.disagg_decode_prealloc_queue, self._is_paused
+        queue, paused = self.disagg_decode_prealloc_queue, self._engine_paused
         resumes = bool(queue.retracted_queue) and not paused  # in one of the next steps
         # Paused, a server may have requests that get no pages until it goes on: whoever releases
         # memory in between would wait for ever if they counted.
@@ -154,15 +130,9 @@ class DecodeFlush(Scheduler):
         finally:
             queue.queue = waiting
 
-    @property
-    def _is_paused(self) -> bool:
-        return bool(getattr(self, "_engine_paused", False))
-
     def release_when_idle(self) -> None:
-        """Once a step: do what ``release_memory_occupation`` had to put off."""
-        done = None
-        if self._waiting_release is not None:
-            done = self._release(self._waiting_release)
+        """Once a step while a release waits: do it, if nothing owns memory any more."""
+        done = self._release(self._waiting_release)
         if done is not None:
             waiting, self._waiting_release = self._waiting_release, None
             self.send_to_tokenizer.send_output(done, waiting)

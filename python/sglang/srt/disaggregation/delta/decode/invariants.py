@@ -42,8 +42,7 @@ def tree_problems(tree: DecodeRadixTree, holders: Iterable[Req]) -> list[str]:
     """``holders``: requests that own a lock through ``last_node``, each once."""
     problems = []
     locks = Counter(node.id for req in holders for node in upwards(req.last_node))
-    evictable = protected = 0
-    seen: set[int] = set()
+    sizes, seen = [0, 0], set[int]()  # tokens that can be evicted, and that are protected
     for node in tree_nodes(tree):
         if len(node.key) != len(node.value):
             problems.append(f"node {node.id}: {len(node.key)} tokens, {len(node.value)} slots")
@@ -53,15 +52,10 @@ def tree_problems(tree: DecodeRadixTree, holders: Iterable[Req]) -> list[str]:
         if len(slots) != len(node.value) or slots & seen:
             problems.append(f"node {node.id}: a slot is in the tree twice")
         seen |= slots
-        if node.lock_ref:
-            protected += len(node.key)
-        else:
-            evictable += len(node.key)
-    if (evictable, protected) != (tree.evictable_size(), tree.protected_size()):
-        problems.append(
-            f"tree counts {tree.evictable_size()} evictable and {tree.protected_size()} protected "
-            f"tokens, but holds {evictable} and {protected}"
-        )
+        sizes[node.lock_ref > 0] += len(node.key)
+    counted = [tree.evictable_size(), tree.protected_size()]
+    if sizes != counted:
+        problems.append(f"tree counts {counted} evictable and protected tokens, but holds {sizes}")
     return problems
 
 
@@ -118,17 +112,14 @@ def idle_problems(scheduler: Scheduler) -> list[str]:
             f"{len(claims)} requests claim memory: {claims.pinned} tokens are pinned, "
             f"{claims.reserved} reserved"
         )
-    size = pool.size + getattr(pool, "pre_alloc_size", 0)
-    if sorted(pool.free_slots) != list(range(size)):
-        problems.append(
-            f"{len(pool.free_slots)} of {size} request rows are free, or some are listed twice"
-        )
     metadata = scheduler.req_to_metadata_buffer_idx_allocator
-    if sorted(metadata.free_slots) != list(range(metadata.size)):
-        problems.append(
-            f"{len(metadata.free_slots)} of {metadata.size} metadata slots are free, or some are "
-            "listed twice"
-        )
+    rows = pool.size + getattr(pool, "pre_alloc_size", 0)
+    for what, free, size in (
+        ("request rows", pool.free_slots, rows),
+        ("metadata slots", metadata.free_slots, metadata.size),
+    ):
+        if sorted(free) != list(range(size)):
+            problems.append(f"{len(free)} of {size} {what} are free, or some are listed twice")
     return problems
 
 

@@ -7,67 +7,64 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from functools import cached_property
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any  # Any: what SGLang answers to a pause, untyped there
 
+import torch
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns
+from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns, Turn
 from sglang.srt.disaggregation.delta.decode.record import record_of
-from sglang.srt.disaggregation.delta.decode.turn_choice import Limits
+from sglang.srt.disaggregation.delta.decode.scheduler import named_by
+from sglang.srt.disaggregation.delta.decode.turn_costs import Limits
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
+    # A scheduler with this mixin has that one too.
+    from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler as Scheduler
     from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.utils import GenerationBatchResult
-    from sglang.srt.server_args import ServerArgs
 else:
     Scheduler = object
 
 logger = logging.getLogger(__name__)
 
 
-def limits(args: ServerArgs) -> Limits:
-    """The settings of a server with these arguments.
-
-    Raises:
-        ValueError: an environment variable is not the number that it must be.
-    """
-    return Limits(
-        tokens=args.disaggregation_decode_local_tokens,
-        chunk=environment.LOCAL_CHUNK.read(),
-        share=args.disaggregation_decode_local_share,
-        always=environment.LOCAL_ALWAYS.read(),
-        when_lost=args.disaggregation_decode_local_tokens_when_lost,
-        max_itl=args.disaggregation_decode_local_max_itl_ms / 1000 or None,
-        page=args.page_size,
-    )
-
-
 class LocalTurnsScheduler(Scheduler):
     """Runs local turns between decode steps."""
 
-    # Owned by the upstream class; named for the type checker.
-    last_batch: ScheduleBatch | None
-    waiting_queue: list[Req]
-
     @cached_property
     def local_turns(self) -> LocalTurns:
-        """The turns that this server computes itself."""
-        return LocalTurns(self, limits(self.server_args))
+        """The turns that this server computes itself.
+
+        Raises:
+            ValueError: an environment variable is not the number that it must be.
+        """
+        args = self.server_args
+        limits = Limits(
+            tokens=args.disaggregation_decode_local_tokens,
+            chunk=environment.LOCAL_CHUNK.read(),
+            share=args.disaggregation_decode_local_share,
+            always=environment.LOCAL_ALWAYS.read(),
+            when_lost=args.disaggregation_decode_local_tokens_when_lost,
+            max_itl=args.disaggregation_decode_local_max_itl_ms / 1000 or None,
+            page=args.page_size,
+        )
+        return LocalTurns(self, limits)
 
     @override
     def init_disaggregation(self) -> None:
         super().init_disaggregation()
-        turns = self.local_turns
+        limits = self.local_turns.choice.limits
         logger.info(
             "local prefill may compute turns of up to %d new tokens, fallback prefill of up to "
             "%d, in chunks of %d",
-            turns.choice.limits.tokens,
-            turns.choice.limits.when_lost,
-            turns.choice.limits.chunk,
+            limits.tokens,
+            limits.when_lost,
+            limits.chunk,
         )
 
     @override
@@ -79,19 +76,85 @@ class LocalTurnsScheduler(Scheduler):
         if batch is not None:
             # As for each batch that SGLang runs: experts in parallel are told how long it is.
             return self.maybe_prepare_mlp_sync_batch(batch)
-        held: list[Req] = []
-        if turns.is_busy:
-            places = turns.places_for_others
-            held, self.waiting_queue = self.waiting_queue[places:], self.waiting_queue[:places]
         batch = super().get_next_disagg_decode_batch_to_run()
-        if held:
-            self.waiting_queue = [*self.waiting_queue, *held]
         # Who found no place waits for others' answers from here on, as one that is computed locally
         # would: that is no time of its prefill server's.
         turns.shown(self.waiting_queue)
         if batch is not None:
             turns.pace.step()
             turns.times.launched(0, time.monotonic())
+        return batch
+
+    def may_join(self) -> int:
+        """Of ours (``DisaggScheduler``): no more than have a place beside those that are here."""
+        turns, count = self.local_turns, super().may_join()
+        return min(count, turns.places_for_others) if turns.is_busy else count
+
+    def chunk_batch(self, turns: Sequence[Turn]) -> ScheduleBatch:
+        """A batch that computes each turn up to its ``fill_ids``, ready to be run; the last of them
+        may go on in a later chunk (``chunked_req``). The turns count as computed so far from here
+        on."""
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+        from sglang.srt.observability.req_time_stats import set_schedule_time_batch, set_time_batch
+        from sglang.srt.observability.scheduler_metrics_mixin import PrefillStats, QueueCount
+
+        rows, reqs, own = self.req_to_token_pool, [turn.req for turn in turns], list[torch.Tensor]()
+        drafts = not self.spec_algorithm.is_none()
+        for turn in turns:
+            # A draft slot holds what follows from its token and the next. SGLang takes what the
+            # target says for the one behind a chunk, and not what the prompt goes on with: so with
+            # a draft model the last token of a chunk is computed once more, in the next one. The
+            # tree's draft KV is the text's.
+            req, start = turn.req, turn.done - (drafts and turn.has_begun)
+            slots = rows.req_to_token[req.req_pool_idx, : len(req.fill_ids)].to(torch.int64)
+            req.prefix_indices = slots[:start]
+            own.append(slots[start:])
+            req.set_extend_input_len(len(req.fill_ids) - start)
+            req.already_computed = min(req.already_computed, start)  # nothing is cached less by it
+        hits = sum(turn.done for turn in turns if not turn.has_begun)
+        unfinished = reqs[-1] if len(reqs[-1].fill_ids) < len(reqs[-1].origin_input_ids) else None
+        set_time_batch(reqs, "set_forward_entry_time")
+        # The requests have their rows and slots. While the batch is prepared it gets those from
+        # what stands for the row pool, and for a tree without evictions and its allocator.
+        taken = torch.cat(own)
+        given_rows = SimpleNamespace(
+            req_to_token=rows.req_to_token,
+            write=rows.write,
+            device=rows.device,
+            alloc=lambda wanted: [req.req_pool_idx for req in wanted],
+        )
+        given_slots = SimpleNamespace(
+            page_size=self.page_size,
+            is_chunk_cache=lambda: True,
+            supports_swa=lambda: False,  # the flag takes plain pools only
+            alloc=lambda tokens: taken,
+            alloc_extend=lambda *lengths: taken,
+        )
+        given_slots.token_to_kv_pool_allocator = given_slots
+        batch = ScheduleBatch.init_new(
+            reqs,
+            given_rows,
+            self.token_to_kv_pool_allocator,
+            given_slots,
+            self.model_config,
+            self.enable_overlap,
+            self.spec_algorithm,
+            chunked_req=unfinished,
+        )
+        batch.prepare_for_extend()
+        batch.req_to_token_pool, batch.tree_cache = rows, self.tree_cache
+        batch.decoding_reqs = None
+        for turn in turns:
+            turn.done = len(turn.req.fill_ids)
+            # They hold all their pages, whatever is in them: that is what a release gives back.
+            turn.req.kv_committed_len = turn.req.kv_allocated_len = len(turn.req.origin_input_ids)
+        if unfinished is not None:
+            unfinished.is_chunked += 1
+        # What SGLang logs of a prefill batch.
+        running = QueueCount.from_reqs(self.running_batch.reqs, False)
+        tokens, ratio = batch.extend_num_tokens, self.new_token_ratio
+        batch.prefill_stats = PrefillStats(tokens, hits, ratio, running, len(batch.reqs))
+        set_schedule_time_batch(batch)
         return batch
 
     @override
@@ -111,19 +174,16 @@ class LocalTurnsScheduler(Scheduler):
         turns.times.result(time.monotonic())
         if batch.forward_mode.is_decode():
             turns.decoded(batch.reqs)
-        if not batch.forward_mode.is_extend():
-            super().process_batch_result(batch, result)
-            return
-        turns.before_result()
+        is_chunk = batch.forward_mode.is_extend()
+        if is_chunk:
+            turns.before_result()
         super().process_batch_result(batch, result)
-        turns.after_result()
-        turns.drop_aborted()
+        if is_chunk:
+            turns.after_result()
 
     @override
     def abort_request(self, recv_req: AbortReq) -> None:
-        def wanted(req: Req) -> bool:
-            return bool(recv_req.abort_all or req.rid.startswith(recv_req.rid))
-
+        wanted = named_by(recv_req)
         queues = self.disagg_decode_prealloc_queue, self.disagg_decode_transfer_queue
         for entry in (*queues[0].queue, *queues[1].queue):
             if wanted(entry.req):
@@ -135,7 +195,7 @@ class LocalTurnsScheduler(Scheduler):
     def is_fully_idle(self, for_health_check: bool = False) -> bool:
         idle: bool = super().is_fully_idle(for_health_check)
         # Turns that a pause holds run nothing that would answer for a health check.
-        held = for_health_check and self._is_paused and self._waiting_release is None
+        held = for_health_check and self._engine_paused and self._waiting_release is None
         return idle and (held or not self.local_turns.is_busy)
 
     @override

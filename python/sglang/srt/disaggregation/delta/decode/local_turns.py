@@ -5,6 +5,9 @@ are its own, and the claims count it. Then it is not announced but waits here, a
 chunks of bounded size, between decode steps. It joins the running batch when its first token is
 known: SGLang cannot retract a request before that, and nobody gives back pages that a step under
 way still reads.
+
+So are requests whose prefill server is lost, or whose transfer failed, if they are short (fallback
+prefill: ``without_prefill``).
 """
 
 from __future__ import annotations
@@ -13,29 +16,32 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import chain
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any  # Any: a Candidate, where it has its lease
 
 import torch
 
-from sglang.srt.disaggregation.delta.decode import turn_metrics
-from sglang.srt.disaggregation.delta.decode.adapters import adapters_fit
 from sglang.srt.disaggregation.delta.decode.handshakes import bootstrap_addr
-from sglang.srt.disaggregation.delta.decode.local_chunk import Turn, chunk_batch
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.speculation import own_first_drafts, place_first_drafts
 from sglang.srt.disaggregation.delta.decode.turn_choice import (
+    Announced,
+    Choice,
+    Decision,
+    Load,
+    Pace,
+    count_turn,
+    observe_gap,
+    observe_turn,
+    only_prefill_can,
+)
+from sglang.srt.disaggregation.delta.decode.turn_costs import (
     NEVER,
     UNKNOWN,
     VOTES,
-    Announced,
-    Choice,
     Costs,
-    Decision,
     Limits,
-    Load,
     Measured,
-    Pace,
     StepTimes,
     read,
     read_there,
@@ -52,22 +58,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def only_prefill_can(req: Req) -> str | None:
-    """Why ``req`` is computed remotely whatever it costs; None if it may be computed locally."""
-    wants_input_logprobs = req.return_logprob and (
-        0 <= req.logprob_start_len < len(req.origin_input_ids)
-    )
-    reasons = {
-        "input_logprobs": wants_input_logprobs,
-        "hidden_states": req.return_hidden_states,
-        "routed_experts": req.return_routed_experts,
-        "embeddings": req.input_embeds is not None,
-        "multimodal": req.multimodal_inputs is not None,
-        "session": req.session is not None,
-        "no_output": req.sampling_params.max_new_tokens < 1,
-        "aborted": req.to_finish is not None,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+@dataclass(eq=False)
+class Turn:
+    """A turn that is computed locally. ``done``: tokens of its prompt whose KV was computed, or is
+    computed by a chunk that was launched."""
+
+    req: Req
+    decision: Decision
+    at: float
+    done: int
+
+    @property
+    def left(self) -> int:
+        """Tokens that no chunk has taken yet."""
+        return len(self.req.origin_input_ids) - self.done
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a chunk has taken some of it."""
+        return bool(self.done > self.req.cache_protected_len)
 
 
 class LocalTurns:
@@ -107,7 +116,8 @@ class LocalTurns:
 
     def votes(self, candidates: Sequence[Any]) -> list[int]:
         """What this rank knows of the costs, for the ranks to agree on."""
-        manager, votes = self._scheduler.disagg_decode_prealloc_queue.kv_manager, []
+        manager = self._scheduler.disagg_decode_prealloc_queue.kv_manager
+        votes = self.measured.votes()
         for candidate in candidates:
             vote = UNKNOWN
             if candidate.lease is not None and not (candidate.resumes or candidate.is_alone):
@@ -116,7 +126,7 @@ class LocalTurns:
                 is_asked = manager.peer_yields(address)
                 vote = self.measured.vote_there(address, tokens) if is_asked else NEVER
             votes.append(vote)
-        return [*self.measured.votes(), *votes]
+        return votes
 
     def agree(self, votes: Sequence[int]) -> None:
         """The numbers of this step, as all ranks have them."""
@@ -155,12 +165,8 @@ class LocalTurns:
 
     def may_save(self, req: Req) -> bool:
         """Whether ``req`` may be computed locally if it has no prefill server any more."""
-        return bool(
-            self._limits.when_lost
-            and not record_of(req).unwanted
-            and not is_fake(req)
-            and only_prefill_can(req) is None
-        )
+        left = record_of(req).unwanted or is_fake(req)
+        return bool(self._limits.when_lost and not left and only_prefill_can(req) is None)
 
     def take(self, entry: DecodeRequest, decision: Decision) -> None:
         """``entry`` has its row and pages, and is computed locally: prefill is notified."""
@@ -172,8 +178,7 @@ class LocalTurns:
         STATS.count("decode_prefix_prompt_tokens", len(req.origin_input_ids))
         STATS.count("decode_prefix_hit_tokens", req.cache_protected_len)
         record_of(req).hit_tokens = req.cache_protected_len
-        drafts = not self._scheduler.spec_algorithm.is_none()
-        self._queue.append(Turn(req, decision, self._clock(), req.cache_protected_len, drafts))
+        self._queue.append(Turn(req, decision, self._clock(), req.cache_protected_len))
         self._made(req, decision)
 
     def announced(self, entry: DecodeRequest, decision: Decision) -> None:
@@ -198,11 +203,11 @@ class LocalTurns:
             turn, record.turn = record.turn, None
             if turn is not None:
                 self.measured.shown(turn.address, turn.tokens, now - turn.at)
-                turn_metrics.done(self.telemetry, turn.decision, now - turn.at)
+                observe_turn(self.telemetry, turn.decision, now - turn.at)
 
     def _made(self, req: Req, decision: Decision) -> None:
         self.choice.made(decision)
-        turn_metrics.decided(self.telemetry, decision)
+        count_turn(self.telemetry, decision)
         logger.debug(
             "turn %s (room %s, %d new tokens): %s (%s); expected local %s s, remote %s s",
             req.rid,
@@ -218,28 +223,53 @@ class LocalTurns:
 
     def next_batch(self) -> ScheduleBatch | None:
         """The next chunk as a batch to run, if one may run now."""
-        scheduler = self._scheduler
+        scheduler, limits = self._scheduler, self._limits
         # None while the engine is paused, unless somebody waits for the memory.
-        if not self._queue or (scheduler._is_paused and scheduler._waiting_release is None):
+        if not self._queue or (scheduler._engine_paused and scheduler._waiting_release is None):
             return None
-        if self._limits.max_itl is not None:
+        if limits.max_itl is not None:
             # What fits changes with each chunk, whether or not somebody arrives.
             group = scheduler.disagg_decode_prealloc_queue.gloo_group
             self.agree(minimum(self.votes(()), group))
-        if not self.pace.may_run(self._beside, self._fits):
+        first, largest = self._queue[0], self._largest
+        fits = largest >= min(limits.least, first.left)  # else it delays somebody beyond the bound
+        if not self.pace.may_run(self._beside, fits):
             return None
-        if self._queue[0].req.to_finish is not None:
+        if first.req.to_finish is not None:
             return None  # aborted in a chunk that was launched: it goes with that one's result
-        turns, unfinished = self._next_chunk(self._free_places + self._queue[0].has_begun)
+        turns = self._next_turns(largest if fits else limits.least)
         if not turns:
             return None
         STATS.count("decode_local_tokens", sum(len(t.req.fill_ids) - t.done for t in turns))
-        batch = chunk_batch(scheduler, turns, unfinished)
-        self._queue = self._queue[len(turns) - bool(unfinished) :]
+        batch = scheduler.chunk_batch(turns)
+        self._queue = self._queue[len(turns) - (batch.chunked_req is not None) :]
         self._launched.append((batch, turns))
         self.pace.chunk(batch.extend_num_tokens, self._beside)
         self.times.launched(batch.extend_num_tokens, self._clock())
         return batch
+
+    def _next_turns(self, tokens: int) -> list[Turn]:
+        """The first turns in line that fit into a chunk of ``tokens``, the last maybe in part.
+
+        Sets each one's ``fill_ids``, up to which it is computed then.
+        """
+        page, chosen = self._scheduler.page_size, list[Turn]()
+        for turn in self._queue[: max(self._free_places + self._queue[0].has_begun, 0)]:
+            if not self._scheduler.adapters_fit({t.req.lora_id for t in (*chosen, turn)}):
+                break
+            prompt = turn.req.origin_input_ids
+            end = len(prompt)
+            if turn.left > tokens:
+                # Chunks are a page at least.
+                end = page_floor(turn.done + (tokens if chosen else max(tokens, page)), page)
+            if end <= turn.done:
+                break
+            turn.req.fill_ids = prompt[:end]
+            tokens -= end - turn.done
+            chosen.append(turn)
+            if tokens <= 0 or end < len(prompt):
+                break
+        return chosen
 
     @property
     def _beside(self) -> int:
@@ -257,17 +287,12 @@ class LocalTurns:
         delays = self._beside or self._computed or ends
         return (self.pace.costs if delays else Costs()).largest_chunk(self._limits)
 
-    @property
-    def _fits(self) -> bool:
-        """Whether the next chunk delays nobody beyond the bound."""
-        return self._largest >= min(self._limits.least, self._queue[0].left)
-
     def decoded(self, reqs: Sequence[Req]) -> None:
         """A decode step's tokens for ``reqs`` are about to be sent."""
         rids = frozenset(req.rid for req in reqs if not req.finished())
         gap = self.measured.gaps.step(self._clock(), rids, self._largest >= self._limits.least)
         if gap is not None:
-            turn_metrics.gap(self.telemetry, *gap, self._limits.max_itl)
+            observe_gap(self.telemetry, *gap, self._limits.max_itl)
 
     @property
     def _most(self) -> int:
@@ -288,31 +313,6 @@ class LocalTurns:
         """How many requests that prefill has sent may join the running batch now; none while
         computed ones wait for their adapters to have room, which who passes them would take."""
         return 0 if self._computed else max(self._free_places, 0)
-
-    def _next_chunk(self, places: int) -> tuple[list[Turn], Turn | None]:
-        """The first turns in line that fit; and the one of them that is computed in part only.
-
-        Sets each one's ``fill_ids``, up to which it is computed then.
-        """
-        left, chosen = self._largest if self._fits else self._limits.least, list[Turn]()
-        for turn in self._queue[: max(places, 0)]:
-            if not adapters_fit(self._scheduler, (each.req for each in (*chosen, turn))):
-                break
-            end = len(turn.req.origin_input_ids)
-            if turn.left > left:
-                end = page_floor(turn.done + left, self._scheduler.page_size)
-                if end <= turn.done and not chosen:  # chunks are a page at least
-                    end = turn.done + self._scheduler.page_size
-            if end <= turn.done:
-                break
-            turn.req.fill_ids = turn.req.origin_input_ids[:end]
-            left -= end - turn.done
-            chosen.append(turn)
-            if end < len(turn.req.origin_input_ids):
-                return chosen, turn
-            if left <= 0:
-                break
-        return chosen, None
 
     def before_result(self) -> None:
         """The oldest chunk's result is about to be processed: what it computed may be shared."""
@@ -336,25 +336,28 @@ class LocalTurns:
         for turn in turns:
             if turn.req is not batch.chunked_req:
                 turn.req.time_stats.decode_prebuilt_finish_time = time.perf_counter()
-                turn_metrics.done(self.telemetry, turn.decision, now - turn.at)
+                observe_turn(self.telemetry, turn.decision, now - turn.at)
         if not batch.is_empty():
             tokens = [req.output_ids[-1] for req in batch.reqs]
             batch.output_ids = torch.tensor(tokens, dtype=torch.int64, device=batch.device)
             if batch.spec_info is not None:
                 own_first_drafts(batch)
             self._computed.append(batch)
+        self._drop_aborted()
 
     def join(self) -> None:
         """Computed requests run from the next decode step on, as far as there are places."""
         scheduler = self._scheduler
         while self._computed:
             batch, running = self._computed[0], scheduler.running_batch
-            if not self._fit(running, batch):
-                # Those that have ended need no place. Spec v1 has taken them out of the draft
-                # input.
+            if not running.is_empty():
+                # Who has ended needs no place. Spec v1 has taken them out of the draft input.
                 running.filter_batch(v1_spec_info_filtered=True)
-                if not self._fit(running, batch):
-                    break
+            together = [*running.reqs, *batch.reqs]
+            fits = len(together) <= self._most
+            fits = fits and scheduler.adapters_fit({req.lora_id for req in together})
+            if not (fits or running.is_empty()):
+                break
             del self._computed[0]
             for req in batch.reqs:
                 scheduler.tree_cache.claims.started(req)
@@ -364,13 +367,6 @@ class LocalTurns:
                 scheduler.running_batch = batch
             else:
                 running.merge_batch(batch)
-
-    def _fit(self, running: ScheduleBatch, batch: ScheduleBatch) -> bool:
-        """Whether the requests of ``batch`` may run beside those that run."""
-        return running.is_empty() or (
-            len(running.reqs) + len(batch.reqs) <= self._most
-            and adapters_fit(self._scheduler, chain(running.reqs, batch.reqs))
-        )
 
     # ---- aborts ----
 
@@ -382,7 +378,7 @@ class LocalTurns:
         for req in self.requests:
             if wanted(req) and not req.finished():
                 req.to_finish = FINISH_ABORT()
-        self.drop_aborted()
+        self._drop_aborted()
         # Those that wait for a place end now, however long others' answers are. They have sent
         # their first token, so their end goes the same way, behind it.
         for batch in self._computed:
@@ -394,16 +390,14 @@ class LocalTurns:
             batch.filter_batch()
         self._computed = [batch for batch in self._computed if not batch.is_empty()]
 
-    def drop_aborted(self) -> None:
+    def _drop_aborted(self) -> None:
         """Give back what aborted requests hold that no launched chunk uses."""
         from sglang.srt.managers.io_struct import AbortReq
         from sglang.srt.mem_cache.common import release_kv_cache
 
         flying = {id(turn) for _, turns in self._launched for turn in turns}
         gone = [t for t in self._queue if t.req.to_finish is not None and id(t) not in flying]
-        if not gone:
-            return
-        self._queue = [turn for turn in self._queue if turn not in gone]
         for turn in gone:
+            self._queue.remove(turn)
             release_kv_cache(turn.req, self._scheduler.tree_cache, is_insert=False)
             self._scheduler.send_to_tokenizer.send_output(AbortReq(rid=turn.req.rid), turn.req)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any  # Any: gauges; what protocols.py lacks of SGLang
 
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta.decode.adapters import first_that_fit
 from sglang.srt.disaggregation.delta.decode.admission import Limits
 from sglang.srt.disaggregation.delta.decode.flush import DecodeFlush
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
@@ -80,26 +79,26 @@ class DecodeLineFields(logging.Filter):
         """Always lets the record pass."""
         if isinstance(record.msg, str) and record.msg.startswith("Decode batch"):
             since = STATS.since(self._last)
-            prompt, hit, requested = (
-                since[name,]
-                for name in (
-                    "decode_prefix_prompt_tokens",
-                    "decode_prefix_hit_tokens",
-                    "kv_transfer_requested_bytes",
-                )
-            )
+            hit = since["decode_prefix_hit_tokens",]
+            missed = since["decode_prefix_prompt_tokens",] - hit
+            requested = since["kv_transfer_requested_bytes",]
             record.msg += (
-                f", #prefix-hit-token: {hit:.0f}, #prefix-miss-token: {prompt - hit:.0f}"
+                f", #prefix-hit-token: {hit:.0f}, #prefix-miss-token: {missed:.0f}"
                 f", kv requested (MB): {requested / 1e6:.2f}"
             )
         return True
+
+
+def named_by(recv_req: AbortReq) -> Callable[[Req], bool]:
+    """Whether a request is one of those that an abort names, as SGLang reads it."""
+    return lambda req: bool(recv_req.abort_all or req.rid.startswith(recv_req.rid))
 
 
 class DisaggScheduler(DecodeFlush):
     """Attaches the decode tree and the counters to SGLang's scheduler."""
 
     # Owned by the upstream class; named for the type checker.
-    waiting_queue: list[Any]
+    waiting_queue: list[Req]
     last_batch: ScheduleBatch | None
     _namespace: str | None = None
     #: What this server counts; tests have one for each.
@@ -107,7 +106,8 @@ class DisaggScheduler(DecodeFlush):
     _gauges_at = 0.0
 
     @property
-    def _deferred(self) -> Sequence[Req]:  # type: ignore[override]
+    def _deferred(self) -> Sequence[Req]:
+        """Requests that were answered, and whose pages prefill may still write to."""
         return self.disagg_decode_transfer_queue.deferred_requests
 
     @override
@@ -136,9 +136,7 @@ class DisaggScheduler(DecodeFlush):
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
         from sglang.srt.mem_cache.common import release_kv_cache
 
-        def wanted(req: Req) -> bool:
-            return bool(recv_req.abort_all or req.rid.startswith(recv_req.rid))
-
+        wanted = named_by(recv_req)
         queue = self.disagg_decode_prealloc_queue
         retracted = [req for req in queue.retracted_queue if wanted(req)]
         resumed = [req for req in self.waiting_queue if wanted(req) and req.send_token_offset]
@@ -214,13 +212,34 @@ class DisaggScheduler(DecodeFlush):
 
     @override
     def get_new_prebuilt_batch(self) -> ScheduleBatch | None:
-        if not self.enable_lora:
-            return super().get_new_prebuilt_batch()
-        fit = first_that_fit(self)
-        later, self.waiting_queue = self.waiting_queue[fit:], self.waiting_queue[:fit]
+        count = self.may_join()
+        later, self.waiting_queue = self.waiting_queue[count:], self.waiting_queue[:count]
         batch = super().get_new_prebuilt_batch()
         self.waiting_queue = [*self.waiting_queue, *later]
         return batch
+
+    def may_join(self) -> int:
+        """How many of the first in the waiting queue may join the running batch now.
+
+        Nobody overtakes one whose adapter has no room: it has when enough of the others ended.
+        """
+        if not self.enable_lora:
+            return len(self.waiting_queue)
+        together = {req.lora_id for req in self.running_batch.reqs if not req.finished()}
+        for count, req in enumerate(self.waiting_queue):
+            together.add(req.lora_id)
+            if not self.adapters_fit(together):
+                return count
+        return len(self.waiting_queue)
+
+    def adapters_fit(self, adapters: set[str | None]) -> bool:
+        """Whether the LoRA adapters of a batch have room in memory together. SGLang ends a server
+        with more; its own check is where prompts are batched, which a decode server never comes
+        to."""
+        if not self.enable_lora:
+            return True
+        manager = self.tp_worker.model_runner.lora_manager
+        return bool(manager.validate_lora_batch(adapters))
 
     @override
     def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: Any = None) -> Any:
