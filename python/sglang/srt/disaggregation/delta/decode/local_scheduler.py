@@ -16,7 +16,6 @@ import torch
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns, Turn
-from sglang.srt.disaggregation.delta.decode.record import record_of
 from sglang.srt.disaggregation.delta.decode.scheduler import named_by
 from sglang.srt.disaggregation.delta.decode.turn_costs import Limits
 from sglang.srt.patchset import environment
@@ -183,11 +182,13 @@ class LocalTurnsScheduler(Scheduler):
 
     @override
     def abort_request(self, recv_req: AbortReq) -> None:
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
         wanted = named_by(recv_req)
         queues = self.disagg_decode_prealloc_queue, self.disagg_decode_transfer_queue
         for entry in (*queues[0].queue, *queues[1].queue):
             if wanted(entry.req):
-                record_of(entry.req).unwanted = True
+                entry.req.to_finish = FINISH_ABORT()  # its room fails, and nobody computes it here
         super().abort_request(recv_req)
         self.local_turns.abort(wanted)
 

@@ -165,8 +165,7 @@ class LocalTurns:
 
     def may_save(self, req: Req) -> bool:
         """Whether ``req`` may be computed locally if it has no prefill server any more."""
-        left = record_of(req).unwanted or is_fake(req)
-        return bool(self._limits.when_lost and not left and only_prefill_can(req) is None)
+        return bool(self._limits.when_lost and not is_fake(req) and only_prefill_can(req) is None)
 
     def take(self, entry: DecodeRequest, decision: Decision) -> None:
         """``entry`` has its row and pages, and is computed locally: prefill is notified."""
@@ -295,18 +294,14 @@ class LocalTurns:
             observe_gap(self.telemetry, *gap, self._limits.max_itl)
 
     @property
-    def _most(self) -> int:
-        """How many requests may run."""
-        scheduler = self._scheduler
-        return int(min(scheduler.req_to_token_pool.size, scheduler.max_running_requests))
-
-    @property
     def _free_places(self) -> int:
         """How many more requests may run. A turn has a place from its first chunk on."""
+        scheduler = self._scheduler
+        most = int(min(scheduler.req_to_token_pool.size, scheduler.max_running_requests))
         turns = {id(turn) for _, turns in self._launched for turn in turns}
         turns |= {id(turn) for turn in self._queue[:1] if turn.has_begun}
-        batches = (self._scheduler.running_batch, *self._computed)
-        return self._most - len(turns) - sum(len(batch.reqs) for batch in batches)
+        batches = (scheduler.running_batch, *self._computed)
+        return most - len(turns) - sum(len(batch.reqs) for batch in batches)
 
     @property
     def places_for_others(self) -> int:
@@ -353,9 +348,8 @@ class LocalTurns:
             if not running.is_empty():
                 # Who has ended needs no place. Spec v1 has taken them out of the draft input.
                 running.filter_batch(v1_spec_info_filtered=True)
-            together = [*running.reqs, *batch.reqs]
-            fits = len(together) <= self._most
-            fits = fits and scheduler.adapters_fit({req.lora_id for req in together})
+            adapters = {req.lora_id for req in (*running.reqs, *batch.reqs)}
+            fits = self._free_places >= 0 and scheduler.adapters_fit(adapters)
             if not (fits or running.is_empty()):
                 break
             del self._computed[0]

@@ -106,8 +106,6 @@ class DecodeRecord:
     tried_here: bool = False
     #: It has no prefill server any more, and is computed locally or nowhere (``without_prefill``).
     is_alone: bool = False
-    #: Its client left.
-    unwanted: bool = False
     wait: Wait = field(default_factory=Wait)
     #: The reasons that it was counted for in the metric of refusals.
     refused_for: set[str] = field(default_factory=set)

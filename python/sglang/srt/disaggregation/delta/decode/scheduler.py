@@ -172,13 +172,6 @@ class DisaggScheduler(DecodeFlush):
         draft = draft_pool(self)
         if draft is not None:
             check_draft_pool(pool, draft)
-        self.tree_cache.serve_decode(draft)
-        logger.info(
-            "decode radix cache is on: page size %d, at most %d reserved tokens a request",
-            self.page_size,
-            self.server_args.num_reserved_decode_tokens,
-        )
-        if draft is not None:
             logger.info(
                 "decode radix cache with speculation: %s (spec v%d), %d steps, %d draft tokens; "
                 "the pages of the tree also hold the KV of the draft model",
@@ -187,6 +180,12 @@ class DisaggScheduler(DecodeFlush):
                 self.server_args.speculative_num_steps,
                 self.server_args.speculative_num_draft_tokens,
             )
+        self.tree_cache.serve_decode(draft)
+        logger.info(
+            "decode radix cache is on: page size %d, at most %d reserved tokens a request",
+            self.page_size,
+            self.server_args.num_reserved_decode_tokens,
+        )
 
     @override
     def init_disaggregation(self) -> None:

@@ -55,7 +55,8 @@ REASONS = {
 def only_prefill_can(req: Req) -> str | None:
     """Why ``req`` is computed remotely whatever it costs; None if it may be computed locally.
 
-    One more such reason is a row here and one in ``REASONS``.
+    One more such reason is a row here and one in ``REASONS`` (with its row in the docs), and a case
+    of ``test_what_goes_to_prefill``.
     """
     wants_input_logprobs = req.return_logprob and (
         0 <= req.logprob_start_len < len(req.origin_input_ids)
