@@ -25,11 +25,11 @@ from sglang.srt.disaggregation.delta.decode.handshakes import bootstrap_addr
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.speculation import own_first_drafts, place_first_drafts
 from sglang.srt.disaggregation.delta.decode.turn_choice import (
-    Announced,
     Choice,
     Decision,
     Load,
     Pace,
+    Placed,
     count_turn,
     observe_gap,
     observe_turn,
@@ -64,8 +64,6 @@ class Turn:
     computed by a chunk that was launched."""
 
     req: Req
-    decision: Decision
-    at: float
     done: int
 
     @property
@@ -177,23 +175,20 @@ class LocalTurns:
         STATS.count("decode_prefix_prompt_tokens", len(req.origin_input_ids))
         STATS.count("decode_prefix_hit_tokens", req.cache_protected_len)
         record_of(req).hit_tokens = req.cache_protected_len
-        self._queue.append(Turn(req, decision, self._clock(), req.cache_protected_len))
-        self._made(req, decision)
+        self._queue.append(Turn(req, req.cache_protected_len))
+        self._placed(req, decision)
 
     def announced(self, entry: DecodeRequest, decision: Decision) -> None:
         """``entry`` was announced: prefill computes it."""
-        tokens = entry.req.kv_allocated_len - entry.req.cache_protected_len
-        address, now = bootstrap_addr(entry.req), self._clock()
-        record_of(entry.req).turn = Announced(decision, address, tokens, now)
-        self._made(entry.req, decision)
+        self._placed(entry.req, decision)
 
     def lost(self, address: str) -> None:
         """The prefill server at ``address`` is lost: the next one there is measured anew."""
         self.measured.forget(address)
 
     def shown(self, reqs: Sequence[Req]) -> None:
-        """The first tokens of ``reqs``, which prefill computed, are on their way to the client, or
-        would be if there were a place in the running batch.
+        """The first tokens of ``reqs`` are on their way to the client, or would be if there were a
+        place in the running batch.
 
         Called again for those that waited or were retracted, of which nothing more is measured.
         """
@@ -201,17 +196,20 @@ class LocalTurns:
         for record in map(record_of, reqs):
             turn, record.turn = record.turn, None
             if turn is not None:
-                self.measured.shown(turn.address, turn.tokens, now - turn.at)
                 observe_turn(self.telemetry, turn.decision, now - turn.at)
+                if not turn.decision.local:
+                    self.measured.shown(turn.address, turn.tokens, now - turn.at)
 
-    def _made(self, req: Req, decision: Decision) -> None:
+    def _placed(self, req: Req, decision: Decision) -> None:
+        tokens = req.kv_allocated_len - req.cache_protected_len
+        record_of(req).turn = Placed(decision, bootstrap_addr(req), tokens, self._clock())
         self.choice.made(decision)
         count_turn(self.telemetry, decision)
         logger.debug(
             "turn %s (room %s, %d new tokens): %s (%s); expected local %s s, remote %s s",
             req.rid,
             req.bootstrap_room,
-            req.kv_allocated_len - req.cache_protected_len,
+            tokens,
             decision.where,
             decision.reason,
             decision.here,
@@ -324,14 +322,13 @@ class LocalTurns:
     def after_result(self) -> None:
         """It was processed: those that have their first token wait for a slot in the batch."""
         batch, turns = self._launched.popleft()
-        now = self._clock()
         if batch.spec_info is not None:
             batch.spec_info.future_indices = None  # so that what it has itself is filtered
         batch.filter_batch(chunked_req_to_exclude=batch.chunked_req)
-        for turn in turns:
-            if turn.req is not batch.chunked_req:
-                turn.req.time_stats.decode_prebuilt_finish_time = time.perf_counter()
-                observe_turn(self.telemetry, turn.decision, now - turn.at)
+        done = [turn.req for turn in turns if turn.req is not batch.chunked_req]
+        for req in done:
+            req.time_stats.decode_prebuilt_finish_time = time.perf_counter()
+        self.shown(done)
         if not batch.is_empty():
             tokens = [req.output_ids[-1] for req in batch.reqs]
             batch.output_ids = torch.tensor(tokens, dtype=torch.int64, device=batch.device)

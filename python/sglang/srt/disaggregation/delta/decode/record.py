@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple  # Any: a chunk of KV, a tenso
 if TYPE_CHECKING:
     import torch
 
-    from sglang.srt.disaggregation.delta.decode.turn_choice import Announced
+    from sglang.srt.disaggregation.delta.decode.turn_choice import Placed
     from sglang.srt.managers.schedule_batch import MultimodalDataItem, Req
 
 #: Of a prefix in front of arriving KV, about so many tokens are compared.
@@ -113,8 +113,8 @@ class DecodeRecord:
     arriving: ArrivingPrefix | None = None
     #: Tokens of the prefix that the tree held when it was admitted.
     hit_tokens: int = 0
-    #: What was decided about where its new tokens are computed, if prefill computes them.
-    turn: Announced | None = None
+    #: Where its new tokens are computed, until its first one is there.
+    turn: Placed | None = None
     #: KV and metadata are here: on this rank prefill has nothing left to write.
     arrived: bool = False
     #: When its KV was here without its metadata (``time.monotonic``).

@@ -112,9 +112,9 @@ class Decision(NamedTuple):
         return self.here if self.local else self.there
 
 
-class Announced(NamedTuple):
-    """A turn that prefill computes, on the record of its request. ``at``: this rank's clock,
-    ``tokens``: those announced."""
+class Placed(NamedTuple):
+    """A turn that is computed here, or was announced to prefill ``address``, on the record of its
+    request. ``tokens``: new ones; ``at``: since when, by this rank's clock."""
 
     decision: Decision
     address: str
