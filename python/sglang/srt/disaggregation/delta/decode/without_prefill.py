@@ -25,26 +25,29 @@ NO_PREFILL, TRANSFER_FAILED = "no_prefill", "transfer_failed"
 class NoPrefill:
     """Stands where the receiver of such a request was.
 
-    ``reason``: of ``turn_choice.REASONS``; ``why``: what happened, for the log and the client.
-    ``asking``: the receiver, if its prefill server is still being asked who it is; a request that
-    is too long for this server goes on with it.
+    ``why``: what happened, for the log and the client. ``asking``: the receiver, if its prefill
+    server is still being asked who it is; a request that is too long for this server goes on with
+    it.
     """
 
     require_staging = False
 
     def __init__(self, reason: str, why: str, asking: Any = None) -> None:
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
         self.reason, self.why, self.asking = reason, why, asking
-        self._has_left = False
+        self._state, self._failed = int(KVPoll.WaitingForInput), int(KVPoll.Failed)
 
     def poll(self) -> int:
         """Ready for admission, until the client leaves."""
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
-        return int(KVPoll.Failed if self._has_left else KVPoll.WaitingForInput)
+        return self._state
 
     def abort(self) -> None:
         """The client left."""
-        self._has_left = True
+        self._state = self._failed
+
+    def withdraw(self, reason: str) -> None:
+        """No announcement is expected, so nobody is notified."""
 
     def yield_room(self) -> None:
         """No server can be notified: a server that has the request all the same ends it by its
