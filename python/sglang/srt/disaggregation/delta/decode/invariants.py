@@ -52,7 +52,7 @@ def tree_problems(tree: DecodeRadixTree, holders: Iterable[Req]) -> list[str]:
         if len(slots) != len(node.value) or slots & seen:
             problems.append(f"node {node.id}: a slot is in the tree twice")
         seen |= slots
-        sizes[node.lock_ref > 0] += len(node.key)
+        sizes[bool(node.lock_ref)] += len(node.key)
     counted = [tree.evictable_size(), tree.protected_size()]
     if sizes != counted:
         problems.append(f"tree counts {counted} evictable and protected tokens, but holds {sizes}")
@@ -83,9 +83,9 @@ def pool_problems(
             )
         private += {slot // page for slot in row[req.cache_protected_len :]}
     owned = [*free, *in_tree, *private]
-    if len(owned) != len(set(owned)):
-        twice = [p for p, count in Counter(owned).items() if count > 1]
-        problems.append(f"pages owned twice: {sorted(twice)[:10]}")
+    twice = sorted(number for number, count in Counter(owned).items() if count > 1)
+    if twice:
+        problems.append(f"pages owned twice: {twice[:10]}")
     owned_tokens = sum(
         page_ceil(req.kv_allocated_len, page) - req.cache_protected_len for req in holders
     )
@@ -102,10 +102,9 @@ def idle_problems(scheduler: Scheduler) -> list[str]:
     """What an idle prefill or decode server must not have left: locks, rows, metadata slots."""
     tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
     pool = scheduler.req_to_token_pool
+    total = scheduler.max_total_num_tokens
     problems = tree_problems(tree, [])
-    problems += pool_problems(
-        tree, allocator, pool.req_to_token, [], scheduler.max_total_num_tokens
-    )
+    problems += pool_problems(tree, allocator, pool.req_to_token, [], total)
     claims = getattr(tree, "claims", None)
     if claims is not None and (len(claims) or claims.pinned or claims.reserved):
         problems.append(
