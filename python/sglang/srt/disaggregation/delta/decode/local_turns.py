@@ -230,10 +230,9 @@ class LocalTurns:
             self.agree(minimum(self.votes(()), group))
         first, largest = self._queue[0], self._largest
         fits = largest >= min(limits.least, first.left)  # else it delays somebody beyond the bound
-        if not self.pace.may_run(self._beside, fits):
+        # Who was aborted in a chunk that was launched goes with that one's result.
+        if not self.pace.may_run(self._beside, fits) or first.req.to_finish is not None:
             return None
-        if first.req.to_finish is not None:
-            return None  # aborted in a chunk that was launched: it goes with that one's result
         turns = self._next_turns(largest if fits else limits.least)
         if not turns:
             return None
