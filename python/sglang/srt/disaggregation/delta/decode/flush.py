@@ -80,19 +80,18 @@ class DecodeFlush(Scheduler):
     @override
     def release_memory_occupation(self, recv_req: Any) -> Any:
         answer = self._release(recv_req)
-        if answer is not None:
-            return answer
-        # A remote write must not land in memory that has been given away. The loop goes on, and
-        # the answer is sent when it is done.
-        logger.warning(
-            "release of memory waits until nothing owns any: %d aborted transfers are in deferred "
-            "release; %d requests were retracted; in progress: %s",
-            len(self._deferred),
-            len(self.disagg_decode_prealloc_queue.retracted_queue),
-            self._under_way(),
-        )
-        self._waiting_release = recv_req
-        return None
+        if answer is None:
+            # A remote write must not land in memory that has been given away. The loop goes on,
+            # and the answer is sent when it is done.
+            self._waiting_release = recv_req
+            logger.warning(
+                "release of memory waits until nothing owns any: %d aborted transfers are in "
+                "deferred release; %d requests were retracted; in progress: %s",
+                len(self._deferred),
+                len(self.disagg_decode_prealloc_queue.retracted_queue),
+                self._under_way(),
+            )
+        return answer
 
     @override
     def resume_memory_occupation(self, recv_req: Any) -> Any:

@@ -136,16 +136,14 @@ class DisaggScheduler(DecodeFlush):
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
         from sglang.srt.mem_cache.common import release_kv_cache
 
-        wanted = named_by(recv_req)
-        queue = self.disagg_decode_prealloc_queue
+        queue, wanted = self.disagg_decode_prealloc_queue, named_by(recv_req)
         retracted = [req for req in queue.retracted_queue if wanted(req)]
         resumed = [req for req in self.waiting_queue if wanted(req) and req.send_token_offset]
         queue.retracted_queue = [req for req in queue.retracted_queue if not wanted(req)]
         for req in retracted:
             req.__dict__.pop("kv_cache_cpu", None)
             record_of(req).drop_copies()
-        gone = {id(req) for req in resumed}
-        self.waiting_queue = [req for req in self.waiting_queue if id(req) not in gone]
+        self.waiting_queue = [req for req in self.waiting_queue if req not in resumed]
         for req in resumed:
             release_kv_cache(req, self.tree_cache)
         for req in (*retracted, *resumed):
