@@ -86,8 +86,7 @@ class LocalTurnsScheduler(Scheduler):
 
     def may_join(self) -> int:
         """Of ours (``DisaggScheduler``): no more than have a place beside those that are here."""
-        turns, count = self.local_turns, super().may_join()
-        return min(count, turns.places_for_others) if turns.is_busy else count
+        return min(super().may_join(), self.local_turns.places_for_others)
 
     def chunk_batch(self, turns: Sequence[Turn]) -> ScheduleBatch:
         """A batch that computes each turn up to its ``fill_ids``, ready to be run; the last of them
