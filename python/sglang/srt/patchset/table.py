@@ -230,25 +230,25 @@ _MOONCAKE_DELTA = (
     Replacement(
         module=f"{_DISAGG}.mooncake.conn",
         name="TransferInfo",
-        mixin=f"{_DISAGG}.delta.mooncake.messages:MooncakeTransferInfo",
+        mixin=f"{_DISAGG}.delta.mooncake.conn:MooncakeTransferInfo",
         why="reads the delta frame, and whether the rank is a dummy",
     ),
     Replacement(
         module=f"{_DISAGG}.mooncake.conn",
         name="MooncakeKVManager",
-        mixin=f"{_DISAGG}.delta.mooncake.manager:DeltaMooncakeManager",
-        why="full prefix hits, head slices of any sizes, counted bytes, threads that do not end",
+        mixin=f"{_DISAGG}.delta.mooncake.conn:DeltaMooncakeManager",
+        why="full prefix hits, head slices of any sizes, counted bytes, transfer workers",
     ),
     Replacement(
         module=f"{_DISAGG}.mooncake.conn",
         name="MooncakeKVSender",
-        mixin=f"{_DISAGG}.delta.mooncake.endpoints:DeltaMooncakeSender",
+        mixin=f"{_DISAGG}.delta.mooncake.conn:DeltaMooncakeSender",
         why="an error fails its own room and not the scheduler",
     ),
     Replacement(
         module=f"{_DISAGG}.mooncake.conn",
         name="MooncakeKVReceiver",
-        mixin=f"{_DISAGG}.delta.mooncake.endpoints:DeltaMooncakeReceiver",
+        mixin=f"{_DISAGG}.delta.mooncake.conn:DeltaMooncakeReceiver",
         why="a finished or failed room leaves no table entries",
     ),
 )
@@ -403,7 +403,7 @@ GROUPS: tuple[Group, ...] = (
         "the delta protocol over Mooncake",
         _MOONCAKE_DELTA,
         needs=("delta",),
-        obstacle=f"{_DISAGG}.delta.mooncake.worker:obstacle",
+        obstacle=f"{_DISAGG}.delta.mooncake.backend:obstacle",
     ),
     Group("decode_radix", "decode-side radix cache", _DECODE_RADIX, needs=("delta",)),
     Group(

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+
+import pytest
 
 from component.transfer import pair
 from component.transfer.bare import without_engine
 from component.transfer.pair import Hold
-from sglang.srt.disaggregation.common.utils import FastQueue
-from sglang.srt.disaggregation.delta.mooncake.worker import ChunkDeadlines
 from sglang.srt.disaggregation.mooncake import conn
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
@@ -37,20 +35,21 @@ class Pair(pair.Pair):
     """Prefill and decode, connected by Mooncake."""
 
     ends = (conn, "Mooncake")
-    prefill_ends_first = False
+    tells_at_once = True
+    word_of_a_broken_write = "prefill could not deliver it"
 
     def side(self, name: str, mode: Any) -> Any:
         return Side(mode)
 
     def start(self) -> None:
-        sender, queue = self.prefill.manager, FastQueue()
-        sender.transfer_queues = [queue]
-        sender.start_prefill_thread()
-        self.worker = threading.Thread(
-            target=sender.transfer_worker, args=(queue, ThreadPoolExecutor(1)), daemon=True
-        )
-        self.worker.start()
+        with pytest.MonkeyPatch.context() as patch:
+            # So long a transfer that was broken off counts as under way.
+            patch.setenv("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", "1")
+            self.prefill.manager.start_prefill_thread()
         self.decode.manager.start_decode_thread()
+
+    def close(self) -> None:
+        self.prefill.manager.transfers.stop(1.0)
 
     @property
     def peer(self) -> str:
@@ -60,10 +59,9 @@ class Pair(pair.Pair):
     @contextmanager
     def allowing(self, seconds: float) -> Iterator[None]:
         manager = self.prefill.manager
-        kept, manager.chunk_deadlines = manager.chunk_deadlines, ChunkDeadlines(seconds)
+        kept, manager.transfer_s = manager.transfer_s, seconds
         yield
-        assert manager.chunk_deadlines.rooms() == []
-        manager.chunk_deadlines = kept
+        manager.transfer_s = kept
 
     @contextmanager
     def engine(self, transfer: Callable[..., int]) -> Iterator[None]:

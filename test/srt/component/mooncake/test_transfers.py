@@ -66,8 +66,7 @@ def test_batch_that_the_engine_refuses(pair: Pair) -> None:
     decode rank that stays shut out."""
     sender, receiver = pair.ready_room(20, 9)
     second, other = pair.ready_room(4, slot=2)
-    with pytest.MonkeyPatch.context() as patch, pair.engine(lambda *arguments: -1):
-        patch.setenv("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", "0.2")
+    with pair.engine(lambda *arguments: -1):
         sender.send(pages(30, 31))
         assert pair.finish(sender, receiver) == LOST
     deferred = receiver.defer_free()

@@ -50,7 +50,8 @@ class Pair(pair.Pair):
 
     ends = (conn, "Nixl")
     peer = "decode"
-    prefill_ends_first = True
+    tells_at_once = False
+    word_of_a_broken_write = "prefill reported"
 
     def side(self, name: str, mode: Any) -> Any:
         return Side(name, mode)

@@ -14,7 +14,6 @@ import torch
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.mooncake.worker import ChunkDeadlines
 from sglang.srt.disaggregation.mooncake import conn as mooncake
 from sglang.srt.disaggregation.nixl import conn as nixl
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -132,11 +131,6 @@ def _nixl() -> Any:
 def _mooncake() -> Any:
     return without_engine(
         mooncake.MooncakeKVManager,
-        chunk_deadlines=ChunkDeadlines(120.0),
-        session_lock=threading.Lock(),
-        session_failures=defaultdict(int),
-        failed_sessions=set(),
-        _unsettled=[],
         _progress={},
     )
 
@@ -162,11 +156,15 @@ def bare(backend: str, mode: Any, sockets: Any = None, **own: Any) -> Any:
     return manager
 
 
+def _nothing(*_: Any) -> None:
+    pass
+
+
 def prefill(backend: str, sockets: Any = None, **own: Any) -> Any:
-    """A prefill rank's manager; NIXL's transfer workers have nothing to drop."""
+    """A prefill rank's manager; its transfer workers have nothing to drop."""
     manager = bare(backend, DisaggregationMode.PREFILL, sockets, **own)
-    if backend == "nixl":
-        manager.transfers = SimpleNamespace(open=lambda *_: None, cancel=lambda *_: None)
+    manager.transfers = SimpleNamespace(open=_nothing, cancel=_nothing, forget=_nothing)
+    manager._backend = SimpleNamespace(registered=_nothing, forget=_nothing)
     return manager
 
 

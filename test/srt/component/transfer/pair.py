@@ -107,8 +107,10 @@ class Pair:
 
     #: The backend's module with its senders and receivers, and how their names start.
     ends: ClassVar[tuple[Any, str]]
-    #: Whether a request ends on prefill while its write, which is late, is under way.
-    prefill_ends_first: ClassVar[bool]
+    #: Whether decode is told of a write that is late while it is under way.
+    tells_at_once: ClassVar[bool]
+    #: What decode says of a room whose write failed.
+    word_of_a_broken_write: ClassVar[str]
     prefill: Any
     decode: Any
     #: Of all pairs: what is late for one must not be taken for another's.

@@ -237,16 +237,6 @@ def test_pages_of_state_come_as_an_array() -> None:
     assert info.dst_state_indices.tolist() == [6, 7] and info.dst_state_indices.dtype == np.int32
 
 
-def test_registering_again_ends_the_refusal() -> None:
-    """Guards against a decode server that stays shut out after one failed transfer."""
-    manager, reader = MOONCAKE.acquainted()
-    reader.handle(MOONCAKE.announcement())
-    manager.session_failed(manager.rooms.room(7).announcements[MOONCAKE.peer])
-    assert manager.has_failed_session(MOONCAKE.peer) and not manager.decode_kv_args_table
-    reader.handle(MOONCAKE.registration())
-    assert not manager.has_failed_session(MOONCAKE.peer) and not manager.session_failures
-
-
 @pytest.mark.parametrize(("tokens", "fits"), [(9, True), (12, True), (8, False), (13, False)])
 def test_a_decode_server_that_lists_tokens(tokens: int, fits: bool) -> None:
     """Guards against a decode server with ``--enable-hisparse``, whose requests all fail: its pool

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang.srt.disaggregation.delta.nixl.descriptors import Rows, ranges, runs_of
+from sglang.srt.disaggregation.delta.nixl.layout import Layout
 from sglang.srt.disaggregation.delta.pages import (
     DeltaMismatch,
     HeadSlice,
@@ -22,8 +26,8 @@ from sglang.srt.disaggregation.delta.pages import (
     plan_delta,
     plan_heads,
     share_of_chunk,
-    slice_descriptors,
     sources_of,
+    token_lens,
 )
 
 PAGES = st.sampled_from([1, 4, 16, 64])
@@ -152,6 +156,38 @@ def pools(size: int, total: int, page: int, buffers: int, head_bytes: int) -> np
     return np.zeros((size, buffers, POOL_PAGES, page, heads, head_bytes), np.uint8)
 
 
+def rows_between(
+    ranks: tuple[int, int, int, int], total: int, page: int, head_bytes: int,
+    bases: tuple[list[int], list[int]], pages: tuple[np.ndarray, np.ndarray],
+) -> tuple[Rows, Rows]:  # fmt: skip
+    """What one rank of prefill writes to one of decode: ``ranks`` has rank and size of either."""
+    rank, size, their_rank, their_size = ranks
+    item_len, their_len = (
+        page * len(heads_of(0, each, total)) * head_bytes for each in (size, their_size)
+    )
+    args = SimpleNamespace(
+        kv_data_ptrs=bases[0],
+        kv_item_lens=[item_len] * len(bases[0]),
+        kv_data_lens=[POOL_PAGES * item_len],
+        page_size=page,
+        kv_head_num=len(heads_of(0, size, total)),
+        total_kv_head_num=total,
+        engine_rank=rank,
+        gpu_id=0,
+    )
+    here: Any = SimpleNamespace(is_mla=False, tp_size=size, kv_args=args)
+    info: Any = SimpleNamespace(
+        decode_tp_size=their_size,
+        decode_tp_rank=their_rank,
+        dst_kv_ptrs=bases[1],
+        dst_kv_item_len=their_len,
+        gpu_id=0,
+    )
+    layout = Layout(here, lambda *_: None, lambda ours, theirs: (ours, [], theirs, [], len(ours)))
+    pair = layout.kv(info, POOL_PAGES)
+    return ranges(pair.source, pair.destination, runs_of(*pages, pair.source.heads))
+
+
 @pytest.mark.hazard("unequal-tensor-parallelism")
 @given(
     layout=st.sampled_from(LAYOUTS),
@@ -187,24 +223,23 @@ def test_every_head_lands_once(
         held = whole[..., heads_of(rank, destination_size, total), :]
         wanted[:, destination_pages] = held[:, source_pages]
         for sender in sources_of(rank, source_size, destination_size):
-            plan = plan_heads(sender, source_size, rank, destination_size, total)
             # Each side's memory begins at ``base``.
             ours, theirs = source[sender], destination[rank]
-            sources, destinations, length = slice_descriptors(
-                [base + i * ours[0].nbytes for i in range(buffers)],
-                [base + i * theirs[0].nbytes for i in range(buffers)],
-                source_pages,
-                destination_pages,
-                page=page,
-                source_item_len=ours[0, 0].nbytes,
-                destination_item_len=theirs[0, 0].nbytes,
-                head_bytes=head_bytes,
-                plan=plan,
+            sources, destinations = rows_between(
+                (sender, source_size, rank, destination_size),
+                total,
+                page,
+                head_bytes,
+                (
+                    [base + i * ours[0].nbytes for i in range(buffers)],
+                    [base + i * theirs[0].nbytes for i in range(buffers)],
+                ),
+                (source_pages, destination_pages),
             )
-            assert sources.dtype == destinations.dtype == np.uint64
             from_memory, to_memory = ours.reshape(-1), theirs.reshape(-1)
             written = writes[rank].reshape(-1)
-            for start, end in zip(sources.tolist(), destinations.tolist(), strict=True):
+            rows = zip(sources.tolist(), destinations.tolist(), strict=True)
+            for (start, length, _), (end, _, _) in rows:
                 start, end = start - base, end - base
                 assert 0 <= start <= ours.nbytes - length
                 assert 0 <= end <= theirs.nbytes - length
@@ -230,14 +265,11 @@ def test_heads_are_those_of_the_attention_layer(size: int, total: int) -> None:
 
 def test_whole_tokens_move_a_page_at_a_time() -> None:
     """Guards against a descriptor for each token where a page is contiguous on both sides."""
-    sources, destinations, length = slice_descriptors(
-        [0, 1000], [5000, 9000], np.array([2, 0]), np.array([1, 3]),
-        page=16, source_item_len=128, destination_item_len=128, head_bytes=8,
-        plan=plan_heads(0, 2, 1, 4, 1),
-    )  # fmt: skip
-    assert length == 128
-    assert sources.tolist() == [256, 0, 1256, 1000]
-    assert destinations.tolist() == [5128, 5384, 9128, 9384]
+    sources, destinations = rows_between(
+        (0, 2, 1, 4), 1, 16, 8, ([0, 1000], [5000, 9000]), (np.array([2, 0]), np.array([1, 3]))
+    )
+    assert sources.tolist() == [[at, 128, 0] for at in (256, 0, 1256, 1000)]
+    assert destinations[:, 0].tolist() == [5128, 5384, 9128, 9384]
 
 
 @pytest.mark.parametrize(
@@ -265,20 +297,14 @@ def test_refused_layouts(arguments: tuple[int, ...], numbers: tuple[str, ...]) -
     [
         ({"destination_item_len": 32}, "decode's pages of 4 tokens and 32 bytes"),
         ({"source_item_len": 30}, "prefill's pages of 4 tokens and 30 bytes"),
-        ({"destination_pages": np.array([1, 2])}, "1 pages cannot be moved to 1 buffers and 2"),
-        ({"destination_bases": [0, 9]}, "2 buffers"),
     ],
 )
-def test_refused_memory(changes: dict[str, object], text: str) -> None:
+def test_refused_memory(changes: dict[str, int], text: str) -> None:
     """Guards against writes into the neighbouring token where the two sides' pools do not have the
-    shape that the plan assumes, and against lists cut to fit."""
-    arguments: dict[str, object] = {
-        "source_bases": [0], "destination_bases": [0], "source_pages": np.array([1]),
-        "destination_pages": np.array([1]), "page": 4, "source_item_len": 32,
-        "destination_item_len": 64, "head_bytes": 8, "plan": HeadSlice(0, 1, 1),
-    }  # fmt: skip
+    shape that the plan assumes."""
+    lens = {"source_item_len": 32, "destination_item_len": 64} | changes
     with pytest.raises(ValueError, match=text):
-        slice_descriptors(**{**arguments, **changes})  # type: ignore[arg-type]
+        token_lens(page=4, head_bytes=8, plan=HeadSlice(0, 1, 1), **lens)
 
 
 @pytest.mark.parametrize(

@@ -122,10 +122,6 @@ def plan_delta(
     return DeltaPlan(prefix, left)
 
 
-#: Memory addresses, 1-D. Unsigned, since an address may be 2**63 or more.
-Addresses = npt.NDArray[np.uint64]
-
-
 @dataclass(frozen=True)
 class HeadSlice:
     """What one prefill rank sends of every token to one decode rank, in heads."""
@@ -216,69 +212,6 @@ def token_lens(
                 f"{side}'s pages of {page} tokens and {item_len} bytes"
             )
     return source_token, destination_token
-
-
-def slice_descriptors(
-    source_bases: Sequence[int],
-    destination_bases: Sequence[int],
-    source_pages: npt.NDArray[np.integer],
-    destination_pages: npt.NDArray[np.integer],
-    *,
-    page: int,
-    source_item_len: int,
-    destination_item_len: int,
-    head_bytes: int,
-    plan: HeadSlice,
-) -> tuple[Addresses, Addresses, int]:
-    """Source addresses, destination addresses, and the bytes of each run.
-
-    ``source_bases`` and ``destination_bases`` are the addresses of the same buffers (K or V of a
-    layer) on either side, in one order; an ``item_len`` is the bytes of a page of ``page`` tokens
-    in each of them, and ``head_bytes`` those of one head of one token. The runs are ordered by
-    buffer, then page, then token: one for each token, or for each page where whole tokens are
-    moved. No pages, or a plan of no heads, gives no runs.
-
-    Raises:
-        ValueError: buffers or pages differ in number, or the slice does not fit into a token.
-    """
-    if len(source_bases) != len(destination_bases) or len(source_pages) != len(destination_pages):
-        raise ValueError(
-            f"{len(source_bases)} buffers and {len(source_pages)} pages cannot be moved to "
-            f"{len(destination_bases)} buffers and {len(destination_pages)} pages"
-        )
-    length = plan.count * head_bytes
-    source_token, destination_token = token_lens(
-        page=page,
-        source_item_len=source_item_len,
-        destination_item_len=destination_item_len,
-        head_bytes=head_bytes,
-        plan=plan,
-    )
-    runs = page if plan.count else 0
-    if length == source_token == destination_token:
-        runs, length = 1, length * page
-    tokens = np.arange(runs, dtype=np.uint64)
-    return (
-        _addresses(source_bases, source_pages, source_item_len, tokens * np.uint64(source_token))
-        + np.uint64(plan.source_start * head_bytes),
-        _addresses(
-            destination_bases,
-            destination_pages,
-            destination_item_len,
-            tokens * np.uint64(destination_token),
-        )
-        + np.uint64(plan.destination_start * head_bytes),
-        length,
-    )
-
-
-def _addresses(
-    bases: Sequence[int], pages: npt.NDArray[np.integer], item_len: int, offsets: Addresses
-) -> Addresses:
-    """``base + page * item_len + offset`` for all of them, in that order of nesting, 1-D."""
-    of_buffer = np.array(bases, dtype=np.uint64)[:, None, None]
-    of_page = pages.astype(np.uint64)[None, :, None] * np.uint64(item_len)
-    return (of_buffer + of_page + offsets[None, None, :]).reshape(-1)
 
 
 def of_one_shape(item_lens: Sequence[int], *, latent: bool) -> bool:

@@ -14,8 +14,7 @@ import pytest
 from component.transfer import bare
 from sglang.srt.disaggregation.delta import manager, wire
 from sglang.srt.disaggregation.delta.nixl import backend as backend_module
-from sglang.srt.disaggregation.delta.nixl import prefill
-from sglang.srt.disaggregation.delta.prefill import scheduler
+from sglang.srt.disaggregation.delta.prefill import scheduler, transfer_pool
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool
@@ -69,6 +68,18 @@ class Sockets:
                 self.misuse.append(f"{message} while something is under way")
 
 
+def without_threads(patch: pytest.MonkeyPatch, clock: Clock, **limits: int) -> None:
+    """Managers that are made from now on have a pool whose threads are not started."""
+    patch.setenv("SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT", str(TRANSFER_TIMEOUT_S))
+    patch.setattr(transfer_pool, "TransferPool", functools.partial(Steps, clock=clock))
+    patch.setattr(manager, "RoomTable", functools.partial(RoomTable, clock=clock))
+    settings = Settings(doubt_s=DOUBT_S, **limits)
+    patch.setattr(transfer_pool, "Settings", SimpleNamespace(read=lambda: settings))
+    patch.setattr(transfer_pool.atexit, "register", lambda *_: None)
+    for module in (transfer_pool, scheduler):
+        patch.setattr(module, "time", SimpleNamespace(monotonic=clock))
+
+
 class PrefillRank:
     """One prefill rank and the decode ranks ``peers``, which share one layout."""
 
@@ -88,14 +99,7 @@ class PrefillRank:
         }
         memories = {name: side.memory for name, side in self.decode.items()}
         self.agent = FakeAgent({"": self.side.memory, **memories})
-        patch.setenv("SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT", str(TRANSFER_TIMEOUT_S))
-        patch.setattr(prefill, "TransferPool", functools.partial(Steps, clock=self.clock))
-        patch.setattr(manager, "RoomTable", functools.partial(RoomTable, clock=self.clock))
-        settings = Settings(doubt_s=DOUBT_S, **limits)
-        patch.setattr(prefill, "Settings", SimpleNamespace(read=lambda: settings))
-        patch.setattr(prefill.atexit, "register", lambda *_: None)
-        for module in (prefill, scheduler):
-            patch.setattr(module, "time", SimpleNamespace(monotonic=self.clock))
+        without_threads(patch, self.clock, **limits)
         self.sockets = Sockets(self.agent)
         self.manager: Any = bare.prefill(
             "nixl",

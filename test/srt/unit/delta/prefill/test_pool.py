@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 
 from sglang.srt.disaggregation.delta.observability import STATS, TransferReport
-from sglang.srt.disaggregation.delta.prefill import send_queue, transfer_pool
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, Settings, State
+from sglang.srt.disaggregation.delta.prefill import transfer_pool
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
+    Chunk,
+    Settings,
+    State,
+)
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool, Watchdog, worker_of
 from unit.delta.prefill.rig import Handle, Script, Side, Transport
 
@@ -164,7 +168,6 @@ def test_start_and_stop() -> None:
 def test_stop_gives_up_what_does_not_settle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a shutdown that waits for ever for a dead peer, or releases what is under way;
     the requests are told."""
-    monkeypatch.setattr(send_queue, "NEVER_RELEASED", [])
     threads, posted = Threads(queues=1, threads=1), threading.Event()
     threads.transport.held = True
     monkeypatch.setattr(
@@ -175,7 +178,7 @@ def test_stop_gives_up_what_does_not_settle(monkeypatch: pytest.MonkeyPatch) -> 
     assert posted.wait(LONG_S)
     threads.pool.stop(drain_s=0.0)
     assert threads.pool.alive() == 0 and threads.end(1) == "stopped"
-    assert threads.transport.handles == send_queue.NEVER_RELEASED
+    assert threads.workers[0].busy == len(threads.transport.handles) == 1
     assert threads.transport.released == 0
 
 
@@ -227,8 +230,7 @@ def test_a_worker_that_raises(started: Threads) -> None:
     del started.workers[raises].open
     assert started.pool.troubles() == {dies: f"{ended.name} has ended"}
     started.ahead_s += 31
-    text = f"each step of kv-transfer-{raises} raises, the last one AssertionError('a bug')"
-    assert started.pool.troubles()[raises] == text
+    assert f"kv-transfer-{raises} hangs" in started.pool.troubles()[raises]
     started.workers[raises].step = step  # type: ignore[method-assign]
     later = started.same_worker(1, 100)
     started.send(later)

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang.srt.disaggregation.delta.prefill import transfer_pool
+from sglang.srt.disaggregation.delta.prefill.batch_threads import use_batch_scheduling
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings
-from sglang.srt.disaggregation.delta.prefill.transfer_pool import worker_of
 from sglang.srt.patchset.environment import QUEUES, THREADS
 
 
@@ -72,6 +71,8 @@ def test_wrong_settings(
 def test_rooms_spread_over_workers(stride: int, workers: int) -> None:
     """Guards against rooms of one remainder (data parallel attention) that all go to one worker,
     and against two answers for one room."""
+    from sglang.srt.disaggregation.delta.prefill.transfer_pool import worker_of
+
     rooms = [3 + stride * index for index in range(2000)]
     shares = Counter(worker_of(room, workers) for room in rooms)
     assert set(shares) == set(range(workers))
@@ -88,7 +89,7 @@ ON_LINUX = pytest.mark.skipif(
 
 _PROGRAM = """
 import ctypes, os, threading
-from sglang.srt.disaggregation.delta.prefill.transfer_pool import (
+from sglang.srt.disaggregation.delta.prefill.batch_threads import (
     batch_scheduling,
     use_batch_scheduling,
 )
@@ -142,7 +143,7 @@ def test_a_worker() -> None:
     found = []
 
     def look() -> None:
-        transfer_pool.use_batch_scheduling()
+        use_batch_scheduling()
         found.append((os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)))
 
     thread = threading.Thread(target=look)

@@ -3,12 +3,12 @@ messages, and a transfer library that copies between numpy arrays when the test 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Condition
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -16,12 +16,11 @@ from component.transfer import bare
 from component.transfer.messages import MOONCAKE
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.mooncake import manager as mooncake
-from sglang.srt.disaggregation.delta.mooncake.worker import ChunkDeadlines, ChunkWorker
+from sglang.srt.disaggregation.delta.mooncake import backend
 from sglang.srt.disaggregation.delta.wire import parse
 from sglang.srt.disaggregation.mooncake import conn
 from unit.delta.fakes import Clock
-from unit.delta.nixl.prefill_rank import ADDRESS, DOUBT_S, TRANSFER_TIMEOUT_S, PrefillRank
+from unit.delta.nixl.prefill_rank import ADDRESS, DOUBT_S, PrefillRank, without_threads
 from unit.delta.nixl.sides import Side
 
 
@@ -29,12 +28,8 @@ class NixlRank(PrefillRank):
     """Over NIXL: a chunk's writes are under way side by side."""
 
     peer = "decode"
-    #: Whether a failure has the library's exception as its cause.
-    chains = True
     #: As decode hears of a write that was broken off, or is too late: when nothing can land.
     word_of_a_late_write = ["stopped"]
-    #: A request whose write missed its deadline does not wait for it.
-    waits_for_a_late_write = False
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__(patch)
@@ -113,6 +108,36 @@ class Engine:
         return 0
 
 
+class Line(ThreadPoolExecutor):
+    """The thread on which calls to the decode rank are made; all there are are in ``made``."""
+
+    made: ClassVar[list[Line]] = []
+
+    def __init__(self, engine: Engine, *options: Any) -> None:
+        super().__init__(1)
+        self._engine, self._open = engine, set[Future[Any]]()
+        self.made.append(self)
+
+    def submit(self, write: Any, to: Any, *arguments: Any) -> Future[Any]:
+        def call() -> Any:
+            self._engine.room = to.room
+            return write(to, *arguments)
+
+        future = super().submit(call)
+        self._open.add(future)
+        future.add_done_callback(self._done)
+        return future
+
+    def _done(self, future: Future[Any]) -> None:
+        with self._engine.changed:
+            self._open.discard(future)
+            self._engine.changed.notify_all()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._open
+
+
 class Sockets(bare.Sockets):
     """What decode hears: its room is complete, has failed (SGLang's word), or is stopped."""
 
@@ -137,21 +162,19 @@ class Sockets(bare.Sockets):
 
 
 class MooncakeRank:
-    """Over Mooncake: one call of the engine is under way at a time, on the thread of its queue."""
+    """Over Mooncake: one call of the engine is under way at a time, on the thread of the rank."""
 
     word_of_a_late_write = ["failed", "stopped"]
-    waits_for_a_late_write = True
     peer = MOONCAKE.peer
-    chains = False
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.clock = Clock()
         self.side, theirs = Side(2**40, 40), Side(2**41, 60)
         self.decode = {"decode": theirs}
         self.engine = Engine(self.side, theirs)
-        patch.setenv("SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT", str(TRANSFER_TIMEOUT_S))
-        patch.setenv("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", str(DOUBT_S))
-        patch.setattr(mooncake, "time", SimpleNamespace(monotonic=self.clock))
+        without_threads(patch, self.clock)
+        patch.setattr(backend, "ThreadPoolExecutor", functools.partial(Line, self.engine))
+        Line.made = []
         self.sockets = Sockets(lambda room: any(call.room == room for call in self.under_way()))
         for side in (self.side, theirs):
             side.args.__dict__.update(state_data_ptrs=[], state_item_lens=[], state_type="none")
@@ -163,15 +186,9 @@ class MooncakeRank:
             enable_custom_mem_pool=False,
         )
         # The reader's thread is this one.
-        self.manager.start_reader = lambda take, tick: self.__dict__.update(_take=take, _tick=tick)
+        self.manager.start_reader = lambda take, tick: self.__dict__.update(_take=take)
         self.manager.start_prefill_thread()
-        self.manager.chunk_deadlines = ChunkDeadlines(TRANSFER_TIMEOUT_S, self.clock)
-        self.queue = SimpleNamespace(chunks=[])
-        self.queue.put = self.queue.chunks.append
-        self.manager.transfer_queues = [self.queue]
-        self._layers, self._thread = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._worker, self._job = ChunkWorker(self.manager, self._layers), Future[None]()
-        self._job.set_result(None)
+        self.pool = self.manager.transfers
         self.register("decode")
 
     def register(self, name: str) -> None:
@@ -203,27 +220,16 @@ class MooncakeRank:
 
     def tick(self, seconds: float) -> None:
         self.clock.now += seconds
-        self._work()
-        self._tick()
+        self.manager.rooms.tick()  # the process was not suspended
+        self.pool.run()
+        self._wait()
 
-    def _work(self) -> None:
-        """The worker goes on until it is in a call of the engine, or has nothing to do."""
-        while True:
-            with self.engine.changed:
-                assert self.engine.changed.wait_for(
-                    lambda: self.under_way() or self._job.done(), 60
-                )
-            self._job.done() and self._job.result()
-            if self.under_way() or not self.queue.chunks:
-                return
-            chunk = self.queue.chunks.pop(0)
-            self.engine.room = chunk.room
-            self._job = self._thread.submit(self._worker.take, chunk)
-            self._job.add_done_callback(self._done)
-
-    def _done(self, _: object) -> None:
+    def _wait(self) -> None:
+        """Until the threads are in a call of the engine, or have nothing to do."""
         with self.engine.changed:
-            self.engine.changed.notify_all()
+            assert self.engine.changed.wait_for(
+                lambda: self.under_way() or all(line.is_idle for line in Line.made), 60
+            )
 
     @property
     def writes(self) -> list[Call]:
@@ -237,7 +243,7 @@ class MooncakeRank:
             for call in self.under_way():
                 call.state = state
             self.engine.changed.notify_all()
-        self._work()
+        self._wait()
 
     def finish(self) -> None:
         for _ in range(20):
@@ -250,9 +256,10 @@ class MooncakeRank:
 
     def check(self) -> None:
         self.tick(DOUBT_S)
-        left = {name: rooms for name, rooms in self.manager.open_rooms().items() if rooms}
+        tables = {**self.manager.open_rooms(), **self.pool.tables()}
+        left = {name: rooms for name, rooms in tables.items() if rooms}
         assert left == {} and self.manager.rooms.numbers() == []
-        assert self.manager.chunk_deadlines.rooms() == [] and self.sockets.misuse == []
+        assert self.sockets.misuse == []
 
     def clear(self, sender: Any) -> None:
         sender.clear()
@@ -262,9 +269,10 @@ class MooncakeRank:
 
     def close(self) -> None:
         """No thread stays."""
-        self.settle()
-        for threads in (self._thread, self._layers):
-            threads.shutdown(wait=False)
+        while self.under_way():
+            self.settle()
+        for line in Line.made:
+            line.shutdown(wait=False)
 
 
 RANKS = {"nixl": NixlRank, "mooncake": MooncakeRank}

@@ -6,35 +6,28 @@ Those ranks' messages are checked.
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
-import time
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any  # Any: page indices in each of SGLang's forms
 
 import numpy as np
-import numpy.typing as npt
 from typing_extensions import Self, override
 
-from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend
 from sglang.srt.disaggregation.delta.nixl.descriptors import ChunkPayload, Destination
 from sglang.srt.disaggregation.delta.nixl.layout import Layout
 from sglang.srt.disaggregation.delta.nixl.peers import Peers
-from sglang.srt.disaggregation.delta.observability import TransferReport
-from sglang.srt.disaggregation.delta.pages import DeltaMismatch, Pages, share_of_chunk
+from sglang.srt.disaggregation.delta.pages import DeltaMismatch, Pages
 from sglang.srt.disaggregation.delta.peer_messages import (
     Announcements,
     BadMessage,
     DeltaTransferInfo,
     check_registration,
 )
-from sglang.srt.disaggregation.delta.prefill.room import Room
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, Settings
-from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool, Watchdog
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings
+from sglang.srt.disaggregation.delta.prefill.transfer_pool import PooledManager, PooledSender
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
@@ -43,9 +36,6 @@ else:
     NixlKVManager = NixlKVSender = object
 
 _REGISTRATION_FRAMES = 12
-
-#: A process that ends waits so long for what is under way.
-_DRAIN_S = 1.0
 
 
 @dataclasses.dataclass
@@ -164,87 +154,32 @@ class NixlAnnouncements(Announcements):
         super()._announce(info)
 
 
-class NixlPrefill(NixlKVManager):
+class NixlPrefill(PooledManager, NixlKVManager):
     """The manager of a prefill rank: queues what the plan left over."""
 
-    def start_transfers(self) -> None:
-        """Start the transfer workers of this prefill rank.
-
-        Raises:
-            ValueError: a variable is set to something that cannot be; the message names it.
-        """
-        #: Seconds that a chunk may take, from the queue to its end.
-        self.transfer_s = environment.TRANSFER_TIMEOUT.read()
-        self.transfer_report = TransferReport(environment.TRANSFER_LOG_INTERVAL.read())
-        backend = NixlBackend(
+    def make_backend(self, settings: Settings) -> NixlBackend:
+        return NixlBackend(
             self.agent,
             self.peers,
             Layout(self.rank, self.get_mla_kv_ptrs_with_pp, self.get_mha_kv_ptrs_with_pp),
             writer=self.rank.writer_id,
             costs=descriptors.Costs(*environment.DESCRIPTOR_COSTS.read()),
         )
-        self.transfers = TransferPool(
-            backend,
-            self.rooms,
-            Settings.read(),
-            self.transfer_report,
-            prepare_thread=self._prepare_thread,
-        )
-        self.watchdog = Watchdog(self.transfers, self.rooms)
-        self.transfers.start()
-        atexit.register(self.transfers.stop, _DRAIN_S)
-
-    @override
-    def room_stopped(self, room: Room, kind: Reason) -> None:
-        self.transfers.cancel(room)
-
-    def _prepare_thread(self) -> None:
-        import torch
-
-        if torch.cuda.is_available():
-            torch.cuda.set_device(self.kv_args.gpu_id)
 
     @cached_property
     def peers(self) -> Peers:
         """The decode ranks that this prefill rank knows."""
         return Peers(self.agent, self.decode_kv_args_table)
 
-    @override
-    def add_transfer_request(
-        self, bootstrap_room: int, kv_indices: Pages, index_slice: slice, is_last: bool,
-        chunk_id: int, aux_index: int | None = None, state_indices: Sequence[int] | None = None,
-    ) -> list[object]:  # fmt: skip
-        """Queue one chunk. Nothing is handed out: what becomes of it is in the room table.
-
-        Raises:
-            DeltaMismatch: a decode rank listed another number of pages for it, or none is known.
-        """
-        announcements = self.rooms.destinations(bootstrap_room)
-        if not announcements:
-            raise DeltaMismatch(f"room {bootstrap_room}: no decode rank's pages are known for it")
-        payload = cut_chunk(
-            bootstrap_room, announcements, kv_indices, index_slice, chunk_id, aux_index,
-            state_indices,
-        )  # fmt: skip
-        now = time.monotonic()
-        self.transfers.submit(
-            Chunk(
-                room=bootstrap_room,
-                peers=tuple(payload.destinations),
-                payload=payload,
-                is_last=is_last,
-                deadline=now + self.transfer_s,
-                enqueued_at=now,
-            )
-        )
-        return []
+    def cut(self, *chunk: Any) -> ChunkPayload:
+        return cut_chunk(*chunk)
 
     # ---- messages from decode ranks ----
 
     @override
     def _start_bootstrap_thread(self) -> None:
         self.start_transfers()
-        self.start_reader(self.announcements().take, self._tick)
+        self.start_reader(self.announcements().take, self.tick_transfers)
 
     def announcements(self) -> NixlAnnouncements:
         """Takes what decode ranks register and announce."""
@@ -257,86 +192,13 @@ class NixlPrefill(NixlKVManager):
             self.take_announcement,
         )
 
-    def _tick(self) -> None:
-        self.transfer_report.tick()
-        self.watchdog.tick()
-        self.forget_silent_peers()
-
     def forget_peer(self, peer: str) -> None:
         self.peers.forget(peer)
 
 
-class DeltaNixlSender(NixlKVSender):
-    """Queues a room's chunks, and says what became of them. Holds no transfer itself."""
-
-    curr_idx: int  # of the upstream class; named for the type checker
-    has_sent: bool
-
-    def __init__(
-        self, mgr: NixlPrefill, bootstrap_addr: str, bootstrap_room: int,
-        dest_tp_ranks: list[int], pp_rank: int,
-    ) -> None:  # fmt: skip
-        #: Another rank of the context parallel group sends all of it, and this one is done.
-        self._is_left_out = False
-        super().__init__(mgr, bootstrap_addr, bootstrap_room, dest_tp_ranks, pp_rank)
-        if not self.is_stopped:
-            mgr.transfers.open(self._room)
-
-    @override
-    def send(
-        self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None
-    ) -> None:
-        if self.is_stopped:
-            return
-        manager, room = self.kv_mgr, self.bootstrap_room
-        part = slice(self.curr_idx, self.curr_idx + len(kv_indices))
-        self.curr_idx = part.stop
-        is_last = part.stop == self.num_kv_indices
-        if manager.enable_all_cp_ranks_for_transfer:
-            group = manager.attn_cp_rank, manager.attn_cp_size
-            kv_indices, part = share_of_chunk(kv_indices, part, *group)
-        elif manager.is_dummy_cp_rank:  # another rank of the context parallel group sends all
-            self._is_left_out |= is_last
-            self.has_sent |= is_last
-            return
-        try:
-            manager.add_transfer_request(
-                room, kv_indices, part, is_last, self.chunk_id,
-                self.aux_index if is_last else None, state_indices if is_last else None,
-            )  # fmt: skip
-        except DeltaMismatch as error:
-            self.fail(Reason.MISMATCH, str(error))
-            return
-        self.chunk_id += 1
-        self.has_sent = is_last
-
-    @override
-    def poll(self) -> KVPoll:
-        room = self._room  # without a lock: the scheduler asks of every request, in every step
-        if room.delivered or self._is_left_out:
-            return KVPoll.Success  # also if it was stopped after that: decode has it
-        if self.is_due:
-            return KVPoll.WaitingForInput
-        if not room.is_stopped:
-            if self.has_sent:
-                return KVPoll.WaitingForInput
-            self.fail_if_unannounced()
-        if room.is_stopped:
-            # While its pages are read, they must not be freed.
-            return KVPoll.Failed if room.is_over else KVPoll.Transferring
-        status = self.kv_mgr.check_status(self.bootstrap_room)
-        if status == KVPoll.Bootstrapping and self.is_initialised:
-            return KVPoll.WaitingForInput
-        return status
-
-    @override
-    def failure_exception(self) -> None:
-        self.fail_with_others()  # unless it failed here
-        reason, cause = self.failure, self._room.error
-        self.clear()
-        raise RuntimeError(reason) from cause
+class DeltaNixlSender(PooledSender, NixlKVSender):
+    """Queues a room's chunks, and says what became of them."""
 
     def clear(self) -> None:
         """Forget the room: called by the scheduler once the request left the in-flight queue."""
-        self.kv_mgr.transfers.forget(self._room)
-        self.forget()
+        self.end()

@@ -8,33 +8,18 @@ the order within a room is kept.
 Overdue transfers take places in their peer's quota, so that a stopped peer does not get more and
 more of them; but one place is always left to try, and a transfer that is delivered shows that the
 peer is back, whatever became of those before it: their places are free again.
-``Deadlines`` says what is due, in logarithmic time; ``next_poll`` when the transport is asked about
-a transfer again.
+``next_poll`` says when the transport is asked about a transfer again.
 """
 
 from __future__ import annotations
 
-import enum
-import heapq
-import itertools
 import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar  # Any: handles are the backend's own
+from typing import Any  # Any: handles are the backend's own
 
 from sglang.srt.disaggregation.delta.prefill.room import Room
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
-
-
-class Phase(enum.Enum):
-    """Of a transfer."""
-
-    #: In its peer's queue.
-    WAITING = "queued"
-    #: Handles of ``Backend.post`` are under way.
-    POSTED = "posted"
-    #: Delivered, failed or dropped.
-    OVER = "over"
 
 
 @dataclass(eq=False)
@@ -53,9 +38,6 @@ class RoomQueue:
     completed: bool = False
     #: Nothing more is posted. Never taken back.
     ended: bool = False
-    said_overdue: bool = False
-    #: The room table is told nothing more.
-    forgotten: bool = False
 
     @property
     def number(self) -> int:
@@ -85,7 +67,8 @@ class Transfer:
 
     send: ChunkSend
     peer: str
-    phase: Phase = Phase.WAITING
+    #: It is not in its peer's queue any more.
+    is_posted: bool = False
     #: Handles of the last post that are still to be released.
     handles: list[Any] = field(default_factory=list)
     #: Those of them that are not over.
@@ -127,24 +110,14 @@ class SendQueue:
         self._queue: dict[str, _PeerQueue] = {}
         #: Peers with waiting transfers, whose turn is next first.
         self._turns: OrderedDict[str, None] = OrderedDict()
-        self._waiting = 0
-        #: Posted transfers that take a place in the window.
-        self._in_window = 0
+        #: Transfers that wait.
+        self.waiting = 0
+        #: Posted transfers that are neither over nor overdue: they take a place in the window.
+        self.in_window = 0
         #: Nothing was found to post, and nothing has changed since then.
         self._stuck = False
 
-    @property
-    def waiting(self) -> int:
-        """Transfers that wait."""
-        return self._waiting
-
-    @property
-    def in_window(self) -> int:
-        """Posted transfers that are neither over nor overdue."""
-        return self._in_window
-
-    @property
-    def peers(self) -> int:
+    def __len__(self) -> int:
         """Peers for which anything waits or is under way."""
         return len(self._queue)
 
@@ -152,19 +125,19 @@ class SendQueue:
         """It waits, behind all others for its peer."""
         self._queue.setdefault(transfer.peer, _PeerQueue()).waiting[transfer] = None
         self._turns.setdefault(transfer.peer)
-        self._waiting += 1
+        self.waiting += 1
         self._stuck = False
 
     def drop(self, transfer: Transfer) -> None:
         """It waits no more, and is not posted."""
         del self._queue[transfer.peer].waiting[transfer]
-        self._shorter(transfer.peer)
+        self._changed(transfer.peer, -1)
 
     def take(self) -> Transfer | None:
         """The next transfer to post, which takes its slots; None where nothing may be posted."""
         if self._stuck:
             return None
-        window_full = self._in_window >= self._window
+        window_full = self.in_window >= self._window
         for peer in self._turns:
             queue = self._queue[peer]
             places = max(1, self._quota - len(queue.overdue))
@@ -172,9 +145,9 @@ class SendQueue:
                 continue
             transfer, _ = queue.waiting.popitem(last=False)
             queue.posted += 1
-            self._in_window += 1
+            self.in_window += 1
             self._turns.move_to_end(peer)
-            self._shorter(peer)
+            self._changed(peer, -1)
             return transfer
         self._stuck = True
         return None
@@ -184,7 +157,7 @@ class SendQueue:
         queue = self._queue[transfer.peer]
         queue.posted -= 1
         queue.overdue.add(transfer)
-        self._in_window -= 1
+        self.in_window -= 1
         self._stuck = False
 
     def finish(self, transfer: Transfer, delivered: bool = False) -> None:
@@ -196,85 +169,19 @@ class SendQueue:
             queue.overdue.discard(transfer)
         else:
             queue.posted -= 1
-            self._in_window -= 1
+            self.in_window -= 1
             if delivered:
                 queue.overdue.clear()
-        self._stuck = False
-        self._tidy(transfer.peer, queue)
+        self._changed(transfer.peer)
 
-    def _shorter(self, peer: str) -> None:
+    def _changed(self, peer: str, waiting: int = 0) -> None:
         queue = self._queue[peer]
-        self._waiting -= 1
+        self.waiting += waiting
         self._stuck = False
         if not queue.waiting:
-            del self._turns[peer]
-        self._tidy(peer, queue)
-
-    def _tidy(self, peer: str, queue: _PeerQueue) -> None:
-        if not queue.waiting and not queue.posted and not queue.overdue:
-            del self._queue[peer]
-
-
-Item = TypeVar("Item")
-
-#: Discarded entries that are let lie before the heap is built anew.
-_SLACK = 64
-
-
-class Deadlines(Generic[Item]):
-    """Items (hashable by identity) with a time each. Holds no item that was discarded or passed."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int]] = []
-        self._items: dict[int, Item] = {}
-        self._numbers: dict[Item, int] = {}
-        self._count = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def add(self, at: float, item: Item) -> None:
-        """``item`` is due at ``at``; an item is added once."""
-        number = next(self._count)
-        self._items[number] = item
-        self._numbers[item] = number
-        heapq.heappush(self._heap, (at, number))
-
-    def discard(self, item: Item) -> None:
-        """``item`` is not waited for any more; harmless when it is not in here."""
-        number = self._numbers.pop(item, None)
-        if number is None:
-            return
-        del self._items[number]
-        if len(self._heap) > 2 * len(self._items) + _SLACK:
-            self._heap = [entry for entry in self._heap if entry[1] in self._items]
-            heapq.heapify(self._heap)
-
-    def passed(self, now: float) -> list[Item]:
-        """Take out everything that was due at ``now`` or before, earliest first."""
-        due = []
-        while self._heap and self._heap[0][0] <= now:
-            item = self._items.pop(heapq.heappop(self._heap)[1], None)
-            if item is not None:
-                del self._numbers[item]
-                due.append(item)
-        return due
-
-    def next_at(self) -> float | None:
-        """When the next item is due; None where there is none."""
-        while self._heap and self._heap[0][1] not in self._items:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
-
-
-#: Handles that are given up. A transfer that is under way can neither be taken back nor released,
-#: and some bindings release in the destructor: these live as long as the process.
-NEVER_RELEASED: list[Any] = []
-
-
-def never_release(transfer: Transfer) -> None:
-    """Give the handles of a transfer up: never polled, never released."""
-    NEVER_RELEASED.extend(transfer.handles)
+            self._turns.pop(peer, None)
+            if not queue.posted and not queue.overdue:
+                del self._queue[peer]
 
 
 #: The shortest pause, in seconds; every other one is a power of two times as long.

@@ -1,4 +1,4 @@
-"""The threads of the transfer workers: their queues and loops, shutdown, and a watchdog.
+"""The threads of the transfer workers, and what both backends' managers and senders do with them.
 
 The rest of the process calls ``TransferPool``, which only appends to a queue. The threads run under
 SCHED_BATCH: waking one never takes the scheduler's core. ``Watchdog`` notices workers that do not
@@ -7,100 +7,63 @@ go on, and fails their rooms instead of letting them wait.
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import logging
-import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any  # Any: payloads are the backend's own
 
+import numpy.typing as npt
+from typing_extensions import override
+
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS, TransferReport
+from sglang.srt.disaggregation.delta.pages import DeltaMismatch, share_of_chunk
+from sglang.srt.disaggregation.delta.prefill.batch_threads import use_batch_scheduling
 from sglang.srt.disaggregation.delta.prefill.room import Room
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Backend, Chunk, Settings
 from sglang.srt.disaggregation.delta.prefill.transfer_worker import Worker
+from sglang.srt.patchset import environment
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
+else:
+    CommonKVManager = CommonKVSender = object
 
 logger = logging.getLogger(__name__)
 
 
-def use_batch_scheduling() -> None:
-    """From now on this thread, and those that it starts, take no core from a running thread when
-    they wake up; they wait for a free one, or for their turn.
+#: What a worker is to do; a number ends its thread, after so many seconds for what is under way.
+_Command = Callable[[Worker], None] | float
 
-    Without that, waking a worker may cost the scheduler its core for milliseconds, in the middle of
-    ``send``. (Linux' SCHED_BATCH; elsewhere, or where it is forbidden, nothing happens.)
-    """
-    _set_batch(0)
-
-
-@contextlib.contextmanager
-def batch_scheduling(nice: int = 0) -> Iterator[None]:
-    """For native threads that a library starts meanwhile: they get SCHED_BATCH, and are so much
-    nicer than this one. Threads of Python's are left alone, whoever starts them: they take the
-    interpreter's lock, and whoever holds it must not wait for a core.
-    """
-    before = _threads()
-    yield
-    for thread in _threads() - before - {each.native_id for each in threading.enumerate()}:
-        _set_batch(thread)
-        with contextlib.suppress(AttributeError, OSError):  # it may have ended
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)
-
-
-def _set_batch(thread: int) -> None:
-    with contextlib.suppress(AttributeError, OSError):
-        os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
-
-
-def _threads() -> set[int]:
-    """The threads of this process, as Linux numbers them; none elsewhere."""
-    with contextlib.suppress(OSError):
-        return {int(name) for name in os.listdir("/proc/self/task")}
-    return set()
-
-
-_Command = Callable[[Worker], None]
-
-#: A worker whose step raised (a bug: steps catch what they call) goes on after so many seconds;
-#: each time in a row after twice as many, up to the longest.
-_AFTER_A_BUG_S = 0.01
-_LONGEST_AFTER_A_BUG_S = 1.0
+#: A worker whose step raised (a bug: steps catch what they call) goes on after so many seconds.
+_AFTER_A_BUG_S = 0.1
 #: Join at most so much longer than a worker may drain.
 _JOIN_GRACE_S = 2.0
+#: A process that ends waits so many seconds for what is under way.
+_DRAIN_S = 1.0
 
 
 class _Thread:
     """One worker with its queue. Only its own thread touches the worker."""
 
     def __init__(
-        self,
-        worker: Worker,
-        name: str,
-        prepare: Callable[[], None],
-        clock: Callable[[], float],
+        self, worker: Worker, name: str, prepare: Callable[[], None], clock: Callable[[], float]
     ) -> None:
         self._worker = worker
         self._prepare = prepare
         self._clock = clock
-        #: Commands, in order; None ends the thread.
-        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
-        self._drain_s = 0.0
+        #: To be done in order. To put one wakes the thread; no lock of it is ever held for long.
+        self.commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         #: Since when it has something to do and has not finished a step; None while it waits.
         self._busy_since: float | None = None
-        self._error: Exception | None = None
-        self._after_a_bug = _AFTER_A_BUG_S
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def put(self, command: _Command) -> None:
-        """Have the worker do it. Wakes the thread; takes no lock that is ever held for long."""
-        self._commands.put(command)
-
-    def stop(self, drain_s: float) -> None:
-        """Have the thread end, after at most so many seconds for what is under way."""
-        self._drain_s = drain_s
-        self._commands.put(None)
 
     def trouble(self, now: float, limit_s: float) -> str | None:
         """What is wrong with it, if its rooms cannot wait for it; of a thread that was started."""
@@ -109,8 +72,6 @@ class _Thread:
             return f"{self.thread.name} has ended"
         if since is None or now - since < limit_s:
             return None
-        if self._error is not None:
-            return f"each step of {self.thread.name} raises, the last one {self._error!r}"
         return f"{self.thread.name} hangs in a call of the transport for {now - since:.0f} s"
 
     def _run(self) -> None:
@@ -120,32 +81,33 @@ class _Thread:
         except Exception:
             logger.exception("%s: could not prepare the thread; it continues", self.thread.name)
         wait: float | None = None
-        while self._obey(wait):
+        while (drain_s := self._obey(wait)) is None:
             wait = self._step()
         self._worker.stop()
-        until = self._clock() + self._drain_s
+        until = self._clock() + drain_s
         while self._worker.busy and (left := until - self._clock()) > 0:
             wait = self._step()
             self._obey(left if wait is None else min(wait, left))
-        given_up = self._worker.give_up()
-        if given_up:
-            logger.error("%s: ended with %d transfers under way", self.thread.name, given_up)
+        if self._worker.busy:
+            logger.error(
+                "%s: ended with %d transfers under way", self.thread.name, self._worker.busy
+            )
 
-    def _obey(self, wait: float | None) -> bool:
-        """Wait so long for a command, and do all there are; False at the sentinel."""
+    def _obey(self, wait: float | None) -> float | None:
+        """Wait so long for a command, and do all there are; not None at that to end."""
         try:
-            command = self._commands.get(timeout=wait)
+            command = self.commands.get(timeout=wait)
             if self._busy_since is None:
                 self._busy_since = self._clock()
-            while command is not None:
+            while not isinstance(command, float):
                 try:
                     command(self._worker)
                 except Exception:
                     logger.exception("%s: a command failed", self.thread.name)
-                command = self._commands.get_nowait()
-            return False
+                command = self.commands.get_nowait()
+            return command
         except queue.Empty:
-            return True
+            return None
 
     def _step(self) -> float | None:
         now = self._clock()
@@ -153,14 +115,10 @@ class _Thread:
             self._busy_since = now
         try:
             wait = self._worker.step(now)
-        except Exception as error:
-            if self._error is None:
-                logger.exception("%s: a step failed", self.thread.name)
-            self._error = error
-            pause = self._after_a_bug
-            self._after_a_bug = min(2 * pause, _LONGEST_AFTER_A_BUG_S)
-            return pause
-        self._busy_since, self._error, self._after_a_bug = None, None, _AFTER_A_BUG_S
+        except Exception:
+            logger.exception("%s: a step failed", self.thread.name)
+            return _AFTER_A_BUG_S
+        self._busy_since = None
         return wait
 
 
@@ -243,7 +201,7 @@ class TransferPool:
             if not self._stopped:
                 self._stopped = True
                 for each in self._threads:
-                    each.stop(drain_s)
+                    each.commands.put(float(drain_s))
             until = time.monotonic() + drain_s + _JOIN_GRACE_S
             for each in self._threads:
                 if each.thread.ident is not None:  # it was started
@@ -271,8 +229,8 @@ class TransferPool:
         """How many of the threads run. Fewer than ``Settings.workers`` before ``stop``: a bug."""
         return sum(each.thread.is_alive() for each in self._threads)
 
-    def _put(self, room: int, command: _Command) -> None:
-        self._threads[self.worker_of(room)].put(command)
+    def _put(self, room: int, command: Callable[[Worker], None]) -> None:
+        self._threads[self.worker_of(room)].commands.put(command)
 
 
 class Watchdog:
@@ -317,3 +275,159 @@ class Watchdog:
             if why is not None:
                 text = f"room {room}: transfer worker {why}"
                 self._rooms.abandon(room, Reason.INTERNAL, text)
+
+
+class PooledManager(CommonKVManager):
+    """Queues what the plan left over. A backend says how bytes move (``make_backend``) and what is
+    one chunk (``cut``)."""
+
+    def make_backend(self, settings: Settings) -> Backend:
+        """How bytes move."""
+        raise NotImplementedError
+
+    def cut(self, *chunk: Any) -> Any:
+        """The payload of a chunk, with ``destinations`` by peer. ``chunk``: room, announcements,
+        pages, their place among the room's destination pages, chunk id, metadata slot, and pages of
+        state; the last two are None but for the last chunk.
+
+        Raises:
+            DeltaMismatch: a decode rank listed another number of pages there.
+        """
+        raise NotImplementedError
+
+    def start_transfers(self) -> None:
+        """Start the transfer workers of this prefill rank.
+
+        Raises:
+            ValueError: a variable is set to something that cannot be; the message names it.
+        """
+        settings = Settings.read()
+        #: Seconds that a chunk may take, from the queue to its end.
+        self.transfer_s = environment.TRANSFER_TIMEOUT.read()
+        self.transfer_report = TransferReport(environment.TRANSFER_LOG_INTERVAL.read())
+        self.transfers = TransferPool(
+            self.make_backend(settings),
+            self.rooms,
+            settings,
+            self.transfer_report,
+            prepare_thread=self._prepare_thread,
+        )
+        self.watchdog = Watchdog(self.transfers, self.rooms)
+        self.transfers.start()
+        atexit.register(self.transfers.stop, _DRAIN_S)
+
+    def _prepare_thread(self) -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.set_device(self.kv_args.gpu_id)
+
+    def queue_chunk(
+        self, room: int, pages: npt.NDArray[np.int32], part: slice, is_last: bool, chunk_id: int,
+        metadata_slot: int | None, state_pages: Sequence[Any] | None,
+    ) -> None:  # fmt: skip
+        """Queue one chunk. What becomes of it is in the room table.
+
+        Raises:
+            DeltaMismatch: as ``cut``, or no decode rank is known for the room.
+        """
+        announcements = self.rooms.destinations(room)
+        if not announcements:
+            raise DeltaMismatch(f"room {room}: no decode rank's pages are known for it")
+        payload = self.cut(
+            room, announcements, pages, part, chunk_id, metadata_slot, state_pages
+        )  # fmt: skip
+        now = time.monotonic()
+        peers = tuple(payload.destinations)
+        self.transfers.submit(Chunk(room, peers, payload, is_last, now + self.transfer_s, now))
+
+    @override
+    def room_stopped(self, room: Room, kind: Reason) -> None:
+        """``room`` failed: what waits of it is dropped."""
+        self.transfers.cancel(room)
+
+    def tick_transfers(self) -> None:
+        """Every second or so, by the reader thread."""
+        self.transfer_report.tick()
+        self.watchdog.tick()
+        self.forget_silent_peers()
+
+
+class PooledSender(CommonKVSender):
+    """Queues a room's chunks, and says what became of them. Holds no transfer itself."""
+
+    curr_idx: int  # of the upstream class; named for the type checker
+
+    def __init__(
+        self, mgr: PooledManager, bootstrap_addr: str, bootstrap_room: int,
+        dest_tp_ranks: list[int], pp_rank: int,
+    ) -> None:  # fmt: skip
+        #: Another rank of the context parallel group sends all of it, and this one is done.
+        self._is_left_out = False
+        self.has_sent, self.chunk_id = False, 0
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, dest_tp_ranks, pp_rank)
+        if not self.is_stopped:
+            mgr.transfers.open(self._room)
+
+    @override
+    def send(
+        self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None
+    ) -> None:
+        if self.is_stopped:
+            return
+        manager = self.kv_mgr
+        part = slice(self.curr_idx, self.curr_idx + len(kv_indices))
+        self.curr_idx = part.stop
+        is_last = part.stop == self.num_kv_indices
+        if manager.enable_all_cp_ranks_for_transfer:
+            group = manager.attn_cp_rank, manager.attn_cp_size
+            kv_indices, part = share_of_chunk(kv_indices, part, *group)
+        elif manager.is_dummy_cp_rank:
+            self._is_left_out |= is_last
+            self.has_sent |= is_last
+            return
+        try:
+            manager.queue_chunk(
+                self.bootstrap_room, kv_indices, part, is_last, self.chunk_id,
+                self.aux_index if is_last else None, state_indices if is_last else None,
+            )  # fmt: skip
+        except DeltaMismatch as error:
+            self.fail(Reason.MISMATCH, str(error))
+            return
+        self.chunk_id += 1
+        self.has_sent = is_last
+
+    @override
+    def poll(self) -> KVPoll:
+        room = self._room  # without a lock: the scheduler asks of every request, in every step
+        if room.delivered or self._is_left_out:
+            return KVPoll.Success  # also if it was stopped after that: decode has it
+        if self.is_due:
+            return KVPoll.WaitingForInput
+        if not room.is_stopped:
+            if self.has_sent:
+                return KVPoll.WaitingForInput
+            self.fail_if_unannounced()
+        if room.is_stopped:
+            # While its pages are read, they must not be freed.
+            return KVPoll.Failed if room.is_over else KVPoll.Transferring
+        status = self.kv_mgr.check_status(self.bootstrap_room)
+        if status == KVPoll.Bootstrapping and self.is_initialised:
+            return KVPoll.WaitingForInput
+        return status
+
+    def error_of(self, text: str) -> Exception:
+        """What the scheduler is given where the room failed."""
+        return RuntimeError(text)
+
+    @override
+    def failure_exception(self) -> None:
+        self.fail_with_others()  # unless it failed here
+        error, cause = self.error_of(self.failure), self._room.error
+        self.end()
+        raise error from cause
+
+    def end(self) -> None:
+        """Forget the room: the request has left the in-flight queue."""
+        self.kv_mgr.transfers.forget(self._room)
+        self.forget()

@@ -6,9 +6,12 @@ be done now and says how long nothing will be. One thread calls all of it.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import time
 from collections.abc import Callable
+from typing import Any  # Any: handles are the backend's own
 
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS, TransferReport
@@ -17,8 +20,6 @@ from sglang.srt.disaggregation.delta.prefill.room import Room
 from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
 from sglang.srt.disaggregation.delta.prefill.send_queue import (
     ChunkSend,
-    Deadlines,
-    Phase,
     RoomQueue,
     SendQueue,
     Transfer,
@@ -32,6 +33,9 @@ from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
 )
 
 logger = logging.getLogger(__name__)
+
+#: Chunks that are over are let lie among the deadlines up to so many more than the others.
+_SLACK = 64
 
 
 class Worker:
@@ -61,10 +65,14 @@ class Worker:
         self._rooms: dict[int, RoomQueue] = {}
         self._queue = SendQueue(settings.window, settings.quota)
         self._doubt_s = settings.doubt_s
-        self._deadlines: Deadlines[ChunkSend] = Deadlines()
+        #: When chunks are due; those that are over stay until they get to the front, or are many.
+        self._deadlines: list[tuple[float, int, ChunkSend]] = []
+        self._count = itertools.count()
         #: Transfers with handles under way, in the order of posting; polled when they are due.
         self._posted: dict[Transfer, None] = {}
         self._overdue: set[Transfer] = set()
+        #: Handles of transfers at which a bug raised: some bindings release in the destructor.
+        self._never_released: list[Any] = []
         self._stopped = False
 
     # ---- commands ----
@@ -82,9 +90,12 @@ class Worker:
         send = ChunkSend(chunk, room)
         send.transfers = [Transfer(send, peer) for peer in chunk.peers]
         room.sends.append(send)
-        self._deadlines.add(chunk.deadline, send)
+        heapq.heappush(self._deadlines, (chunk.deadline, next(self._count), send))
         for transfer in send.transfers:
             self._queue.add(transfer)
+        if len(self._deadlines) > 2 * (self._queue.waiting + len(self._posted)) + _SLACK:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].transfers]
+            heapq.heapify(self._deadlines)
         self._complete(room)
         self._deliver(room)
 
@@ -101,7 +112,6 @@ class Worker:
         queue = self._of(room)
         if queue is not None:
             del self._rooms[room.number]
-            queue.forgotten = True
             self._end(queue)
 
     def _of(self, room: Room) -> RoomQueue | None:
@@ -114,18 +124,11 @@ class Worker:
         for room in list(self._rooms.values()):
             self._fail(room, Reason.ABORTED, "the transfer workers of this server are stopping")
 
-    def give_up(self) -> int:
-        """Wait for nothing any more; how many transfers that leaves under way, never released."""
-        for transfer in self._posted:
-            send_queue.never_release(transfer)
-        left = len(self._posted)
-        self._posted.clear()
-        return left
-
     @property
-    def busy(self) -> bool:
-        """Whether anything is under way."""
-        return bool(self._posted)
+    def busy(self) -> int:
+        """How many transfers are under way. They cannot be taken back; this object keeps their
+        handles, which some bindings release in the destructor."""
+        return len(self._posted)
 
     def tables(self) -> dict[str, int]:
         """The size of everything that is kept here; all zero when every room was forgotten and
@@ -134,8 +137,8 @@ class Worker:
             "rooms": len(self._rooms),
             "waiting": self._queue.waiting,
             "in_window": self._queue.in_window,
-            "peers": self._queue.peers,
-            "deadlines": len(self._deadlines),
+            "peers": len(self._queue),
+            "deadlines": sum(bool(send.transfers) for _, _, send in self._deadlines),
             "posted": len(self._posted),
             "overdue": len(self._overdue),
         }
@@ -147,8 +150,11 @@ class Worker:
         unless a command comes; None: for ever."""
         for transfer in [transfer for transfer in self._posted if transfer.poll_at <= now]:
             self._contain(transfer.send, self._poll, transfer, now)
-        for send in self._deadlines.passed(now):
-            self._contain(send, self._expire, send, now)
+        due = self._deadlines
+        while due and (due[0][0] <= now or not due[0][2].transfers):
+            _, _, send = heapq.heappop(due)
+            if send.transfers:
+                self._contain(send, self._expire, send, now)
         chosen = self._queue.take()
         if chosen is not None:
             self._contain(chosen.send, self._post, chosen, now)
@@ -158,20 +164,18 @@ class Worker:
         if chosen is not None:
             return 0.0  # commands first: the next post may be one that was just cancelled
         times = [transfer.poll_at for transfer in self._posted]
-        if (due := self._deadlines.next_at()) is not None:
-            times.append(due)
+        if due:
+            times.append(due[0][0])
         return max(0.0, min(times) - now) if times else None
 
     # ---- a transfer's way ----
 
     def _post(self, transfer: Transfer, now: float) -> None:
         room, send = transfer.room, transfer.send
-        transfer.phase = Phase.POSTED  # not queued: the end of the room must not drop it
+        transfer.is_posted = True  # the end of the room must not drop it
         if not self._may(self._table.enter, room):
-            transfer.phase = Phase.OVER
             self._queue.finish(transfer)
             send.transfers.remove(transfer)
-            self._discard_if_over(send)
             self._end(room)
             return
         room.posted += 1
@@ -198,7 +202,7 @@ class Worker:
             try:
                 state = self._backend.state(handle)
             except Exception as error:
-                state, failure = State.ERROR, error
+                state, failure = State.ERROR, failure or error
             if state is State.IN_PROGRESS:
                 still.append(handle)
             elif state is not State.DONE:
@@ -232,8 +236,6 @@ class Worker:
                 self._backend.release(handle)
             except Exception:
                 logger.exception("room %d: could not release a transfer", room.number)
-        transfer.phase = Phase.OVER
-        transfer.handles = []
         room.posted -= 1
         room.overdue -= transfer.is_overdue
         self._overdue.discard(transfer)
@@ -242,15 +244,15 @@ class Worker:
         self._complete(room)
         if not room.posted:
             self._call(self._table.leave, room.number)
-        if room.ended:
-            self._discard_if_over(send)
-            self._say_if_overdue(room)
-        else:
-            self._deliver(room)
+        self._say_if_overdue(room)
+        self._deliver(room)
 
     def _expire(self, send: ChunkSend, now: float) -> None:
         chunk, room = send.chunk, send.room
-        late = ", ".join(f"{transfer.peer} ({transfer.phase.value})" for transfer in send.transfers)
+        late = ", ".join(
+            f"{transfer.peer} ({'posted' if transfer.is_posted else 'queued'})"
+            for transfer in send.transfers
+        )
         self._fail(
             room,
             Reason.TIMEOUT,
@@ -281,7 +283,7 @@ class Worker:
             transfer.room.overdue += 1
 
     def _contain(self, send: ChunkSend, do: Callable[..., None], *arguments: object) -> None:
-        """Whatever a bug raises here costs the send's room, and no other one."""
+        """Whatever a bug raises here costs the send's room, which is never left, and no other."""
         try:
             do(*arguments)
         except Exception as error:
@@ -291,15 +293,13 @@ class Worker:
             )
             text = f"unexpected error in transfer worker {self._index}: {error!r}"
             self._fail(room, Reason.INTERNAL, text, error)
-            for transfer in list(send.transfers):
-                if transfer.phase is Phase.POSTED:
-                    self._mark_overdue(transfer)
-                    self._overdue.discard(transfer)
-                    # Its room is never left, and its handles are never released.
-                    send_queue.never_release(transfer)
-                    self._posted.pop(transfer, None)
-                    self._queue.finish(transfer)
-            self._deadlines.discard(send)
+            for transfer in send.transfers:  # only those under way are left
+                self._mark_overdue(transfer)
+                self._overdue.discard(transfer)
+                self._never_released += transfer.handles
+                self._posted.pop(transfer, None)
+                self._queue.finish(transfer)
+            send.transfers = []
             self._say_if_overdue(room)
 
     # ---- a room's way ----
@@ -333,8 +333,7 @@ class Worker:
         """Report the chunks at the head of the room that are with all their peers."""
         while room.sends and not room.sends[0].transfers and not room.ended:
             send = room.sends.popleft()
-            self._deadlines.discard(send)
-            self._tell(room, self._table.chunk_done, send.chunk)
+            self._call(self._table.chunk_done, send.chunk)
             if send.chunk.is_last:
                 self._end(room)
 
@@ -351,7 +350,7 @@ class Worker:
         if room.ended:
             return
         text = f"room {room.number}: {text}"
-        self._tell(room, self._table.room_failed, room.room, reason, text, error)
+        self._call(self._table.room_failed, room.room, reason, text, error)
         self._end(room)
 
     def _end(self, room: RoomQueue) -> None:
@@ -361,26 +360,15 @@ class Worker:
         room.ended = True
         for send in room.sends:
             for transfer in list(send.transfers):
-                if transfer.phase is Phase.WAITING:
+                if not transfer.is_posted:
                     self._queue.drop(transfer)
-                    transfer.phase = Phase.OVER
                     send.transfers.remove(transfer)
-            self._discard_if_over(send)
         room.sends.clear()
         self._say_if_overdue(room)
 
-    def _discard_if_over(self, send: ChunkSend) -> None:
-        if not send.transfers:
-            self._deadlines.discard(send)
-
     def _say_if_overdue(self, room: RoomQueue) -> None:
-        if room.posted and room.overdue == room.posted and not room.said_overdue:
-            room.said_overdue = True
-            self._tell(room, self._table.room_overdue, room.number)
-
-    def _tell(self, room: RoomQueue, callback: Callable[..., None], *arguments: object) -> None:
-        if not room.forgotten:
-            self._call(callback, *arguments)
+        if room.ended and room.posted and room.overdue == room.posted:
+            self._call(self._table.room_overdue, room.number)
 
     def _call(self, callback: Callable[..., None], *arguments: object) -> None:
         """Whatever it raises must not keep the worker from other rooms."""

@@ -1,0 +1,532 @@
+"""SGLang's Mooncake classes with the delta protocol, and what peers send.
+
+To a prefill rank they send registrations and rooms' announcements. To a decode rank: how a room
+ended for one writer, and metadata that the engine cannot carry:
+
+<room> <status> <writer>                                     KVPoll.Success or KVPoll.Failed
+AUX_DATA <room> <buffer> <slot> <length, 4 bytes> <data>
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from typing import TYPE_CHECKING, Any  # Any: arguments of SGLang's methods
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import Self, override
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.mooncake.backend import Batch, MooncakeBackend, Part
+from sglang.srt.disaggregation.delta.nixl import descriptors
+from sglang.srt.disaggregation.delta.nixl.layout import Layout
+from sglang.srt.disaggregation.delta.observability import count_sent
+from sglang.srt.disaggregation.delta.pages import DeltaMismatch, Pages, page_ceil
+from sglang.srt.disaggregation.delta.peer_messages import (
+    Announcements,
+    BadMessage,
+    DeltaTransferInfo,
+    check_registration,
+)
+from sglang.srt.disaggregation.delta.prefill.room import Room
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings, TransferError
+from sglang.srt.disaggregation.delta.prefill.transfer_pool import PooledManager, PooledSender
+from sglang.srt.disaggregation.delta.wire import metadata_fit
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.common.utils import FastQueue
+    from sglang.srt.disaggregation.mooncake.conn import (
+        KVArgsRegisterInfo,
+        MooncakeKVManager,
+        MooncakeKVReceiver,
+        MooncakeKVSender,
+    )
+else:
+    MooncakeKVManager = MooncakeKVReceiver = MooncakeKVSender = object
+
+logger = logging.getLogger(__name__)
+
+
+_REGISTRATION_FRAMES = 10
+_AUX_DATA = b"AUX_DATA"
+
+
+@dataclasses.dataclass
+class RoomProgress:
+    """Mooncake's writers say one thing each: that all they had to send has arrived."""
+
+    #: Prefill ranks that delivered everything.
+    delivered: set[int] = dataclasses.field(default_factory=set)
+    #: Prefill ranks that said that they write no more, whatever they have written.
+    stopped: set[int] = dataclasses.field(default_factory=set)
+    #: The metadata slot that was announced; None before that.
+    slot: int | None = None
+
+    def deliver(self, writer: int) -> int:
+        """All that ``writer`` had to send has arrived; returns how many writers that holds for."""
+        self.delivered.add(writer)
+        return len(self.delivered)
+
+    # ---- decode/deferred_free.py: Progress ----
+
+    def stop(self, writer: int) -> None:
+        """The rank ``writer`` said that it writes no more."""
+        self.stopped.add(writer)
+
+    def is_drained(self, writers: int) -> bool:
+        """Whether each of ``writers`` ranks has delivered everything or stopped."""
+        return len(self.delivered | self.stopped) >= writers
+
+
+@dataclasses.dataclass
+class MooncakeTransferInfo(DeltaTransferInfo):
+    """A decode rank's announcement of a room, as Mooncake's prefill ranks get it."""
+
+    #: It was notified that the room failed.
+    is_told: bool = False
+
+    @classmethod
+    @override
+    def from_zmq(cls, msg: list[bytes]) -> Self:
+        info = super().from_zmq(msg)
+        if info.delta is not None:
+            # Stock calls two empty frames a dummy; a full prefix hit lists no pages either.
+            info.is_dummy = info.delta.is_dummy
+        return info
+
+
+class MooncakeAnnouncements(Announcements):
+    """Feeds one prefill rank's manager; a decode rank's name is its Mooncake session."""
+
+    def take(self, frames: list[bytes]) -> None:
+        """Take one message of a decode rank; raises as ``take_message`` does."""
+        from sglang.srt.disaggregation.mooncake import conn
+
+        self.take_message(conn, frames, _REGISTRATION_FRAMES)
+
+    @override
+    def _register(self, info: KVArgsRegisterInfo) -> None:
+        session = info.mooncake_session_id
+        _, colon, port = session.rpartition(":")
+        if not (colon and port.isdigit()):
+            raise BadMessage(f"Mooncake session {session[:80]!r} does not end with a port")
+        check_registration(
+            self._rank,
+            kv_buffers=len(info.dst_kv_ptrs),
+            state_buffers=len(info.dst_state_data_ptrs),
+            aux_buffers=len(info.dst_aux_ptrs),
+            tp_size=info.dst_attn_tp_size,
+            tp_rank=info.dst_tp_rank,
+            item_len=None if info.enable_hisparse else info.dst_kv_item_len,
+        )
+        # By NIXL's names, for ``Layout``.
+        info.decode_tp_size, info.decode_tp_rank = info.dst_attn_tp_size, info.dst_tp_rank
+        info.gpu_id = 0
+        self._keep(info)
+
+    @override
+    def _peer(self, info: MooncakeTransferInfo) -> str:
+        return str(info.mooncake_session_id)
+
+    @override
+    def _announce(self, info: MooncakeTransferInfo) -> None:
+        if not info.is_dummy and info.dst_aux_index is None:
+            raise BadMessage(f"room {info.room}: it names no metadata slot")
+        super()._announce(info)
+
+
+class _Inline(Executor):
+    """Runs at once what it is given: of a method of SGLang's that only describes."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
+
+
+_INLINE = _Inline()
+
+
+class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
+    """The manager of a prefill or a decode rank. SGLang's methods describe what is sent."""
+
+    moves_deltas = True
+
+    # ---- prefill side: messages from decode ranks ----
+
+    @override
+    def start_prefill_thread(self) -> None:
+        self.start_transfers()
+        self.start_reader(self.announcements().take, self.tick_transfers)
+
+    def announcements(self) -> MooncakeAnnouncements:
+        """Takes what decode ranks register and announce."""
+        return MooncakeAnnouncements(
+            self.rank,
+            self.rooms,
+            self.decode_ranks,
+            self.decode_kv_args_table,
+            self._register,
+            self.take_announcement,
+        )
+
+    def _register(self, info: KVArgsRegisterInfo) -> None:
+        self.decode_kv_args_table[info.mooncake_session_id] = info
+        self._backend.registered(info.mooncake_session_id)
+
+    def forget_peer(self, peer: str) -> None:
+        self.decode_kv_args_table.pop(peer, None)
+        self._backend.forget(peer)
+
+    # ---- prefill side: sending ----
+
+    def make_backend(self, settings: Settings) -> MooncakeBackend:
+        self._layout = Layout(self.rank, self.get_mla_kv_ptrs_with_pp, self.get_mha_kv_ptrs_with_pp)
+        self._described = threading.local()
+        self._backend = MooncakeBackend(
+            self.engine,
+            self.describe,
+            lambda announcement: self.send_status(announcement, KVPoll.Success),
+            lambda room: self.rooms.stopped(room) is not None,
+            self.decode_kv_args_table,
+            settings.threads_per_queue,
+        )
+        return self._backend
+
+    @override
+    def transfer_worker(
+        self, queue: FastQueue, executor: Executor, staging_buffer: object = None
+    ) -> None:
+        """SGLang's threads end at once: the transfer pool has its own."""
+
+    @override
+    def listed_pages(self, info: MooncakeTransferInfo) -> int:
+        listed: int = super().listed_pages(info)
+        known = self.decode_kv_args_table.get(info.mooncake_session_id)
+        if known is None or not known.enable_hisparse:
+            return listed
+        page: int = self.kv_args.page_size
+        return page_ceil(listed, page) // page  # it lists tokens
+
+    def cut(self, *chunk: Any) -> Part:
+        room, announcements, pages, part, _, metadata_slot, state_pages = chunk
+        destinations = {
+            info.mooncake_session_id: info for info in announcements if not info.is_dummy
+        }
+        for session, info in destinations.items():
+            known = self.decode_kv_args_table.get(session)
+            listed = len(info.dst_kv_indices[part])
+            if listed != len(pages) and not (known is not None and known.enable_hisparse):
+                raise DeltaMismatch(
+                    f"room {room}: {len(pages)} pages cannot be written to the {listed} that "
+                    f"decode rank {session} listed for them"
+                )
+            if state_pages is None or self.kv_args.state_type != "nsa":
+                continue
+            if len(state_pages) != len(info.dst_state_indices):
+                # SGLang would write the first of them, or others'.
+                raise DeltaMismatch(
+                    f"room {room}: {len(state_pages)} pages of state, and decode rank {session} "
+                    f"listed {len(info.dst_state_indices)}"
+                )
+        return Part(np.array(pages, np.int32), part, metadata_slot, state_pages, destinations)
+
+    def describe(self, part: Part, peer: str) -> Iterator[tuple[str, Batch]]:
+        """What goes to one decode rank, on a worker's thread: KV, state and metadata."""
+        info, target = part.destinations[peer], self.decode_kv_args_table[peer]
+        moved = 0
+        for batch in self._kv(part, info, target) if len(part.pages) else ():
+            moved += int(batch[:, 2].sum())
+            yield "KV", batch
+        if moved:
+            count_sent(info.room, peer, part.pages, info.dst_kv_indices[part.place], moved)
+        if part.metadata_slot is None:
+            return
+        if part.state_pages is not None:
+            pointers = target.dst_state_data_ptrs
+            for batch in self._described_by(
+                self.maybe_send_extra, info, part.state_pages, pointers, _INLINE, target
+            ):
+                yield "state", batch
+        for batch in self._described_by(
+            self.send_aux, info, part.metadata_slot, target.dst_aux_ptrs
+        ):
+            yield "metadata", batch
+
+    def _kv(
+        self, part: Part, info: MooncakeTransferInfo, target: KVArgsRegisterInfo
+    ) -> Iterator[Batch]:
+        session, source, pointers = info.mooncake_session_id, part.pages, target.dst_kv_ptrs
+        listed = info.dst_kv_indices
+        if target.enable_hisparse:
+            yield from self._described_by(
+                self.send_kvcache_hisparse, session, source, pointers, listed, part.place, _INLINE
+            )
+        elif self.is_mla_backend or self.attn_tp_size == target.dst_attn_tp_size:
+            yield from self._described_by(
+                self.send_kvcache, session, source, pointers, listed[part.place], _INLINE
+            )
+        else:
+            yield from self._slices(source, listed[part.place], target)
+
+    def _slices(self, source: Pages, listed: Pages, target: KVArgsRegisterInfo) -> Iterator[Batch]:
+        """The heads that a decode rank of another tensor parallel size takes from this rank, a
+        batch a buffer. Stock sends replicas of fewer heads than ranks the head of a neighbour."""
+        pair = self._layout.kv(target, None)
+        runs = descriptors.runs_of(source, listed, pair.source.heads)
+        rows = descriptors.ranges(pair.source, pair.destination, runs)
+        for first in range(0, len(rows[0]), len(runs)):
+            ours, theirs = (side[first : first + len(runs)] for side in rows)
+            yield np.stack([ours[:, 0], theirs[:, 0], ours[:, 1]], axis=1)
+
+    def _described_by(self, send: Callable[..., int], *arguments: Any) -> list[Batch]:
+        """The batches that a method of SGLang's would send."""
+        batches: list[Batch] = []
+        self._described.batches = batches
+        if send(*arguments):
+            raise TransferError(Reason.MISMATCH, "SGLang refused it (its log says why)")
+        return batches
+
+    @override
+    def _transfer_data(
+        self, mooncake_session_id: str, transfer_blocks: list[tuple[int, int, int]]
+    ) -> int:
+        """Not sent: kept for the transfer worker on whose thread SGLang describes it."""
+        if transfer_blocks:
+            self._described.batches.append(np.array(transfer_blocks, np.uint64))
+        return 0
+
+    # ---- prefill side: messages to decode ranks, over sockets that never block a worker ----
+
+    @override
+    def room_stopped(self, room: Room, kind: Reason) -> None:
+        """Ours learn it by ``Stopped`` when nothing of it is under way. Those whose transfer broke
+        or is late, which may take long, and stock ones get SGLang's own status at once."""
+        super().room_stopped(room, kind)
+        is_broken = kind in (Reason.TRANSPORT, Reason.TIMEOUT)
+        for info in list(room.announcements.values()):
+            if info.is_ours:
+                is_due = is_broken and not room.is_over
+            else:
+                is_due = is_broken or kind is Reason.PEER_LOST
+            if is_due and not info.is_dummy and not info.is_told:
+                info.is_told = True
+                self.send_status(info, KVPoll.Failed)
+
+    def send_status(self, info: MooncakeTransferInfo, status: KVPoll) -> None:
+        """Notify a decode rank how its room ended, as SGLang does; best effort."""
+        try:
+            self.sync_status_to_decode_endpoint(
+                info.endpoint, info.dst_port, info.room, int(status), self.rank.writer_id
+            )
+        except (OSError, ValueError) as error:
+            logger.warning(
+                "could not notify decode rank %s how room %s ended (%s); decode ends it by its "
+                "own deadline (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)",
+                info.mooncake_session_id,
+                info.room,
+                error,
+            )
+
+    @override
+    def sync_status_to_decode_endpoint(
+        self, remote: str, dst_port: int, room: int, status: int, prefill_rank: int
+    ) -> None:
+        frames = [str(int(number)).encode("ascii") for number in (room, status, prefill_rank)]
+        self.decode_ranks.sockets.send_frames(remote, dst_port, frames)
+
+    @override
+    def send_aux_data_to_endpoint(
+        self, remote: str, dst_port: int, room: int, buffer_index: int, aux_index: int, data: bytes
+    ) -> None:
+        numbers = [str(int(number)).encode("ascii") for number in (room, buffer_index, aux_index)]
+        frames = [self.AUX_DATA_HEADER, *numbers, len(data).to_bytes(4, "big"), data]
+        self.decode_ranks.sockets.send_frames(remote, dst_port, frames)
+
+    # ---- decode side ----
+
+    @override
+    def start_decode_thread(self) -> None:
+        if self.servers is None:
+            super().start_decode_thread()
+            return
+        self._progress: dict[int, RoomProgress] = {}
+        self.start_reader(MooncakeStatuses(self).take)
+        self.servers.start_heartbeat(self.heartbeat_interval, self.max_failures)
+
+    @property
+    def peer_name(self) -> str:
+        return str(self.get_session_id())
+
+    def open_progress(self, room: int) -> RoomProgress:
+        """A request for ``room`` is here: keep what its writers say."""
+        progress = self._progress[room] = RoomProgress()
+        return progress
+
+    def progress(self, room: int) -> RoomProgress:
+        # Nothing is kept for a room that is not open.
+        return self._progress.get(room) or RoomProgress()
+
+    def take_progress(self, room: int) -> RoomProgress:
+        return self._progress.pop(room, None) or RoomProgress()
+
+    @override
+    def open_rooms(self) -> dict[str, list[int]]:
+        tables: dict[str, list[int]] = super().open_rooms()
+        return tables | {"progress": sorted(getattr(self, "_progress", ()))}
+
+
+class MooncakeStatuses:
+    """Feeds one manager with SGLang's own kinds of messages, from the reader thread."""
+
+    def __init__(self, manager: DeltaMooncakeManager) -> None:
+        self._manager = manager
+
+    def take(self, frames: list[bytes]) -> None:
+        """Take one message.
+
+        Raises:
+            BadMessage: it cannot be served; any other exception: it cannot even be parsed.
+        """
+        if frames and frames[0] == _AUX_DATA:
+            self._take_metadata(frames)
+            return
+        if len(frames) != 3:
+            raise BadMessage(f"{len(frames)} frames, a status has 3")
+        room, status, writer = (int(frame) for frame in frames)
+        if writer < 0 or status not in (KVPoll.Success, KVPoll.Failed):
+            raise BadMessage(f"room {room}: status {status} of writer {writer} is invalid")
+        if status == KVPoll.Success:
+            self._delivered(room, writer)
+        else:
+            self._manager.servers.fail(
+                room, Reason.PEER_FAILED, f"room {room}: prefill could not deliver it (its log "
+                f"says why)",
+            )  # fmt: skip
+
+    def _delivered(self, room: int, writer: int) -> None:
+        """Everything of one writer is here; the last one completes the room."""
+        manager = self._manager
+        delivered = manager.servers.progress_of(room).deliver(writer)
+        wanted = manager.required_prefill_response_num_table.get(room)
+        if wanted is None:
+            logger.debug("late completion of room %s by writer %s", room, writer)
+        elif delivered >= wanted:
+            manager.statuses.advance(room, KVPoll.Success)
+
+    def _take_metadata(self, frames: list[bytes]) -> None:
+        """Write one metadata buffer of a room, if it is the room's own slot and of its size."""
+        from sglang.srt.disaggregation.mooncake.conn import AuxDataCodec
+
+        if len(frames) != 6:
+            raise BadMessage(f"metadata of {len(frames)} frames, 6 expected")
+        room, buffer, slot = (int(frame) for frame in frames[1:4])
+        (length,) = struct.unpack(">I", frames[4])
+        manager, data, ours = self._manager, frames[5], self._manager.kv_args
+        if not 0 <= buffer < len(ours.aux_data_ptrs):
+            raise BadMessage(f"room {room}: metadata buffer {buffer} of {len(ours.aux_data_ptrs)}")
+        item_len = ours.aux_item_lens[buffer]
+        if not 0 <= slot < ours.aux_data_lens[buffer] // item_len:
+            raise BadMessage(f"room {room}: there is no metadata slot {slot}")
+        if len(data) != length or not metadata_fit(buffer, length, item_len):
+            raise BadMessage(
+                f"room {room}: {len(data)} bytes of metadata, {length} were sent, {item_len} "
+                "expected"
+            )
+        progress = manager.progress(room)
+        if room not in manager.request_status or progress.slot != slot:
+            logger.debug("late metadata of room %s for slot %s", room, slot)
+            return
+        AuxDataCodec.deserialize_data_to_buffer(ours, buffer, slot, data)
+
+
+class DeltaMooncakeSender(PooledSender, MooncakeKVSender):
+    """Fails its own room, never the scheduler, and not while a worker is still at it."""
+
+    def error_of(self, text: str) -> Exception:
+        from sglang.srt.disaggregation.mooncake.conn import KVTransferError
+
+        error: Exception = KVTransferError(self.bootstrap_room, text)
+        return error
+
+    @override
+    def abort(self) -> None:
+        self.fail(Reason.ABORTED, "aborted on the prefill server")
+
+    @override
+    def clear(self) -> None:
+        self.end()
+
+
+class DeltaMooncakeReceiver(MooncakeKVReceiver):
+    """Leaves nothing of its room behind, and says why a room failed."""
+
+    conclude_state: KVPoll | None  # of the upstream class; named for the type checker
+
+    def __init__(
+        self, mgr: DeltaMooncakeManager, bootstrap_addr: str, bootstrap_room: int | None = None
+    ) -> None:  # fmt: skip
+        if mgr.servers is not None and bootstrap_room is not None:
+            mgr.open_progress(bootstrap_room)  # before anything of the room may arrive
+        super().__init__(mgr, bootstrap_addr, bootstrap_room)
+
+    @override
+    def send_metadata(
+        self, kv_indices: npt.NDArray[np.int32], aux_index: int | None = None,
+        state_indices: list[int] | None = None,
+    ) -> None:  # fmt: skip
+        if self._servers is not None:
+            self.kv_mgr.progress(self.bootstrap_room).slot = aux_index
+        super().send_metadata(kv_indices, aux_index, state_indices)
+
+    @override
+    def poll(self) -> KVPoll:
+        if self._servers is None:
+            is_known = self.bootstrap_room in self.kv_mgr.request_status
+            if self.conclude_state is None and not is_known:
+                # As in SGLang, requests of a number share its entries, and the first that ends
+                # takes them along.
+                self.conclude_state = KVPoll.Failed
+            return super().poll()
+        if self.conclude_state is not None:
+            return self.conclude_state
+        manager, room = self.kv_mgr, self.bootstrap_room
+        status = manager.request_status.get(room, KVPoll.Failed)
+        if status in (KVPoll.Success, KVPoll.Failed):
+            self.conclude_state = status
+        elif self.fail_if_overdue():
+            return self.conclude_state
+        return status
+
+    @override
+    def abort(self) -> None:
+        from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+
+        if self._servers is None:
+            super().abort()
+        else:  # stock Mooncake's own does not call what is common to all backends
+            CommonKVReceiver.abort(self)
+
+    @override
+    def failure_exception(self) -> None:
+        from sglang.srt.disaggregation.mooncake.conn import KVTransferError
+
+        if self._servers is None:
+            super().failure_exception()
+            return
+        text = self.kv_mgr.statuses.failure_of(self.bootstrap_room)
+        self.clear()
+        raise KVTransferError(self.bootstrap_room, text)
+
+    @override
+    def clear(self) -> None:
+        if self._servers is None:
+            super().clear()
+            return
+        self.forget()
