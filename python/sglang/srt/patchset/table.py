@@ -230,25 +230,25 @@ _MOONCAKE_DELTA = (
     Replacement(
         module=f"{_DISAGG}.mooncake.conn",
         name="TransferInfo",
-        mixin=f"{_DISAGG}.delta.mooncake.conn:MooncakeTransferInfo",
+        mixin=f"{_DISAGG}.delta.mooncake.prefill:MooncakeTransferInfo",
         why="reads the delta frame, and whether the rank is a dummy",
     ),
     Replacement(
         module=f"{_DISAGG}.mooncake.conn",
         name="MooncakeKVManager",
-        mixin=f"{_DISAGG}.delta.mooncake.conn:DeltaMooncakeManager",
+        mixin=f"{_DISAGG}.delta.mooncake.prefill:DeltaMooncakeManager",
         why="full prefix hits, head slices of any sizes, counted bytes, transfer workers",
     ),
     Replacement(
         module=f"{_DISAGG}.mooncake.conn",
         name="MooncakeKVSender",
-        mixin=f"{_DISAGG}.delta.mooncake.conn:DeltaMooncakeSender",
+        mixin=f"{_DISAGG}.delta.mooncake.prefill:DeltaMooncakeSender",
         why="an error fails its own room and not the scheduler",
     ),
     Replacement(
         module=f"{_DISAGG}.mooncake.conn",
         name="MooncakeKVReceiver",
-        mixin=f"{_DISAGG}.delta.mooncake.conn:DeltaMooncakeReceiver",
+        mixin=f"{_DISAGG}.delta.mooncake.decode:DeltaMooncakeReceiver",
         why="a finished or failed room leaves no table entries",
     ),
 )

@@ -10,7 +10,7 @@ import pytest
 from component.transfer.bare import ADDRESS, ITEM, SLOTS, decode
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.mooncake.conn import MooncakeStatuses
+from sglang.srt.disaggregation.delta.mooncake.decode import MooncakeStatuses
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 
 LOGGER = "sglang.srt.disaggregation.delta.peer_messages"

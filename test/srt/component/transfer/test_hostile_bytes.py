@@ -18,7 +18,7 @@ from component.transfer.messages import DIALECTS, MOONCAKE, NIXL, Dialect
 from effort import tries
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.mooncake.conn import MooncakeStatuses
+from sglang.srt.disaggregation.delta.mooncake.decode import MooncakeStatuses
 from sglang.srt.disaggregation.delta.peer_messages import BadMessage, MessageReader
 
 VALUES: tuple[Any, ...] = (

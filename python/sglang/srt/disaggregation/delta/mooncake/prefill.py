@@ -1,29 +1,21 @@
-"""SGLang's Mooncake classes with the delta protocol, and what peers send.
-
-To a prefill rank they send registrations and rooms' announcements. To a decode rank: how a room
-ended for one writer, and metadata that the engine cannot carry:
-
-<room> <status> <writer>                                     KVPoll.Success or KVPoll.Failed
-AUX_DATA <room> <buffer> <slot> <length, 4 bytes> <data>
-"""
+"""Mooncake's part of a prefill rank: SGLang's manager, announcements and the sender."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any  # Any: arguments of SGLang's methods
 
 import numpy as np
-import numpy.typing as npt
 from typing_extensions import Self, override
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.mooncake.backend import Batch, MooncakeBackend, Part
+from sglang.srt.disaggregation.delta.mooncake.decode import MooncakeDecode
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.nixl.layout import Layout
 from sglang.srt.disaggregation.delta.observability import count_sent
@@ -37,51 +29,16 @@ from sglang.srt.disaggregation.delta.peer_messages import (
 from sglang.srt.disaggregation.delta.prefill.room import Room
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings, TransferError
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import PooledManager, PooledSender
-from sglang.srt.disaggregation.delta.wire import metadata_fit
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.utils import FastQueue
-    from sglang.srt.disaggregation.mooncake.conn import (
-        KVArgsRegisterInfo,
-        MooncakeKVManager,
-        MooncakeKVReceiver,
-        MooncakeKVSender,
-    )
+    from sglang.srt.disaggregation.mooncake.conn import KVArgsRegisterInfo, MooncakeKVSender
 else:
-    MooncakeKVManager = MooncakeKVReceiver = MooncakeKVSender = object
+    MooncakeKVSender = object
 
 logger = logging.getLogger(__name__)
 
-
 _REGISTRATION_FRAMES = 10
-_AUX_DATA = b"AUX_DATA"
-
-
-@dataclasses.dataclass
-class RoomProgress:
-    """Mooncake's writers say one thing each: that all they had to send has arrived."""
-
-    #: Prefill ranks that delivered everything.
-    delivered: set[int] = dataclasses.field(default_factory=set)
-    #: Prefill ranks that said that they write no more, whatever they have written.
-    stopped: set[int] = dataclasses.field(default_factory=set)
-    #: The metadata slot that was announced; None before that.
-    slot: int | None = None
-
-    def deliver(self, writer: int) -> int:
-        """All that ``writer`` had to send has arrived; returns how many writers that holds for."""
-        self.delivered.add(writer)
-        return len(self.delivered)
-
-    # ---- decode/deferred_free.py: Progress ----
-
-    def stop(self, writer: int) -> None:
-        """The rank ``writer`` said that it writes no more."""
-        self.stopped.add(writer)
-
-    def is_drained(self, writers: int) -> bool:
-        """Whether each of ``writers`` ranks has delivered everything or stopped."""
-        return len(self.delivered | self.stopped) >= writers
 
 
 @dataclasses.dataclass
@@ -153,12 +110,12 @@ class _Inline(Executor):
 _INLINE = _Inline()
 
 
-class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
+class DeltaMooncakeManager(PooledManager, MooncakeDecode):
     """The manager of a prefill or a decode rank. SGLang's methods describe what is sent."""
 
     moves_deltas = True
 
-    # ---- prefill side: messages from decode ranks ----
+    # ---- messages from decode ranks ----
 
     @override
     def start_prefill_thread(self) -> None:
@@ -184,7 +141,7 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
         self.decode_kv_args_table.pop(peer, None)
         self._backend.forget(peer)
 
-    # ---- prefill side: sending ----
+    # ---- sending ----
 
     def make_backend(self, settings: Settings) -> MooncakeBackend:
         self._layout = Layout(self.rank, self.get_mla_kv_ptrs_with_pp, self.get_mha_kv_ptrs_with_pp)
@@ -302,7 +259,7 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
             self._described.batches.append(np.array(transfer_blocks, np.uint64))
         return 0
 
-    # ---- prefill side: messages to decode ranks, over sockets that never block a worker ----
+    # ---- messages to decode ranks, over sockets that never block a worker ----
 
     @override
     def room_stopped(self, room: Room, kind: Reason) -> None:
@@ -321,9 +278,10 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
 
     def send_status(self, info: MooncakeTransferInfo, status: KVPoll) -> None:
         """Notify a decode rank how its room ended, as SGLang does; best effort."""
+        numbers = info.room, int(status), self.rank.writer_id
         try:
-            self.sync_status_to_decode_endpoint(
-                info.endpoint, info.dst_port, info.room, int(status), self.rank.writer_id
+            self.decode_ranks.sockets.send_frames(
+                info.endpoint, info.dst_port, [b"%d" % number for number in numbers]
             )
         except (OSError, ValueError) as error:
             logger.warning(
@@ -335,115 +293,12 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
             )
 
     @override
-    def sync_status_to_decode_endpoint(
-        self, remote: str, dst_port: int, room: int, status: int, prefill_rank: int
-    ) -> None:
-        frames = [str(int(number)).encode("ascii") for number in (room, status, prefill_rank)]
-        self.decode_ranks.sockets.send_frames(remote, dst_port, frames)
-
-    @override
     def send_aux_data_to_endpoint(
         self, remote: str, dst_port: int, room: int, buffer_index: int, aux_index: int, data: bytes
     ) -> None:
-        numbers = [str(int(number)).encode("ascii") for number in (room, buffer_index, aux_index)]
+        numbers = [b"%d" % number for number in (room, buffer_index, aux_index)]
         frames = [self.AUX_DATA_HEADER, *numbers, len(data).to_bytes(4, "big"), data]
         self.decode_ranks.sockets.send_frames(remote, dst_port, frames)
-
-    # ---- decode side ----
-
-    @override
-    def start_decode_thread(self) -> None:
-        if self.servers is None:
-            super().start_decode_thread()
-            return
-        self._progress: dict[int, RoomProgress] = {}
-        self.start_reader(MooncakeStatuses(self).take)
-        self.servers.start_heartbeat(self.heartbeat_interval, self.max_failures)
-
-    @property
-    def peer_name(self) -> str:
-        return str(self.get_session_id())
-
-    def open_progress(self, room: int) -> RoomProgress:
-        """A request for ``room`` is here: keep what its writers say."""
-        progress = self._progress[room] = RoomProgress()
-        return progress
-
-    def progress(self, room: int) -> RoomProgress:
-        # Nothing is kept for a room that is not open.
-        return self._progress.get(room) or RoomProgress()
-
-    def take_progress(self, room: int) -> RoomProgress:
-        return self._progress.pop(room, None) or RoomProgress()
-
-    @override
-    def open_rooms(self) -> dict[str, list[int]]:
-        tables: dict[str, list[int]] = super().open_rooms()
-        return tables | {"progress": sorted(getattr(self, "_progress", ()))}
-
-
-class MooncakeStatuses:
-    """Feeds one manager with SGLang's own kinds of messages, from the reader thread."""
-
-    def __init__(self, manager: DeltaMooncakeManager) -> None:
-        self._manager = manager
-
-    def take(self, frames: list[bytes]) -> None:
-        """Take one message.
-
-        Raises:
-            BadMessage: it cannot be served; any other exception: it cannot even be parsed.
-        """
-        if frames and frames[0] == _AUX_DATA:
-            self._take_metadata(frames)
-            return
-        if len(frames) != 3:
-            raise BadMessage(f"{len(frames)} frames, a status has 3")
-        room, status, writer = (int(frame) for frame in frames)
-        if writer < 0 or status not in (KVPoll.Success, KVPoll.Failed):
-            raise BadMessage(f"room {room}: status {status} of writer {writer} is invalid")
-        if status == KVPoll.Success:
-            self._delivered(room, writer)
-        else:
-            self._manager.servers.fail(
-                room, Reason.PEER_FAILED, f"room {room}: prefill could not deliver it (its log "
-                f"says why)",
-            )  # fmt: skip
-
-    def _delivered(self, room: int, writer: int) -> None:
-        """Everything of one writer is here; the last one completes the room."""
-        manager = self._manager
-        delivered = manager.servers.progress_of(room).deliver(writer)
-        wanted = manager.required_prefill_response_num_table.get(room)
-        if wanted is None:
-            logger.debug("late completion of room %s by writer %s", room, writer)
-        elif delivered >= wanted:
-            manager.statuses.advance(room, KVPoll.Success)
-
-    def _take_metadata(self, frames: list[bytes]) -> None:
-        """Write one metadata buffer of a room, if it is the room's own slot and of its size."""
-        from sglang.srt.disaggregation.mooncake.conn import AuxDataCodec
-
-        if len(frames) != 6:
-            raise BadMessage(f"metadata of {len(frames)} frames, 6 expected")
-        room, buffer, slot = (int(frame) for frame in frames[1:4])
-        (length,) = struct.unpack(">I", frames[4])
-        manager, data, ours = self._manager, frames[5], self._manager.kv_args
-        if not 0 <= buffer < len(ours.aux_data_ptrs):
-            raise BadMessage(f"room {room}: metadata buffer {buffer} of {len(ours.aux_data_ptrs)}")
-        item_len = ours.aux_item_lens[buffer]
-        if not 0 <= slot < ours.aux_data_lens[buffer] // item_len:
-            raise BadMessage(f"room {room}: there is no metadata slot {slot}")
-        if len(data) != length or not metadata_fit(buffer, length, item_len):
-            raise BadMessage(
-                f"room {room}: {len(data)} bytes of metadata, {length} were sent, {item_len} "
-                "expected"
-            )
-        progress = manager.progress(room)
-        if room not in manager.request_status or progress.slot != slot:
-            logger.debug("late metadata of room %s for slot %s", room, slot)
-            return
-        AuxDataCodec.deserialize_data_to_buffer(ours, buffer, slot, data)
 
 
 class DeltaMooncakeSender(PooledSender, MooncakeKVSender):
@@ -462,71 +317,3 @@ class DeltaMooncakeSender(PooledSender, MooncakeKVSender):
     @override
     def clear(self) -> None:
         self.end()
-
-
-class DeltaMooncakeReceiver(MooncakeKVReceiver):
-    """Leaves nothing of its room behind, and says why a room failed."""
-
-    conclude_state: KVPoll | None  # of the upstream class; named for the type checker
-
-    def __init__(
-        self, mgr: DeltaMooncakeManager, bootstrap_addr: str, bootstrap_room: int | None = None
-    ) -> None:  # fmt: skip
-        if mgr.servers is not None and bootstrap_room is not None:
-            mgr.open_progress(bootstrap_room)  # before anything of the room may arrive
-        super().__init__(mgr, bootstrap_addr, bootstrap_room)
-
-    @override
-    def send_metadata(
-        self, kv_indices: npt.NDArray[np.int32], aux_index: int | None = None,
-        state_indices: list[int] | None = None,
-    ) -> None:  # fmt: skip
-        if self._servers is not None:
-            self.kv_mgr.progress(self.bootstrap_room).slot = aux_index
-        super().send_metadata(kv_indices, aux_index, state_indices)
-
-    @override
-    def poll(self) -> KVPoll:
-        if self._servers is None:
-            is_known = self.bootstrap_room in self.kv_mgr.request_status
-            if self.conclude_state is None and not is_known:
-                # As in SGLang, requests of a number share its entries, and the first that ends
-                # takes them along.
-                self.conclude_state = KVPoll.Failed
-            return super().poll()
-        if self.conclude_state is not None:
-            return self.conclude_state
-        manager, room = self.kv_mgr, self.bootstrap_room
-        status = manager.request_status.get(room, KVPoll.Failed)
-        if status in (KVPoll.Success, KVPoll.Failed):
-            self.conclude_state = status
-        elif self.fail_if_overdue():
-            return self.conclude_state
-        return status
-
-    @override
-    def abort(self) -> None:
-        from sglang.srt.disaggregation.common.conn import CommonKVReceiver
-
-        if self._servers is None:
-            super().abort()
-        else:  # stock Mooncake's own does not call what is common to all backends
-            CommonKVReceiver.abort(self)
-
-    @override
-    def failure_exception(self) -> None:
-        from sglang.srt.disaggregation.mooncake.conn import KVTransferError
-
-        if self._servers is None:
-            super().failure_exception()
-            return
-        text = self.kv_mgr.statuses.failure_of(self.bootstrap_room)
-        self.clear()
-        raise KVTransferError(self.bootstrap_room, text)
-
-    @override
-    def clear(self) -> None:
-        if self._servers is None:
-            super().clear()
-            return
-        self.forget()
