@@ -20,7 +20,7 @@ import torch.distributed as dist
 from benchmark.harness import without_engine
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.decode import DecodeReqToTokenPool, DecodeRequest
-from sglang.srt.disaggregation.delta.decode.record import record_of
+from sglang.srt.disaggregation.delta.decode.record import Stage, record_of
 from sglang.srt.disaggregation.delta.observability import Telemetry
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.server_args import get_global_server_args
@@ -105,7 +105,8 @@ def request(load: Load, number: int, new: int = 4_000) -> Any:
     """Request ``number`` as the queues hold it."""
     req = without_engine.request(number, load.tokens(number), new, VOCABULARY)
     entry = DecodeRequest(req=req, kv_receiver=Room(), waiting_for_input=True)
-    record_of(req).wait.since = time.monotonic()  # ours notes when a handshake was done
+    record = record_of(req)  # as ours notes when a handshake was done
+    record.stage, record.wait.since = Stage.IN_LINE, time.monotonic()
     return entry
 
 

@@ -282,7 +282,7 @@ _DECODE_RADIX = (
     Replacement(
         module=f"{_DISAGG}.decode",
         name="DecodeRequest",
-        mixin=f"{_DISAGG}.delta.decode.waiting:CountedEntry",
+        mixin=f"{_DISAGG}.delta.decode.prealloc_queue:CountedEntry",
         why="statistics by priority, which crash a stock decode server",
     ),
     Replacement(

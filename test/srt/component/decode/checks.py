@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.delta.decode.claims import (
     upwards,
 )
 from sglang.srt.disaggregation.delta.decode.prefix_tree import Retired
-from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
+from sglang.srt.disaggregation.delta.decode.record import Stage, is_fake, record_of
 from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
@@ -48,6 +48,7 @@ def check(decoder: Any) -> None:
     )
     problems += _claims(decoder)
     problems += _tables(decoder, held)
+    problems += _stages(decoder)
     problems += _content(decoder, readers(decoder))
     if decoder.steps:
         waiting = [req for req in decoder.waiting_queue if not is_fake(req)]
@@ -137,6 +138,21 @@ def claims_problems(
 
 def _claim(req: Any, step: int) -> Claim:
     return Claim(req.kv_allocated_len, final_length(req, step))
+
+
+def _stages(decoder: Any) -> list[str]:
+    """Each request is at the stage that its place in the queues says."""
+    places = [
+        (decoder.queued, {Stage.HANDSHAKE, Stage.IN_LINE}),
+        (decoder.in_transfer, {Stage.TRANSFER}),
+        (decoder.local, {Stage.LOCAL, Stage.COMMITTED}),
+        (decoder.waiting_queue, {Stage.COMMITTED}),
+        ([req for req in decoder.running_batch.reqs if not req.finished()], {Stage.RUNNING}),
+        (decoder.retracted, {Stage.RETRACTED}),
+        (decoder.disagg_decode_transfer_queue.deferred_requests, {Stage.DEFERRED}),
+    ]
+    found = [(req, record_of(req).stage, stages) for reqs, stages in places for req in reqs]
+    return [f"request {req.rid} is at {at}" for req, at, stages in found if at not in stages]
 
 
 def _tables(decoder: Any, held: list[Any]) -> list[str]:

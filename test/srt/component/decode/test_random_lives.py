@@ -20,9 +20,9 @@ from component.decode.pair import Diverged, Pair, RankGroup, ranks_reduce
 from component.decode.peer import Room
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.delta import rank_agreement
-from sglang.srt.disaggregation.delta.decode import candidates, record, retraction
 from sglang.srt.disaggregation.delta.decode import prealloc_queue as prealloc_module
 from sglang.srt.disaggregation.delta.decode import prefix_tree as tree_module
+from sglang.srt.disaggregation.delta.decode import record, step
 from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree, PrefixLease
 from sglang.srt.disaggregation.delta.decode.turn_costs import Limits
 
@@ -177,7 +177,7 @@ def test_ranks_stay_in_step(
     step checks less than the line."""
     monkeypatch.setenv(WAIT, wait)
     if wait != "0":
-        monkeypatch.setattr(candidates, "CHECKED", 2)
+        monkeypatch.setattr(step, "CHECKED", 2)
     lives = live(seed, 1000, gloo=gloo)
     assert lives[0].seen["trees_differed"] > 5, "the trees were equal: this shows nothing"
     for what in ("queued_failed", "transfer_failed", "late_metadata", "skewed", "expired"):
@@ -258,6 +258,8 @@ def _everything_may_insert(patch: pytest.MonkeyPatch) -> None:
 def _everything_is_inserted(patch: pytest.MonkeyPatch) -> None:
     def finished(self: Any, req: Any, is_insert: bool = True) -> None:
         self.claims.left(req)
+        retracts = hasattr(req, "kv_cache_cpu")
+        record.record_of(req).enter(record.Stage.RETRACTED if retracts else record.Stage.ENDED)
         super(DecodeRadixTree, self).cache_finished_req(req, is_insert)
 
     patch.setattr(DecodeRadixTree, "cache_finished_req", finished)
@@ -345,5 +347,5 @@ def test_the_check_notices(
 @pytest.mark.nightly
 def test_helpers_are_what_the_code_uses() -> None:
     """Guards against a negative control that patches a name which nobody reads any more."""
-    assert prealloc_module.restore_private is retraction.restore_private
+    assert prealloc_module.restore_private is record.restore_private
     assert tree_module.may_insert is record.may_insert

@@ -10,7 +10,7 @@ from component.decode.decoder import Decoder
 from component.decode.peer import Room
 from component.decode.steps import admit, finish, ids, retract, run, tick
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.decode import candidates as line
+from sglang.srt.disaggregation.delta.decode import step as line
 
 TIMEOUT = "SGLANG_DISAGGREGATION_DECODE_ADMISSION_TIMEOUT"
 LOG = "SGLANG_DISAGGREGATION_DECODE_WAIT_LOG"

@@ -20,7 +20,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVRecei
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.delta import capability
 from sglang.srt.disaggregation.delta.decode import prefill_servers
-from sglang.srt.disaggregation.delta.decode.handshakes import Connections
+from sglang.srt.disaggregation.delta.decode.prefill_servers import Connections
 from sglang.srt.disaggregation.nixl import conn
 from sglang.srt.disaggregation.utils import DisaggregationMode, TransferBackend
 

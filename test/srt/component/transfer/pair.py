@@ -123,9 +123,8 @@ class Pair:
         for layer, tensor in enumerate([*self.prefill.kv, *self.prefill.index]):
             tensor += torch.arange(1, PAGES + 1)[:, None] + 1000 * layer
         self.start()
-        servers = self.decode.manager.servers
-        servers._capabilities[ADDRESS] = capability.OURS
-        servers._epochs[ADDRESS] = 1
+        server = self.decode.manager.servers._servers[ADDRESS]
+        server.capabilities, server.epoch = capability.OURS, 1
         self.connect()
         self.register()
 

@@ -18,8 +18,7 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import capability, wire
-from sglang.srt.disaggregation.delta.decode.handshakes import Tables
-from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
+from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers, Tables
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import Announced, now, record
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader

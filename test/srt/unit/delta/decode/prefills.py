@@ -19,8 +19,7 @@ from component.transfer import bare
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import capability, wire
 from sglang.srt.disaggregation.delta.decode import prefill_servers
-from sglang.srt.disaggregation.delta.decode.handshakes import Tables
-from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
+from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers, Tables
 from unit.delta.fakes import Sockets
 
 ADDRESS, ROOM = "10.0.0.1:8998", 7

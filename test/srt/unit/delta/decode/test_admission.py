@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.delta.decode.admission import Limits
 from sglang.srt.disaggregation.delta.decode.claims import Claim, entering, entry_cost, growth
+from sglang.srt.disaggregation.delta.decode.step import Limits
 from sglang.srt.disaggregation.delta.manager import check_deadlines
 from sglang.srt.disaggregation.delta.pages import page_ceil, page_floor
 from sglang.srt.patchset import environment as env

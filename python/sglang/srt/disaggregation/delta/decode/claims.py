@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple  # Any: numpy arrays of int64
+from typing import TYPE_CHECKING, Any, NamedTuple  # Any: int64 arrays; two kinds of prefix
 
 import numpy as np
 
+from sglang.srt.disaggregation.delta.decode.record import Refusal, Stage, record_of
 from sglang.srt.disaggregation.delta.pages import page_ceil
 
 if TYPE_CHECKING:
@@ -134,13 +135,12 @@ class Running(NamedTuple):
 
 
 class Claims:
-    """The claims on one decode pool. ``cap``: what a running request reserves at most, tokens.
-
-    ``step``: with speculation, the tokens that a step wants free for each request; else 0.
+    """The claims on one decode pool of ``total`` tokens. ``cap``: what a running request reserves
+    at most, tokens; ``step``: with speculation, those that a step wants free for each request.
     """
 
-    def __init__(self, cap: int, page: int, step: int = 0) -> None:
-        self.cap, self.page, self.step = max(cap, step), page, step
+    def __init__(self, cap: int, page: int, step: int, total: int) -> None:
+        self.cap, self.page, self.step, self.total = max(cap, step), page, step, total
         #: The cap of a request that does not run yet; at least a page, like the flag itself.
         self.entry_cap = max(cap // 2, page, step)
         #: By the id of the request, which the value keeps alive. Who is in transfer or waits for a
@@ -179,12 +179,14 @@ class Claims:
 
     def started(self, req: Req) -> None:
         """``req`` runs from the next decode step on."""
+        record_of(req).enter(Stage.RUNNING)
         self._pin(self._entering.pop(id(req)), -1)
         self._running[id(req)] = req
         self._lengths = self._counted = None
 
     def deferred(self, req: Req) -> None:
         """The transfer of ``req`` was given up, and the free of its pages is deferred."""
+        record_of(req).enter(Stage.DEFERRED)
         self._deferred[id(req)] = self._entering.pop(id(req))
 
     def left(self, req: Req) -> None:
@@ -224,13 +226,10 @@ class Claims:
     @property
     def running(self) -> Running:
         """The running requests, counted once a step."""
-        if self._counted is None:
-            self._counted = self._count()
-        return self._counted
-
-    def _count(self) -> Running:
         from sglang.srt.disaggregation.decode import CLIP_MAX_NEW_TOKEN as CLIP
 
+        if self._counted is not None:
+            return self._counted
         reqs, page = list(self._running.values()), self.page
         if self._lengths is None:
             prompts = (len(req.origin_input_ids) for req in reqs)
@@ -243,12 +242,40 @@ class Claims:
         clip = CLIP * (1 + np.maximum(now - prompt, 0) // CLIP)
         expected = prompt + np.minimum(new, clip) + self.step
         reserved = (-(-upto // page) + -now // page).sum() * page
-        return Running(reqs, int(reserved), -(-expected // page) * page)
+        self._counted = Running(reqs, int(reserved), -(-expected // page) * page)
+        return self._counted
 
     @property
     def reserved(self) -> int:
         """What all of them together may still need before anybody is retracted."""
         return self.running.reserved + sum(each.reserved for each in self._entering.values())
+
+    def cost(self, req: Req, prefix: int) -> int:
+        """What admitting ``req`` takes beyond a locked ``prefix``, in tokens."""
+        # SGLang lets a text grow to the pool's end; a step's room behind that is nowhere, and who
+        # waits for it would wait for ever, with everybody behind.
+        claim = Claim(start_length(req), min(final_length(req, self.step), self.total))
+        if req.is_retracted:
+            return entry_cost(prefix, claim, self.cap, self.page)
+        return entry_cost(prefix, entering(claim, self.step), self.entry_cap, self.page)
+
+    def refusal(self, req: Req, prefix: Any, free: int) -> Refusal | None:
+        """Why a request cannot enter, of whose text the tree holds ``prefix`` (a ``PrefixLease`` or
+        a ``KnownPrefix``); None if it can.
+
+        ``free``: tokens that are free or can be evicted, without the prefix itself and what others
+        take first. A request that resumes must have room like a running one, or it would be
+        retracted again at once.
+        """
+        length, cost = start_length(req), self.cost(req, prefix.length)
+        if cost > free - self.reserved:
+            return Refusal("no_tokens", cost)
+        whole = page_ceil(length, self.page)
+        need = page_ceil(expected_length(req, length, self.step), self.page) - whole
+        private = whole - prefix.length
+        if not self.everyone_can_finish(prefix.node, private, need, self.total):
+            return Refusal("cannot_finish", cost)
+        return None
 
     def everyone_can_finish(
         self, node: TreeNode | None, private: int, need: int, total: int
@@ -269,11 +296,9 @@ class Claims:
         # Some count on what they share with pinned requests; the neediest are asked first.
         short = np.flatnonzero(needs > free)
         path = {each.id for each in upwards(node)}
-        return all(
-            needs[at] - self._own(reqs[at], path) <= free
-            for at in short[np.argsort(-needs[short], kind="stable")]
-        )
-
-    def _own(self, req: Req, path: Container[int]) -> int:
-        """Tokens that a running request shares with pinned ones, or with what is on ``path``."""
-        return int(req.cache_protected_len - below(req.last_node, self._pins, path))
+        for at in short[np.argsort(-needs[short], kind="stable")]:
+            # Of what it needs it shares with pinned requests, or with what is on ``path``:
+            shared = reqs[at].cache_protected_len - below(reqs[at].last_node, self._pins, path)
+            if needs[at] - shared > free:
+                return False
+        return True

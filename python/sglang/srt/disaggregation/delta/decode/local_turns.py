@@ -21,8 +21,12 @@ from typing import TYPE_CHECKING, Any  # Any: a Candidate, where it has its leas
 
 import torch
 
-from sglang.srt.disaggregation.delta.decode.handshakes import bootstrap_addr
-from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
+from sglang.srt.disaggregation.delta.decode.record import (
+    Stage,
+    bootstrap_addr,
+    is_fake,
+    record_of,
+)
 from sglang.srt.disaggregation.delta.decode.speculation import own_first_drafts, place_first_drafts
 from sglang.srt.disaggregation.delta.decode.turn_choice import (
     Choice,
@@ -182,10 +186,6 @@ class LocalTurns:
         """``entry`` was announced: prefill computes it."""
         self._placed(entry.req, decision)
 
-    def lost(self, address: str) -> None:
-        """The prefill server at ``address`` is lost: the next one there is measured anew."""
-        self.measured.forget(address)
-
     def shown(self, reqs: Sequence[Req]) -> None:
         """The first tokens of ``reqs`` are on their way to the client, or would be if there were a
         place in the running batch.
@@ -310,7 +310,7 @@ class LocalTurns:
         """The oldest chunk's result is about to be processed: what it computed may be shared."""
         for turn in self._launched[0][1]:
             if not turn.req.is_chunked:
-                record_of(turn.req).committed = True
+                record_of(turn.req).enter(Stage.COMMITTED)
                 stats = turn.req.time_stats
                 if stats.trace_ctx.tracing_enable:
                     # SGLang adds the slice of a prefill to the one of decode, which it opened when

@@ -1,34 +1,53 @@
 """The prealloc queue: a step admits, resumes, or answers requests that have no pages, in order.
 
-A step answers who failed, was aborted or waited for too long; admits from the first in line until
-one does not fit; and notes why that one waits. Retracted requests come first: while any waits,
-nobody is admitted.
+``step.Admission`` decides; what is decided has its effects here (``carry_out``). Retracted requests
+come first: while any waits, nobody is admitted.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any  # Any: LocalTurns, where it is there; a stock answer
 
 import torch
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta.decode import candidates as line
-from sglang.srt.disaggregation.delta.decode.admission import DecodeBudget
-from sglang.srt.disaggregation.delta.decode.candidates import Candidate, Planner
+from sglang.srt.disaggregation.delta.decode import step
+from sglang.srt.disaggregation.delta.decode.answers import (
+    Answers,
+    NoPrefill,
+    log_waits,
+    missing,
+)
 from sglang.srt.disaggregation.delta.decode.claims import Claims
-from sglang.srt.disaggregation.delta.decode.handshakes import Handshakes, bootstrap_addr
+from sglang.srt.disaggregation.delta.decode.receiver import Handshakes
 from sglang.srt.disaggregation.delta.decode.record import (
     ArrivingPrefixes,
     Refusal,
+    Stage,
     Wait,
+    bootstrap_addr,
+    long_waits,
     record_of,
+    restore_private,
 )
-from sglang.srt.disaggregation.delta.decode.retraction import restore_private
 from sglang.srt.disaggregation.delta.decode.speculation import step_tokens
+from sglang.srt.disaggregation.delta.decode.step import (
+    Admission,
+    Admit,
+    Answer,
+    Candidate,
+    Limits,
+    Outcome,
+    Snapshot,
+    TooLong,
+    states_of,
+)
 from sglang.srt.disaggregation.delta.decode.transfer_queue import StepWrites, announce, take_slot
-from sglang.srt.disaggregation.delta.decode.waiting import WaitingLine
 from sglang.srt.disaggregation.delta.observability import RateLimitedLog
 from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.delta.rank_agreement import (
@@ -42,34 +61,58 @@ from sglang.srt.disaggregation.delta.rank_agreement import (
 )
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.decode import DecodeRequest
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
     from sglang.srt.managers.schedule_batch import Req
+else:
+    DecodePreallocQueue = DecodeRequest = object
 
 logger = logging.getLogger(__name__)
 #: Seconds between two errors about ranks whose pools differ.
 LOG_EVERY_S = 30.0
 
 
-class RadixPreallocQueue(WaitingLine):
+class RadixPreallocQueue(DecodePreallocQueue):
     """Pre-allocates only what the decode tree lacks. Stock behaviour without the flag.
 
     No rank decides anything alone: each step begins with one reduction (``_agree``).
     """
 
+    # SGLang's; named for the type checker.
+    queue: list[DecodeRequest]
+    pending_reqs: list[DecodeRequest]
+    retracted_queue: list[Req]
+    #: Seconds on this rank. Nothing is decided from it without the other ranks.
+    clock: Callable[[], float] = staticmethod(time.monotonic)
     #: Candidates of the next step. More than can be tried only while the line moves: each costs a
     #: little, and behind one that does not fit nobody is checked.
-    _looked_at: int = line.LOOKED_AT
+    _looked_at: int = step.LOOKED_AT
+    #: Where the part of the line begins that is checked next.
+    _next_part: int = 0
 
     @cached_property
-    def _budget(self) -> DecodeBudget:
-        step = step_tokens(self.scheduler, self._page)
-        claims = Claims(self.num_reserved_decode_tokens, self._page, step)
-        pool, total = self.token_to_kv_pool_allocator, self.max_total_num_tokens
-        return DecodeBudget(self.tree_cache, pool, claims, total, alone(self.gloo_group))
+    def _limits(self) -> Limits:
+        """The settings, read once: each step would spend a tenth of its time on the environment."""
+        return Limits.read(self._page, self.tree_cache.is_eagle)
 
     @cached_property
-    def _planner(self) -> Planner:
-        return Planner(self._budget, self.tree_cache, self._may_share, self._limits.window)
+    def _admission(self) -> Admission:
+        wanted = step_tokens(self.scheduler, self._page)
+        claims = Claims(
+            self.num_reserved_decode_tokens, self._page, wanted, self.max_total_num_tokens
+        )
+        allocator, turns = self.token_to_kv_pool_allocator, self.local_turns
+        window = self._limits.window
+        return Admission(self.tree_cache, allocator, claims, self._may_share, turns, window)
+
+    @cached_property
+    def answers(self) -> Answers:
+        failures = getattr(self.kv_manager, "failure_records", {})
+        stream = self.scheduler.stream_output
+        return Answers(stream, failures, self.tp_rank, self.local_turns, lambda: self.clock())
+
+    @cached_property
+    def _is_alone(self) -> bool:
+        return alone(self.gloo_group)
 
     @cached_property
     def _pools_log(self) -> RateLimitedLog:
@@ -91,6 +134,11 @@ class RadixPreallocQueue(WaitingLine):
             attempts=self._max_ensure_retries,
             retry_s=self._ensure_retry_interval,
         )
+
+    @property
+    def local_turns(self) -> Any:
+        """The turns that this server computes itself (``local_turns``); None where it does not."""
+        return getattr(self.scheduler, "local_turns", None)
 
     @property
     def shares_prefixes(self) -> bool:
@@ -134,6 +182,24 @@ class RadixPreallocQueue(WaitingLine):
         else:
             super()._resolve_pending_reqs()
 
+    def _end_handshakes(self) -> list[DecodeRequest]:
+        """Answer and return those whose handshake failed, on all ranks."""
+        turns = self.local_turns
+        tries_here = turns is not None and turns.choice.limits.when_lost > 0
+        pending = [entry for entry in self.queue if not entry.waiting_for_input]
+        failed, unreached = self._handshakes.finish(pending, self.gloo_group, tries_here=tries_here)
+        for entry in unreached:
+            self.answers.try_here(entry)
+        gone = [entry for entry in failed if not self.answers.keep(entry)]
+        for entry in gone:
+            self.answers.fail(entry, "Decode handshake failed for request")
+            if self.scheduler.enable_metrics:
+                self.scheduler.metrics_collector.increment_bootstrap_failed_reqs()
+        if failed or unreached:
+            self._leave(gone)
+            self.pending_reqs = [e for e in self.pending_reqs if not e.waiting_for_input]
+        return gone
+
     # ---- one step ----
 
     @override
@@ -142,30 +208,23 @@ class RadixPreallocQueue(WaitingLine):
             return super().pop_preallocated(rids_to_check)
         self._resolve_pending_reqs()
         failed = self._end_handshakes()
-        self._leave(failed)
-        ready = self._ready()
-        if not ready:  # equal on all ranks, so all of them take the step
+        # Those whose handshake is done on all ranks: if there are any, all ranks take the step.
+        ready = [entry for entry in self.queue if entry.waiting_for_input]
+        if not ready:
             return [], failed
-        arriving = self._arriving()
+        reqs, turns = [entry.req for entry in self.transfer_queue.queue], self.local_turns
+        if turns is not None:
+            reqs += [req for req in turns.requests if record_of(req).stage is Stage.LOCAL]
+        found = (record_of(req).arriving for req in reqs if self.tree_cache.may_share(req))
+        arriving = dict.fromkeys(prefix for prefix in found if prefix is not None)
         first = [] if self._memory_is_away else self._first_in_line(ready, arriving)
-        gone, entered = self._step(ready, first, arriving)
-        self._leave([candidate.entry for candidate in entered])
-        return [each.entry for each in entered if not each.is_local], failed + gone
-
-    def _end_handshakes(self) -> list[DecodeRequest]:
-        """Answer and return those whose handshake failed, on all ranks."""
-        turns = self.local_turns
-        tries_here = turns is not None and turns.choice.limits.when_lost > 0
-        pending = [entry for entry in self.queue if not entry.waiting_for_input]
-        failed, unreached = self._handshakes.finish(pending, self.gloo_group, tries_here=tries_here)
-        for entry in unreached:
-            self._try_here(entry)
-        gone = [entry for entry in failed if not self._save(entry)]
-        for entry in gone:
-            self._fail(entry, "Decode handshake failed for request")
-            if self.scheduler.enable_metrics:
-                self.scheduler.metrics_collector.increment_bootstrap_failed_reqs()
-        return gone
+        seen = self._see(ready, first, arriving)
+        agreed, gone, entered = self._step(seen)
+        moves = entered or Offer.WAITS in agreed.offers
+        self._looked_at = step.LOOKED_AT if moves else step.TRIED
+        self._log_waits(entry.req for entry in seen.checked)
+        self._leave([each.candidate.entry for each in entered])
+        return [each.candidate.entry for each in entered if not each.is_local], failed + gone
 
     @override
     def resume_retracted_reqs(self, rids_to_check: list[str] | None = None) -> list[Req]:
@@ -179,101 +238,17 @@ class RadixPreallocQueue(WaitingLine):
             if wait.since is None:
                 wait.since = self.clock()
         # Nobody is admitted while these wait, but who failed is answered.
-        first = [Candidate(None, req) for req in self.retracted_queue[: line.TRIED]]
-        _, entered = self._step(self._ready(), first, {}, resumes=True)
+        ready = [entry for entry in self.queue if entry.waiting_for_input]
+        first = [Candidate(None, req) for req in self.retracted_queue[: step.TRIED]]
+        _, _, entered = self._step(self._see(ready, first, {}, resumes=True))
+        self._log_waits(self.retracted_queue)
         self.retracted_queue = self.retracted_queue[len(entered) :]
-        return [candidate.req for candidate in entered]
-
-    def _step(
-        self,
-        ready: list[DecodeRequest],
-        first: list[Candidate],
-        arriving: ArrivingPrefixes,
-        *,
-        resumes: bool = False,
-    ) -> tuple[list[DecodeRequest], list[Candidate]]:
-        """Answer who leaves without pages, and admit of ``first`` who gets in, as all ranks agree.
-
-        Returns who left, and who got in. ``ready`` and ``first`` are the same requests on all
-        ranks, and there is at least one of either. ``resumes``: the candidates were retracted.
-        """
-        budget, tree = self._budget, self.tree_cache
-        checked = self._to_check(ready, first)
-        states = self._states(checked)
-        if min(states, default=State.FINE) <= State.EXPIRED:
-            ended = {id(e) for e, s in zip(checked, states, strict=True) if s <= State.EXPIRED}
-            for candidate in first:
-                candidate.given_up = id(candidate.entry) in ended
-        rows = self.req_to_token_pool.available_size()
-        # Who resumes has had its metadata.
-        slots = rows if resumes else self.req_to_metadata_buffer_idx_allocator.available_size()
-        budget.claims.recount()
-        free, protected, turns = budget.free, tree.protected_size(), self.local_turns
-        entered: list[Candidate] = []
-        try:
-            offers = self._planner.take_leases(first, min(rows, slots), arriving)
-            costs = [] if turns is None else turns.votes(first)
-            vote = AdmissionVote(
-                states, offers, rows, slots, free, protected, -free, -protected, costs
-            )
-            agreed = self._agree(vote, checked, first)
-            budget.surplus = free - agreed.free
-            tried = line.settle(tree, first, agreed.offers)
-            if len(tried) < len(first) and first[len(tried)].offer != Offer.STOP:
-                self._planner.stopped(first[len(tried)])  # another rank stops it
-            gone = self._answer(checked, agreed.states)
-            stopped = self._admit(tried, agreed, arriving, entered)
-        finally:
-            line.release(first)
-        if stopped is None and len(tried) < len(first):
-            stopped = first[len(tried)]
-            if stopped.refusal is None and not tried:  # else another rank stops it
-                stopped.refusal = self._no_place(agreed, 0)
-        if stopped is not None and stopped.refusal is not None:
-            self._refuse(stopped.req, stopped.refusal)
-        if not resumes:
-            moves = entered or Offer.WAITS in agreed.offers
-            self._looked_at = line.LOOKED_AT if moves else line.TRIED
-        self._log_waits(self.retracted_queue if resumes else [entry.req for entry in checked])
-        return gone, entered
-
-    def _agree(
-        self, vote: AdmissionVote, checked: list[DecodeRequest], first: list[Candidate]
-    ) -> AdmissionVote:
-        """What the ranks agree on, with one collective; none for one rank."""
-        if alone(self.gloo_group):
-            return vote
-        checksum = Checksum()
-        checksum.note([entry.req.rid for entry in checked], [one.req.rid for one in first])
-        agreed = agree(vote, checksum, over(self.gloo_group))
-        if agreed.pools_differ:
-            self._pools_log.error(
-                "pools",
-                "the KV pools of this server's ranks differ: this rank has %d free and %d "
-                "protected tokens, the smallest numbers on any rank are %d and %d. Admission uses "
-                "those. If this persists, a rank leaks pages: "
-                "SGLANG_DISAGGREGATION_CHECK_INVARIANTS=1 checks idle servers, and ends one that "
-                "leaks",
-                vote.free,
-                vote.protected,
-                agreed.free,
-                agreed.protected,
-            )
-        return agreed
+        return [each.candidate.req for each in entered]
 
     @property
     def _memory_is_away(self) -> bool:
         """Between SGLang's release of memory and its return nobody gets any."""
         return bool(getattr(self.scheduler, "offload_tags", None))
-
-    # ---- admission ----
-
-    def _arriving(self) -> ArrivingPrefixes:
-        """What prefill sends to this server, and what it computes itself."""
-        reqs, turns = [entry.req for entry in self.transfer_queue.queue], self.local_turns
-        if turns is not None:
-            reqs += [req for req in turns.requests if not record_of(req).committed]
-        return line.arriving(req for req in reqs if self.tree_cache.may_share(req))
 
     def _first_in_line(
         self, ready: list[DecodeRequest], arriving: ArrivingPrefixes
@@ -299,97 +274,208 @@ class RadixPreallocQueue(WaitingLine):
         asks_nobody = candidate.resumes or candidate.is_alone
         return asks_nobody or bool(self.kv_manager.peer_takes_delta(bootstrap_addr(candidate.req)))
 
-    def _admit(
+    def _see(
         self,
-        candidates: list[Candidate],
-        agreed: AdmissionVote,
+        ready: list[DecodeRequest],
+        first: list[Candidate],
         arriving: ArrivingPrefixes,
-        entered: list[Candidate],
-    ) -> Candidate | None:
-        """Add who gets pages to ``entered``; return the first one that does not get any, with its
-        refusal.
+        *,
+        resumes: bool = False,
+    ) -> Snapshot:
+        """What this rank sees. Checked are the candidates, none of which may get in after it
+        failed, and the next part of the line. ``resumes``: the candidates were retracted."""
+        at = self._next_part if step.CHECKED < len(ready) > self._next_part else 0
+        self._next_part = at + step.CHECKED
+        checked = [candidate.entry for candidate in first if candidate.entry is not None]
+        known = set(map(id, checked))
+        checked += [entry for entry in ready[at : self._next_part] if id(entry) not in known]
+        states = states_of(checked, self.clock(), self._limits)
+        rows = self.req_to_token_pool.available_size()
+        # Who resumes has had its metadata.
+        slots = rows if resumes else self.req_to_metadata_buffer_idx_allocator.available_size()
+        return Snapshot(checked, states, first, arriving, rows, slots)
 
-        Nobody passes it (FIFO: large requests get their turn).
-        """
-        turns = self.local_turns
-        if turns is not None:
-            turns.agree(agreed.turns)
-        for at, candidate in enumerate(candidates):
-            req, record = candidate.req, record_of(candidate.req)
-            if req.finished_reason is not None or record.is_alone != candidate.is_alone:
-                continue  # answered in this step, or saved in it
-            awaited = candidate.awaits(arriving)
-            if awaited is not None:
-                self._refuse(req, Refusal("prefix_arriving", prefix=awaited))
-                continue
-            if agreed.offers[at] == Offer.WAITS or candidate.lease is None:
-                continue
-            candidate.refusal = self._no_place(agreed, len(entered))
-            if candidate.refusal is not None:
-                return candidate
-            brought, decision = candidate.brings(self._limits.window), None
-            if turns is not None and not candidate.resumes:
-                decision = turns.decide(candidate, at)
-                candidate.is_local = decision.local
-                if candidate.is_local:
-                    candidate.shorten(self.tree_cache, turns.prefix_here(candidate))
-                elif candidate.is_alone:
-                    self._is_too_long(candidate.entry)
-                    continue
-            slots = self._reserve(candidates, at)
-            if slots is None:
-                return candidate
-            self._enter(candidate, slots, decision)
-            entered.append(candidate)
-            record.arriving = brought
-            if brought is not None:
-                arriving[brought] = None
-        return None
+    def _step(self, seen: Snapshot) -> tuple[AdmissionVote, list[DecodeRequest], list[Admit]]:
+        """What all ranks agree on; who left without pages, and who got in."""
+        admission = self._admission
+        try:
+            vote = admission.vote(seen)
+            agreed = vote if self._is_alone else self._agree(vote, seen)
+            return agreed, *self.carry_out(admission.decide(seen, vote, agreed))
+        finally:
+            step.release(seen.candidates)
 
-    @staticmethod
-    def _no_place(agreed: AdmissionVote, taken: int) -> Refusal | None:
-        """Why no request can get in after ``taken`` others did in this step, whatever its size."""
-        if agreed.rows <= taken:
-            return Refusal("no_request_row")
-        return Refusal("no_metadata_slot") if agreed.slots <= taken else None
+    def _agree(self, vote: AdmissionVote, seen: Snapshot) -> AdmissionVote:
+        """What the ranks agree on, with one collective."""
+        checksum = Checksum()
+        rids = [one.req.rid for one in seen.checked], [one.req.rid for one in seen.candidates]
+        checksum.note(*rids)
+        agreed = agree(vote, checksum, over(self.gloo_group))
+        if agreed.pools_differ:
+            self._pools_log.error(
+                "pools",
+                "the KV pools of this server's ranks differ: this rank has %d free and %d "
+                "protected tokens, the smallest numbers on any rank are %d and %d. Admission uses "
+                "those. If this persists, a rank leaks pages: "
+                "SGLANG_DISAGGREGATION_CHECK_INVARIANTS=1 checks idle servers, and ends one that "
+                "leaks",
+                vote.free,
+                vote.protected,
+                agreed.free,
+                agreed.protected,
+            )
+        return agreed
 
-    def _reserve(self, candidates: list[Candidate], at: int) -> torch.Tensor | None:
-        """Slots for the candidate ``at`` (1-D int64); None and its refusal where there are none.
+    def carry_out(self, decisions: Iterable[Outcome]) -> tuple[list[DecodeRequest], list[Admit]]:
+        """The effects of a step, decision by decision; who left without pages, and who got in."""
+        gone: list[DecodeRequest] = []
+        entered: list[Admit] = []
+        for decision in decisions:
+            if isinstance(decision, Answer):
+                gone = self._answer(decision.states)
+            elif isinstance(decision, TooLong):
+                entry = decision.candidate.entry
+                if self.answers.is_too_long(entry):
+                    self._leave([entry])
+                else:
+                    self.pending_reqs.append(entry)
+            elif isinstance(decision, Admit):
+                if self._enter(decision):
+                    entered.append(decision)
+            else:
+                self._refuse(decision.req, decision.refusal)
+        return gone, entered
 
-        If need be, those behind it let go of their prefixes. They are not attempted any more then:
-        what they held may have been evicted.
-        """
-        candidate = candidates[at]
-        found = self._budget.reserve(candidate.req, candidate.lease)
-        if isinstance(found, Refusal) and len(candidates) > at + 1:
-            line.release(candidates[at + 1 :])
-            del candidates[at + 1 :]
-            found = self._budget.reserve(candidate.req, candidate.lease)
-        if isinstance(found, Refusal):
-            candidate.refusal = found
-            return None
-        return found
-
-    def _enter(self, candidate: Candidate, slots: torch.Tensor, decision: Any) -> None:
+    def _enter(self, admit: Admit) -> bool:
         """From here on the request holds its pages, and waits for them no longer: its KV comes from
-        its copy, is computed locally, or is written by prefill."""
-        req, entry, allocator = candidate.req, candidate.entry, self.token_to_kv_pool_allocator
+        its copy, is computed locally, or is written by prefill. False where the allocator has fewer
+        pages than were counted."""
+        candidate, claims, page = admit.candidate, self._admission.claims, self._page
+        req, entry, lease = candidate.req, candidate.entry, candidate.lease
+        # With the lease held: locking takes the prefix out of what can be evicted.
+        needed = page_ceil(candidate.length, page) - lease.length
+        allocator, tree = self.token_to_kv_pool_allocator, self.tree_cache
+        slots = tree.allocate(needed)
+        if slots is None:
+            free, evictable = allocator.available_size(), tree.evictable_size()
+            if not self._is_alone:
+                # Others may have got theirs. A wrong count is better found here than by a hang.
+                raise RuntimeError(
+                    f"request {req.rid} needs {needed} tokens, and the tree freed fewer than it "
+                    f"counts: {free} are free, {evictable} evictable"
+                )
+            logger.warning(
+                "request %s stays queued: it needs %d tokens, %d are free after eviction, %d "
+                "evictable",
+                req.rid,
+                needed,
+                free,
+                evictable,
+            )
+            candidate.refusal = Refusal("no_tokens", claims.cost(req, lease.length))
+            return False
+        slots = slots[: candidate.length - lease.length]
         self.step_writes.rows_are_free()
-        candidate.lease.bind(self.req_to_token_pool, req, slots)
-        shared, allocated = req.cache_protected_len, req.kv_allocated_len
-        self._budget.claims.entered(req, req.last_node, shared, allocated)
-        record_of(req).wait = Wait()
+        lease.bind(self.req_to_token_pool, req, slots)
+        claims.entered(req, req.last_node, req.cache_protected_len, req.kv_allocated_len)
+        record = record_of(req)
+        record.wait, record.arriving = Wait(), admit.brings
         if candidate.resumes:
             req.is_retracted = False
-            restore_private(req, slots, allocator, self.tree_cache.draft_pool)
-        elif candidate.is_local:
-            self.local_turns.take(entry, decision)
+            restore_private(req, slots, allocator, tree.draft_pool)
+            record.enter(Stage.COMMITTED)
+        elif admit.is_local:
+            record.enter(Stage.LOCAL)
+            self.local_turns.take(entry, admit.turn)
         else:
+            record.enter(Stage.TRANSFER)
             entry.metadata_buffer_index = take_slot(
                 self.req_to_metadata_buffer_idx_allocator, self.metadata_buffers
             )
             # Page ids on the device first: one in ``page`` indices crosses to the host.
-            pages = (slots[:: self._page] // self._page).to(torch.int32).cpu().numpy()
+            pages = (slots[::page] // page).to(torch.int32).cpu().numpy()
             announce(entry, pages, self.kv_manager, self.step_writes)
-            if decision is not None:
-                self.local_turns.announced(entry, decision)
+            if admit.turn is not None:
+                self.local_turns.announced(entry, admit.turn)
+        return True
+
+    # ---- who leaves the line, or goes on without a prefill server ----
+
+    def _leave(self, gone: Sequence[object]) -> None:
+        """Take entries out of the lists that hold them."""
+        if not gone:
+            return
+        self._next_part = max(self._next_part - len(gone), 0)  # so that nobody is left out
+        ids = {id(entry) for entry in gone}
+        self.queue = [entry for entry in self.queue if id(entry) not in ids]
+        self.pending_reqs = [entry for entry in self.pending_reqs if id(entry) not in ids]
+
+    def _answer(self, states: Iterable[tuple[DecodeRequest, int]]) -> list[DecodeRequest]:
+        """End those that failed or waited for too long, by the states that the ranks agreed on; who
+        left. Who waited long enough for another request's prefix is attempted from the next step
+        on, and who may be computed locally, too."""
+        gone: list[DecodeRequest] = []
+        lacks: Callable[[Req], str] | None = None
+        for entry, state in states:
+            wait = record_of(entry.req).wait
+            if state == State.WAITED_ENOUGH:
+                wait.prefix_timed_out = True
+            elif state == State.EXPIRED:
+                lacks = lacks or self._what_is_missing()
+                waited = self.clock() - (wait.since or 0.0)
+                self.answers.expire(entry, waited, self._limits.for_memory, lacks(entry.req))
+                gone.append(entry)
+            elif not self.answers.keep(entry):
+                self.answers.fail(entry, "Aborted while waiting for decode memory: request")
+                gone.append(entry)
+        self._leave(gone)
+        return gone
+
+    def take_back(self, req: Req, why: str) -> None:
+        """The transfer of a request failed, and it is in line again, before all others."""
+        from sglang.srt.disaggregation.decode import DecodeRequest
+
+        self.queue.insert(0, DecodeRequest(req=req, kv_receiver=None))
+        self.answers.goes_alone(self.queue[0], NoPrefill("transfer_failed", why))
+
+    # ---- who waits, and for what ----
+
+    def _refuse(self, req: Req, refusal: Refusal) -> None:
+        """Note why ``req`` waits; count it once for each request and reason."""
+        record = record_of(req)
+        record.wait.refusal = refusal
+        if refusal.prefix is not None and record.wait.prefix_since is None:
+            record.wait.prefix_since = self.clock()
+        if refusal.reason not in record.refused_for:
+            record.refused_for.add(refusal.reason)
+            self.scheduler.telemetry.count("decode_admission_refused", reason=refusal.reason)
+
+    def _log_waits(self, reqs: Iterable[Req]) -> None:
+        late = long_waits(reqs, self.clock() - self._limits.log_after)
+        if late:
+            log_waits(late, self.clock(), self._what_is_missing())
+
+    def _what_is_missing(self) -> Callable[[Req], str]:
+        """Says what a request waits for, as text, as line and pool are now."""
+        in_line = chain(self.retracted_queue, (entry.req for entry in self.queue))
+        head = next((other for other in in_line if record_of(other).wait.is_blocked), None)
+        claims, tree = self._admission.claims, self.tree_cache
+        deferred = sum(
+            page_ceil(req.kv_allocated_len, self._page) - req.cache_protected_len
+            for req in self.transfer_queue.deferred_requests
+        )
+        pool = (
+            f"{self.token_to_kv_pool_allocator.available_size()} free, {tree.evictable_size()} "
+            f"evictable, {tree.protected_size()} protected, {claims.reserved} reserved, {deferred} "
+            "in deferred release"
+        )
+        return lambda req: missing(req, head, claims.cost(req, 0), pool)
+
+
+class CountedEntry(DecodeRequest):
+    """A request in a queue, as SGLang's statistics count it."""
+
+    @property
+    def priority(self) -> int | None:
+        """Where SGLang schedules by priority it counts a queue by that, and asks its entries."""
+        return self.req.priority

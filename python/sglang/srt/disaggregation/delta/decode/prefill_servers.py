@@ -1,6 +1,9 @@
 """A decode rank's view of prefill servers: who they are, whether they live, what they stopped.
 
-Stock probes only the bootstrap server of a prefill server. That one still answers when a scheduler
+SGLang queries a prefill server on the scheduler's thread: its topology, which data-parallel rank
+serves a room, and where its ranks listen. A server that hangs would stop every request of the
+decode server for seconds. Here all three are asked in the background (``Connections``). And stock
+probes only the bootstrap server of a prefill server. That one still answers when a scheduler
 process hangs, and when the whole server was restarted between two probes, at the same address but
 with other ranks. So here it is also asked who it is, and every connected rank is pinged.
 """
@@ -11,23 +14,16 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol  # Any: values in SGLang's JSON of a rank
-
-import requests
+from typing import TYPE_CHECKING, Any, NamedTuple  # Any: SGLang's JSON of a rank; the manager
 
 from sglang.srt.disaggregation.delta import capability, wire
 from sglang.srt.disaggregation.delta.address_pool import AddressPool
-from sglang.srt.disaggregation.delta.decode.deferred_free import DeferredFree, Progress
-from sglang.srt.disaggregation.delta.decode.handshakes import Connections, Tables
-from sglang.srt.disaggregation.delta.decode.heartbeat import (
-    Heartbeat,
-    Liveness,
-    Probe,
-    is_refused,
-    refuses,
-)
+from sglang.srt.disaggregation.delta.decode.heartbeat import Heartbeat, Probe, look
+from sglang.srt.disaggregation.delta.decode.transfer_queue import DeferredFree, Progress
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.patchset import environment
@@ -38,30 +34,225 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Data-parallel, context-parallel, tensor-parallel and pipeline-parallel rank in a prefill server.
+Rank = tuple[int, int, int, int]
+#: SGLang's JSON of a rank, by rank; None: no answer.
+Answers = dict[Rank, "dict[str, Any] | None"]
+#: Seconds between the first two questions for a room that a prefill server does not know yet, by
+#: which factor it is asked more rarely then, and the longest pause.
+_ASK_AGAIN_S, _MORE_RARELY, _MOST_S = 0.02, 1.25, 1.0
+
+
+class Tables(NamedTuple):
+    """SGLang's tables of a decode rank, by prefill server (host:port of its bootstrap server)."""
+
+    #: ``prefill_info_table``: the topology.
+    topology: dict[str, Any]
+    #: ``connection_pool``, by server and ranks in it, and ``connection_lock``.
+    connections: dict[str, Any]
+    lock: threading.Lock
+    #: ``addr_to_rooms_tracker``.
+    rooms: dict[str, set[int]]
+
+    @classmethod
+    def of(cls, manager: Any) -> Tables:
+        """Those of SGLang's ``CommonKVManager``."""
+        return cls(
+            manager.prefill_info_table,
+            manager.connection_pool,
+            manager.connection_lock,
+            manager.addr_to_rooms_tracker,
+        )
+
+
+class Connections:
+    """One for each decode rank. The scheduler's thread queries; any thread may ``forget``."""
+
+    def __init__(
+        self,
+        tables: Tables,
+        handshake: Callable[[str], bool],
+        pool: AddressPool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``handshake`` asks a server who it is, and for its topology; whether that is known."""
+        self._tables, self._handshake = tables, handshake
+        self._pool, self._clock = pool, clock
+        #: Servers whose topology is asked for; and why that was impossible, the last time.
+        self._asked: dict[str, Future[bool]] = {}
+        self.refusals: dict[str, str] = {}
+        #: Of what is below.
+        self._lock = threading.Lock()
+        #: By server and data-parallel rank: what each of its ranks that we need answered.
+        self._ranks: dict[tuple[str, int], Future[Answers]] = {}
+        self._rooms: dict[str, Future[dict[str, int]]] = {}
+        #: By server, its rooms that were asked for and are not known: when each is asked for again,
+        #: and how long after that once more.
+        self._again: dict[str, dict[int, tuple[float, float]]] = {}
+
+    def ensure(self, address: str) -> bool:
+        """Whether the server at ``address`` (bootstrap host:port) is known. Never waits: a server
+        that hangs must not stop the scheduler. Called again until it is, or is given up."""
+        table, future = self._tables.topology, self._asked.get(address)
+        if future is None:
+            if address in table:
+                return True
+            future = self._asked[address] = self._pool.submit(address, self._handshake, address)
+        if not future.done():
+            # Not before it is over: the table has the server before we know which one it is.
+            return False
+        del self._asked[address]
+        try:
+            if future.result() and address in table:
+                self.refusals.pop(address, None)
+                return True
+        except Exception as error:  # SGLang raises where page size or dtype differ
+            self.refusals[address] = str(error)
+            logger.error("prefill server %s cannot be used: %s", address, error)
+        self.refusals.setdefault(
+            address,
+            f"prefill server {address} could not be reached, its ranks are not all up, or it runs "
+            "a version whose answer this server cannot read (see this server's log)",
+        )
+        return False
+
+    def is_asking(self, address: str) -> bool:
+        """Whether ``ensure`` has queried the server and has no answer yet."""
+        return address in self._asked
+
+    def forget_answer(self, address: str) -> bool:
+        """Nobody waits for the server any more: drop what ``ensure`` keeps of it, unless it is
+        being asked. Returns whether that was done."""
+        future = self._asked.get(address)
+        is_answered = future is None or future.done()
+        if is_answered:
+            self._asked.pop(address, None)
+            self.refusals.pop(address, None)
+        return is_answered
+
+    def is_connected(self, address: str, dp_rank: int) -> bool:
+        """Whether a room needs no query: this decode rank has registered there already."""
+        info = self._tables.topology.get(address)
+        return info is not None and all(
+            f"{address}_{dp_rank}_{cp_rank}_{info.target_tp_rank}" in self._tables.connections
+            for cp_rank in info.target_cp_ranks
+        )
+
+    def is_ready(self, address: str, dp_rank: int, ask: Callable[..., Any]) -> bool:
+        """Whether a receiver may be initialised now; queries what is missing, with ``ask``:
+        SGLang's question for where one rank listens. The server's topology is known."""
+        if self.is_connected(address, dp_rank):
+            return True
+        info = self._tables.topology.get(address)
+        if info is None:  # lost meanwhile, which the receiver says
+            return True
+        with self._lock:
+            future = self._ranks.get((address, dp_rank))
+            if future is None:
+                wanted = [
+                    (dp_rank, cp_rank, tp_rank, pp_rank)
+                    for cp_rank in info.target_cp_ranks
+                    for tp_rank in info.target_tp_ranks
+                    for pp_rank in info.target_pp_ranks
+                ]
+                self._ranks[address, dp_rank] = self._pool.submit(address, _ask_all, ask, wanted)
+                return False
+        return future.done()
+
+    def answer(self, address: str, rank: Rank) -> dict[str, Any] | None:
+        """What ``is_ready`` has queried; None where the server did not answer. Never waits."""
+        with self._lock:
+            future = self._ranks.get((address, rank[0]))
+        is_there = future is not None and future.done() and future.exception() is None
+        found = future.result().get(rank) if future is not None and is_there else None
+        return None if found is None else dict(found)
+
+    def settled(self, address: str, dp_rank: int) -> None:
+        """A receiver was initialised with the answers, or failed with them: the next one that is
+        not connected asks anew."""
+        with self._lock:
+            self._ranks.pop((address, dp_rank), None)
+
+    def dp_ranks(self, address: str, rooms: Sequence[int]) -> dict[int, int]:
+        """The data-parallel ranks of those of ``rooms`` that are known; queries the rest."""
+        from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+
+        known: dict[str, int] = {}
+        with self._lock:
+            future = self._rooms.get(address)
+            if future is not None and not future.done():
+                return {}
+            if future is not None:
+                del self._rooms[address]
+                if future.exception() is None:
+                    known = future.result()
+                else:
+                    logger.error(
+                        "could not query prefill server %s for the data-parallel ranks of its "
+                        "rooms; the query is repeated: %r",
+                        address,
+                        future.exception(),
+                    )
+            found = {room: int(known[str(room)]) for room in rooms if str(room) in known}
+            before, now = self._again.pop(address, {}), self._clock()
+            again = {
+                room: before.get(room, (0.0, _ASK_AGAIN_S)) for room in rooms if room not in found
+            }
+            due = [room for room, (at, _) in again.items() if now >= at]
+            if due:
+                asked = list(again)  # one question, whoever it is for
+                query = CommonKVReceiver.query_prefill_dp_ranks
+                self._rooms[address] = self._pool.submit(address, query, address, asked)
+            for room in due:
+                pause = again[room][1]
+                again[room] = now + pause, min(_MORE_RARELY * pause, _MOST_S)
+            if again:
+                self._again[address] = again
+        return found
+
+    def forget_unwanted(self, addresses: Container[str]) -> None:
+        """Only requests for ``addresses`` wait: drop what was answered to others that went away."""
+        with self._lock:
+            self._ranks = {
+                key: future
+                for key, future in self._ranks.items()
+                if key[0] in addresses or not future.done()
+            }
+
+    def forget(self, address: str) -> None:
+        """The server is disconnected: what it answered is not used, nor what it still answers."""
+        with self._lock:
+            self._ranks = {key: each for key, each in self._ranks.items() if key[0] != address}
+            self._rooms.pop(address, None)
+            self._again.pop(address, None)
+
+
+def _ask_all(ask: Callable[..., Any], wanted: list[Rank]) -> Answers:
+    answers: Answers = {}
+    for rank in wanted:
+        answers[rank] = ask(*rank)
+        if answers[rank] is None:  # the room fails, whatever the others would say
+            break
+    return answers
+
 
 def _rank(info: dict[str, Any]) -> tuple[str, int]:
     """Where a rank listens, of SGLang's JSON of it."""
     return info["rank_ip"], int(info["rank_port"])
 
 
-class Transport(Protocol):
-    """What a decode rank's backend knows of its peers and their writes."""
+@dataclass
+class _Server:
+    """The prefill server at one address, and those before it."""
 
-    @property
-    def peer_name(self) -> str:
-        """The name under which this decode rank registers with prefill ranks."""
-
-    def progress(self, room: int) -> Progress:
-        """What prefill's ranks have said about a room of this decode rank so far."""
-
-    def take_progress(self, room: int) -> Progress:
-        """The same, and forget it there: a deferred free takes it over."""
-
-    def collect_arrivals(self, asker: int) -> None:
-        """Read what has arrived, for room ``asker``; nothing where it is said without asking."""
-
-    def drop_socket(self, host: str, port: int) -> None:
-        """Throw away what is queued for a prefill rank that is gone."""
+    capabilities: capability.Capabilities | None = None
+    #: Counts handshakes, to tell the server there from the one before it; the count when the
+    #: heartbeat last began to probe; and up to which servers there are certain to write no more.
+    epoch: int = 0
+    probed_at: int = -1
+    gone_epoch: int = 0
+    #: Addresses of the ranks that this rank is connected to, and their unanswered pings.
+    ranks: dict[tuple[str, int], int] = field(default_factory=dict)
 
 
 class PrefillServers:
@@ -73,29 +264,18 @@ class PrefillServers:
         rank: RankView,
         statuses: Statuses,
         tables: Tables,
-        transport: Transport,
+        transport: Any,
         ask: Callable[[str], bool],
         args: ServerArgs,
     ) -> None:
-        """``ask``: SGLang's own blocking question for a server's topology."""
-        self._rank = rank
-        self._statuses = statuses
-        self._tables = tables
-        self._transport = transport
-        self._ask = ask
-        self._args = args
+        """``transport``: ``manager.DeltaManager``, whose backend knows its peers and their writes;
+        ``ask``: SGLang's own blocking question for a server's topology."""
+        self._rank, self._statuses, self._tables = rank, statuses, tables
+        self._transport, self._ask, self._args = transport, ask, args
         self._sockets = wire.PeerSockets()
         self._lock = threading.RLock()
         self.connections = Connections(tables, self._handshake, AddressPool("pd-handshake"))
-        self._capabilities: dict[str, capability.Capabilities] = {}
-        #: Counts handshakes with an address, to tell the server there from the one before it.
-        self._epochs: dict[str, int] = defaultdict(int)
-        #: The counts when the heartbeat last began to probe.
-        self._probed_at: dict[str, int] = {}
-        #: Servers at an address up to this epoch are certain to write no more.
-        self._gone_epochs: dict[str, int] = defaultdict(int)
-        #: Addresses of the ranks that this rank is connected to, and their unanswered pings.
-        self._ranks: dict[str, dict[tuple[str, int], int]] = defaultdict(dict)
+        self._servers: dict[str, _Server] = defaultdict(_Server)
         #: By room; changed and read under the lock: the reader and the heartbeat use it too.
         self._deferred: dict[int, DeferredFree] = {}
 
@@ -108,12 +288,12 @@ class PrefillServers:
             return False
         algorithm = self._args.speculative_algorithm
         with self._lock:
-            before = self._capabilities.get(address)
+            server = self._servers[address]
+            before, server.capabilities = server.capabilities, capabilities
             is_same = before is not None and before.incarnation == capabilities.incarnation
             if before is not None and not is_same:
                 self._forget_writers(address)
-            self._capabilities[address] = capabilities
-            self._epochs[address] += 1
+            server.epoch += 1
         if algorithm and not is_same and capabilities.speculative == capability.NO_DRAFTS:
             logger.warning(
                 "prefill server %s runs without --speculative-algorithm, this decode server with "
@@ -126,18 +306,18 @@ class PrefillServers:
 
     def capabilities(self, address: str) -> capability.Capabilities:
         """What the server at ``address`` understands; that of a stock one if it is unknown."""
-        return self._capabilities.get(address, capability.STOCK)
+        server = self._servers.get(address)
+        return server and server.capabilities or capability.STOCK
 
     def epoch(self, address: str) -> int:
         """Which server at ``address`` a room of now belongs to."""
-        return self._epochs[address]
+        return self._servers[address].epoch
 
     def connected(self, address: str, infos: list[dict[str, Any]]) -> None:
         """This rank registered with these ranks of the server."""
         with self._lock:
-            ranks = self._ranks[address]
             for info in infos:
-                ranks.setdefault(_rank(info), 0)
+                self._servers[address].ranks.setdefault(_rank(info), 0)
 
     # ---- rooms that end early ----
 
@@ -151,14 +331,9 @@ class PrefillServers:
         if not self.capabilities(address).takes_control:
             return
         for info in infos:
-            message = wire.Withdraw(
-                room,
-                self._transport.peer_name,
-                self._rank.host,
-                self._rank.port,
-                reason,
-                wants_answer=not info.get("is_dummy", False),
-            )
+            ours = self._transport.peer_name, self._rank.host, self._rank.port
+            wants_answer = not info.get("is_dummy", False)
+            message = wire.Withdraw(room, *ours, reason, wants_answer=wants_answer)
             self._send(_rank(info), message, "it ends the room by its own deadlines")
 
     def yield_room(self, address: str, infos: list[dict[str, Any]], room: int) -> None:
@@ -179,7 +354,7 @@ class PrefillServers:
         """Follow a room that is given up; None if nobody can write to its pages any more."""
         with self._lock:
             progress = self._transport.take_progress(room)
-            if epoch <= self._gone_epochs[address] or progress.is_drained(writers):
+            if epoch <= self._servers[address].gone_epoch or progress.is_drained(writers):
                 return None
             deferred = DeferredFree(
                 room,
@@ -225,13 +400,17 @@ class PrefillServers:
             ControlError: it is not one for a decode rank.
         """
         if isinstance(message, wire.Pong):
-            self._take_pong(message)
-        elif isinstance(message, wire.Stopped):
-            self._take_stopped(message)
-        else:
+            host, _, port = message.to.rpartition(":")
+            rank = (host, int(port) if port.isdigit() else -1)
+            with self._lock:
+                for address, server in list(self._servers.items()):
+                    if rank in server.ranks:
+                        server.ranks[rank] = 0
+                        if not message.knows_peer:
+                            self.disconnect(address)
+            return
+        if not isinstance(message, wire.Stopped):
             raise wire.ControlError(f"a {type(message).__name__} is not for a decode rank")
-
-    def _take_stopped(self, message: wire.Stopped) -> None:
         with self._lock:
             deferred = self._deferred.get(message.room)
             if deferred is not None and deferred.progress is not None:
@@ -246,16 +425,6 @@ class PrefillServers:
         if message.unknown_peer:
             for address in addresses:
                 self.disconnect(address)
-
-    def _take_pong(self, message: wire.Pong) -> None:
-        host, _, port = message.to.rpartition(":")
-        rank = (host, int(port) if port.isdigit() else -1)
-        with self._lock:
-            for address, ranks in self._ranks.items():
-                if rank in ranks:
-                    ranks[rank] = 0
-                    if not message.knows_peer:
-                        self.disconnect(address)
 
     def disconnect(self, address: str) -> None:
         """Forget the connections to a server: the next request connects and registers again."""
@@ -289,42 +458,33 @@ class PrefillServers:
         with self._lock:
             addresses = {*self._tables.topology}
             addresses |= {deferred.address for deferred in self._deferred.values()}
-            self._probed_at = {address: self._epochs[address] for address in addresses}
+            for address in addresses:
+                self._servers[address].probed_at = self._servers[address].epoch
             return {address: self.capabilities(address).incarnation for address in addresses}
 
     def _probe(self, address: str, timeout_s: float) -> Probe:
         """Query the identity of the bootstrap server, and ping the connected ranks."""
         takes_control = self.capabilities(address).takes_control
+        with self._lock:
+            listening = list(self._servers[address].ranks)
         route = capability.ROUTE if takes_control else "/health"
-        try:
-            response = requests.get(f"http://{address}{route}", timeout=timeout_s)
-        except requests.ConnectionError as error:
-            # No process listens at the connected ranks' ports either: a bootstrap server that is
-            # gone may be another node's, and what refuses a service in front of one that is not.
-            with self._lock:
-                ranks = list(self._ranks[address])
-            is_gone = is_refused(error) and all(refuses(*rank, timeout_s) for rank in ranks)
-            return Probe(Liveness.GONE if is_gone else Liveness.SILENT)
-        except requests.RequestException:
-            return Probe(Liveness.SILENT)
-        if not response.ok:
-            return Probe(Liveness.SILENT)
-        if not takes_control:
-            return Probe(Liveness.ALIVE)
-        incarnation = capability.incarnation_in(response.content)
+        answer = look(f"http://{address}{route}", listening, timeout_s)
+        if isinstance(answer, Probe) or not takes_control:
+            return answer if isinstance(answer, Probe) else Probe(is_alive=True)
         ours = self._transport.peer_name, self._rank.host, self._rank.port
         with self._lock:
-            unanswered = max(self._ranks[address].values(), default=0)
-            for rank in self._ranks[address]:
-                self._ranks[address][rank] += 1
+            ranks = self._servers[address].ranks
+            unanswered = max(ranks.values(), default=0)
+            for rank in ranks:
+                ranks[rank] += 1
                 ping = wire.Ping(f"{rank[0]}:{rank[1]}", *ours)
                 self._send(rank, ping, "that counts as no answer")
-        return Probe(Liveness.SILENT if unanswered else Liveness.ALIVE, incarnation)
+        return Probe(not unanswered, incarnation=capability.incarnation_in(answer))
 
     def _given_up(self, address: str, is_gone: bool, why: str) -> None:
         """What the last probes showed; they say nothing of a server connected to since then."""
         with self._lock:
-            if self._epochs[address] == self._probed_at.get(address):
+            if self._servers[address].epoch == self._servers[address].probed_at:
                 self.lost(address, is_gone, why)
 
     def lost(self, address: str, is_gone: bool, why: str) -> None:
@@ -348,16 +508,19 @@ class PrefillServers:
             "SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT",
         )
         with self._lock:
-            self._ranks[address] = dict.fromkeys(self._ranks[address], 0)
+            server = self._servers[address]
+            server.ranks = dict.fromkeys(server.ranks, 0)
             if is_gone:
                 self._forget_writers(address)
 
     def _forget_writers(self, address: str) -> None:
         """The processes of the server at ``address`` are gone: nobody writes for its rooms."""
-        self._gone_epochs[address] = self._epochs[address]
+        server = self._servers[address]
+        server.gone_epoch = server.epoch
         for deferred in self._deferred.values():
             if deferred.address == address:
                 deferred.writers_are_gone = True
-        for host, port in self._ranks.pop(address, {}):
-            self._sockets.drop(host, port)
-            self._transport.drop_socket(host, port)
+        gone, server.ranks = server.ranks, {}
+        for rank in gone:
+            self._sockets.drop(*rank)
+            self._transport.drop_socket(*rank)

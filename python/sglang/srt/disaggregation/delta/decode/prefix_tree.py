@@ -16,7 +16,7 @@ import torch
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.decode.claims import Claims, upwards
-from sglang.srt.disaggregation.delta.decode.record import may_insert, may_match, record_of
+from sglang.srt.disaggregation.delta.decode.record import Stage, may_insert, may_match, record_of
 from sglang.srt.disaggregation.delta.pages import page_floor
 from sglang.srt.disaggregation.delta.sparse_index import copy_index, index_buffers
 
@@ -63,10 +63,8 @@ class PrefixLease:
     """
 
     def __init__(self, tree: DecodeRadixTree, node: TreeNode, indices: torch.Tensor) -> None:
-        self._tree = tree
-        self._held = True
-        self.node = node
-        self.indices = indices
+        self._tree, self._held = tree, True
+        self.node, self.indices = node, indices
         tree.inc_lock_ref(node)
 
     @classmethod
@@ -277,6 +275,20 @@ class DecodeRadixTree(RadixCache):
             params = replace(params, num_tokens=max(params.num_tokens, least))
         return super().evict(params)
 
+    def allocate(self, tokens: int) -> torch.Tensor | None:
+        """So many slots (1-D int64), whole pages; evicts what is missing. None where that was not
+        enough."""
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        allocator = self.token_to_kv_pool_allocator
+        if not tokens:
+            return torch.empty(0, dtype=torch.int64, device=allocator.device)
+        shortfall = tokens - allocator.available_size()
+        if shortfall > 0:
+            self.evict(EvictParams(num_tokens=shortfall))
+        slots: torch.Tensor | None = allocator.alloc(tokens)
+        return slots
+
     @override
     def _split_node(self, key: Any, child: TreeNode, split_len: int) -> Any:
         upper = super()._split_node(key, child, split_len)
@@ -307,7 +319,7 @@ class DecodeRadixTree(RadixCache):
 
         Waiting until the request runs, or ends, would let followers move the same KV again.
         """
-        record_of(req).committed = True
+        record_of(req).enter(Stage.COMMITTED)
         self.cache_unfinished_req(req)
 
     @override
@@ -338,25 +350,29 @@ class DecodeRadixTree(RadixCache):
     def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
         if self.claims is not None:
             self.claims.left(req)
-        if self.serves_decode:
-            is_insert = is_insert and self._may_insert(req)
-            if req.last_node is None:
-                # Never matched, or retracted since: nothing is locked.
-                req.last_node = self.root_node
-            # The step in flight may still use them; see ``transfer_queue.StepWrites``.
-            rows = self.req_to_token_pool.req_to_token
-            own = rows[req.req_pool_idx, req.cache_protected_len : req.kv_allocated_len]
-            record_of(req).slots_at_end = own.to(torch.int64, copy=True)
-            if hasattr(req, "kv_cache_cpu"):
-                # It is being retracted. SGLang has copied the target's KV; of the draft's, and of
-                # an index, it knows nothing.
-                slots = rows[req.req_pool_idx, : req.kv_committed_len]
-                pool = self.token_to_kv_pool_allocator.get_kvcache()
-                if self.draft_pool is not None:
-                    record_of(req).draft_copy = self.draft_pool.get_cpu_copy(slots)
-                if index_buffers(pool):
-                    record_of(req).index_copy = copy_index(pool, slots)
-        if self.serves_decode and self.is_eagle:
+        if not self.serves_decode:
+            super().cache_finished_req(req, is_insert)
+            return
+        record, rows = record_of(req), self.req_to_token_pool.req_to_token
+        is_insert = is_insert and self._may_insert(req)
+        if req.last_node is None:
+            # Never matched, or retracted since: nothing is locked.
+            req.last_node = self.root_node
+        # The step in flight may still use them; see ``transfer_queue.StepWrites``.
+        own = rows[req.req_pool_idx, req.cache_protected_len : req.kv_allocated_len]
+        record.slots_at_end = own.to(torch.int64, copy=True)
+        if hasattr(req, "kv_cache_cpu"):
+            # SGLang has copied the target's KV; of the draft's, and of an index, it knows nothing.
+            record.enter(Stage.RETRACTED)
+            slots = rows[req.req_pool_idx, : req.kv_committed_len]
+            pool = self.token_to_kv_pool_allocator.get_kvcache()
+            if self.draft_pool is not None:
+                record.draft_copy = self.draft_pool.get_cpu_copy(slots)
+            if index_buffers(pool):
+                record.index_copy = copy_index(pool, slots)
+        else:
+            record.enter(Stage.ENDED)
+        if self.is_eagle:
             self._release_pairs(req, is_insert)
         else:
             super().cache_finished_req(req, is_insert)

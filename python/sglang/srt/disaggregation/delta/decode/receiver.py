@@ -1,9 +1,17 @@
-"""Decode's end of a room on any backend: a thin override of SGLang's receiver."""
+"""Decode's end of a room on any backend: its handshake, its announcement, its end.
+
+``Handshakes`` initialises receivers when all is known of their prefill servers; nobody waits for an
+answer, and no request for ever.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any  # Any: SGLang's own attributes, sockets and JSON
 
 import numpy as np
@@ -12,26 +20,23 @@ import zmq
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.decode.deferred_free import DeferredFree
-from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers
+from sglang.srt.disaggregation.delta.decode.prefill_servers import Connections, PrefillServers
+from sglang.srt.disaggregation.delta.decode.record import Stage, bootstrap_addr, record_of
+from sglang.srt.disaggregation.delta.decode.transfer_queue import DeferredFree
 from sglang.srt.disaggregation.delta.metrics import Reason
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+    from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.disaggregation.delta.manager import DeltaManager
+    from sglang.srt.managers.schedule_batch import Req
 else:
     CommonKVReceiver = object
 
-
-class _FrameAppender:
-    """A ZMQ socket that adds one frame to the multipart message sent through it."""
-
-    def __init__(self, socket: Any, frame: bytes) -> None:
-        self._socket = socket
-        self._frame = frame
-
-    def send_multipart(self, frames: list[bytes]) -> None:
-        self._socket.send_multipart([*frames, self._frame])
+logger = logging.getLogger(__name__)
+_DEADLINE = "SGLANG_DISAGGREGATION_WAITING_TIMEOUT"
 
 
 class DeltaReceiver(CommonKVReceiver):
@@ -74,7 +79,7 @@ class DeltaReceiver(CommonKVReceiver):
         self._fail(
             Reason.TIMEOUT,
             f"room {self.bootstrap_room}: prefill {self.bootstrap_addr} did not complete it within "
-            f"{manager.waiting_timeout} s (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)",
+            f"{manager.waiting_timeout} s ({_DEADLINE})",
         )
         return True
 
@@ -163,9 +168,7 @@ class DeltaReceiver(CommonKVReceiver):
         metadata_slots = ours.aux_data_lens[0] // ours.aux_item_lens[0]
         takes_metadata = self.kv_mgr.expect_metadata(self.bootstrap_room, aux_index)
 
-        def connect_with_frame(
-            bootstrap_info: dict[str, Any],
-        ) -> tuple[_FrameAppender, threading.Lock]:
+        def connect_with_frame(bootstrap_info: dict[str, Any]) -> tuple[Any, threading.Lock]:
             socket, lock = connect(bootstrap_info)
             is_dummy = bool(bootstrap_info["is_dummy"])
             frame = wire.DeltaFrame(
@@ -177,7 +180,12 @@ class DeltaReceiver(CommonKVReceiver):
                 metadata_slots=metadata_slots,
                 takes_metadata=takes_metadata,
             )
-            return _FrameAppender(socket, wire.encode_frame(frame)), lock
+            encoded = wire.encode_frame(frame)
+
+            def send(frames: list[bytes]) -> None:
+                socket.send_multipart([*frames, encoded])
+
+            return SimpleNamespace(send_multipart=send), lock
 
         self._connect_to_bootstrap_server = connect_with_frame
         self.announced = True
@@ -233,3 +241,145 @@ class DeltaReceiver(CommonKVReceiver):
         rooms = manager.addr_to_rooms_tracker.get(self.bootstrap_addr)
         if rooms is not None:
             rooms.discard(room)
+
+
+# ---- handshakes ----
+
+
+class _Reached:
+    """Polls a receiver, and in the lowest bit, whether its prefill server was reached so far or the
+    request was attempted here already. Of several ranks' the smallest counts."""
+
+    def __init__(self, entry: DecodeRequest) -> None:
+        self._entry = entry
+
+    def poll(self) -> int:
+        record = record_of(self._entry.req)
+        is_reached = record.tried_here or not record.unreachable
+        return 2 * int(self._entry.kv_receiver.poll()) + is_reached
+
+
+class Handshakes:
+    """One for each prealloc queue. Called in every step by the scheduler's thread.
+
+    A request passes the three questions of ``Connections``: the topology of its prefill server, the
+    data-parallel rank that serves it, and where the ranks listen that write to this one.
+    """
+
+    def __init__(
+        self,
+        connections: Connections,
+        dp_rank_of: Callable[[Req], int | None],
+        clock: Callable[[], float],
+        *,
+        allowed_s: float,
+        attempts: int,
+        retry_s: float,
+    ) -> None:
+        """``dp_rank_of``: the data-parallel rank that serves a request, None where prefill has to
+        be queried; ``allowed_s``: how long a handshake may take; ``attempts``: how often a server's
+        topology is asked for before its requests fail, ``retry_s`` apart."""
+        self._connections, self._dp_rank_of, self._clock = connections, dp_rank_of, clock
+        self._allowed_s, self._most_attempts, self._retry_s = allowed_s, attempts, retry_s
+        #: How often a server could not be queried for its topology, and when it is queried again.
+        self._attempts: dict[str, tuple[int, float]] = {}
+
+    def advance(self, entries: Sequence[DecodeRequest]) -> list[DecodeRequest]:
+        """Initialise the receivers of ``entries`` that are ready, and fail those that waited for
+        too long; the others wait on."""
+        now, pending = self._clock(), defaultdict[str, list["DecodeRequest"]](list)
+        for entry in entries:
+            if entry.kv_receiver.conclude_state is not None:
+                continue  # who polls it answers
+            record, address = record_of(entry.req), bootstrap_addr(entry.req)
+            if record.handshake_since is None:
+                record.handshake_since = now
+            in_time = pending[address]
+            if now - record.handshake_since < self._allowed_s:
+                in_time.append(entry)
+                continue
+            entry.kv_receiver.fail_handshake(
+                f"prefill {address} did not report {record.handshake_lacks} "
+                f"within {self._allowed_s} s ({_DEADLINE})"
+            )
+        waiting = []
+        for address, in_time in pending.items():
+            waiting += self._advance(address, in_time)
+        for address in self._attempts.keys() - pending.keys():  # whoever asked went away
+            self._attempts[address] = 0, 0.0
+            if self._connections.forget_answer(address):
+                del self._attempts[address]
+        self._connections.forget_unwanted(pending)
+        return waiting
+
+    def finish(
+        self, entries: Sequence[DecodeRequest], group: ProcessGroup, *, tries_here: bool
+    ) -> tuple[list[DecodeRequest], list[DecodeRequest]]:
+        """Poll the handshakes of ``entries``, on all ranks of ``group``: which of them failed, and
+        of which no prefill server was reached. The latter are asked for only where it
+        ``tries_here`` to compute such requests."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+        from sglang.srt.disaggregation.utils import poll_and_all_reduce
+
+        failed: list[DecodeRequest] = []
+        unreached: list[DecodeRequest] = []
+        if not entries:
+            return failed, unreached
+        pollers = [_Reached(entry) if tries_here else entry.kv_receiver for entry in entries]
+        for entry, vote in zip(entries, poll_and_all_reduce(pollers, group), strict=True):
+            poll, is_reached = divmod(vote, 2) if tries_here else (vote, True)
+            if poll == KVPoll.Failed:
+                failed.append(entry)
+            elif poll == KVPoll.WaitingForInput:
+                entry.waiting_for_input = True
+                record = record_of(entry.req)
+                record.enter(Stage.IN_LINE)
+                record.wait.since = self._clock()
+                entry.req.time_stats.set_bootstrap_done_time()
+            elif not is_reached:
+                unreached.append(entry)
+        return failed, unreached
+
+    def _advance(self, address: str, entries: list[DecodeRequest]) -> list[DecodeRequest]:
+        """Those of ``entries`` that are still not ready."""
+        connections, now = self._connections, self._clock()
+        failed, again_at = self._attempts.get(address, (0, 0.0))
+        is_known = now >= again_at and connections.ensure(address)
+        if now >= again_at and not is_known and not connections.is_asking(address):
+            failed, again_at = failed + 1, now + self._retry_s
+        self._attempts[address] = failed, again_at
+        if is_known or failed == self._most_attempts:
+            del self._attempts[address]
+        if not is_known and failed == self._most_attempts:
+            logger.error(
+                "prefill server %s did not report its server info in %d attempts: the requests "
+                "that wait for it fail. Check that it runs and that this host can reach it",
+                address,
+                failed,
+            )
+            why = connections.refusals.pop(address)
+            for entry in entries:
+                entry.kv_receiver.fail_handshake(why)
+            return []
+        if not is_known:
+            for entry in entries:
+                record_of(entry.req).unreachable |= failed > 0
+            return entries
+        ranks = {id(entry): self._dp_rank_of(entry.req) for entry in entries}
+        rooms = [entry.req.bootstrap_room for entry in entries if ranks[id(entry)] is None]
+        found = connections.dp_ranks(address, rooms) if rooms else {}
+        waiting = []
+        for entry in entries:
+            rank = ranks[id(entry)]
+            if rank is None:
+                rank = found.get(entry.req.bootstrap_room)
+            record = record_of(entry.req)
+            if rank is None:
+                record.handshake_lacks = "which of its data-parallel ranks serves the request"
+            elif not entry.kv_receiver.is_ready(rank):
+                record.handshake_lacks = f"the addresses of its ranks (data-parallel rank {rank})"
+            else:
+                entry.kv_receiver.init(rank)
+                continue
+            waiting.append(entry)
+        return waiting

@@ -1,23 +1,86 @@
-"""What a decode server notes of one request: one record, ``req.delta``, and who may share its KV.
+"""What a decode server notes of one request: its stage, why it waits, and who may share its KV.
 
 SGLang's queues hold a ``DecodeRequest`` until a request runs, and then the bare ``Req``. The record
-hangs on the ``Req``, which lives as long as the request; nothing else is set on SGLang's objects.
+hangs on the ``Req`` (``req.delta``), which lives as long as the request; nothing else is set on
+SGLang's objects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import enum
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple  # Any: a chunk of KV, a tensor or a pair
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple  # Any: a chunk of KV, a tensor or a pair; a Req
+
+import torch
+
+from sglang.srt.disaggregation.delta.sparse_index import load_index
 
 if TYPE_CHECKING:
-    import torch
-
     from sglang.srt.disaggregation.delta.decode.turn_choice import Placed
     from sglang.srt.managers.schedule_batch import MultimodalDataItem, Req
+    from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.memory_pool import KVCache
 
 #: Of a prefix in front of arriving KV, about so many tokens are compared.
 SAMPLED = 1024
+#: Why a request is refused, as text.
+REASONS = {
+    "no_tokens": "not enough free KV tokens",
+    "cannot_finish": "its admission could leave a running request without memory for its output",
+    "no_request_row": "no free request row",
+    "no_metadata_slot": "no free metadata slot",
+    "prefix_arriving": "its prefix is still being transferred or computed for another request",
+}
+
+
+class Stage(enum.Enum):
+    """How far a request is on a decode server. ``NEXT`` has every step between them."""
+
+    #: Its prefill server is being queried.
+    HANDSHAKE = "handshake"
+    #: It waits for memory, and owns nothing.
+    IN_LINE = "in line"
+    #: It owns pages and was announced: prefill may write to them.
+    TRANSFER = "in transfer"
+    #: It owns pages, and this server computes it.
+    LOCAL = "in local prefill"
+    #: All KV of its text is here, on all ranks; it waits for a slot of the running batch.
+    COMMITTED = "committed"
+    RUNNING = "running"
+    #: Its KV is on the CPU, and it waits for memory once more.
+    RETRACTED = "retracted"
+    #: Its client was answered, or it starts over without prefill; prefill may still write.
+    DEFERRED = "deferred release"
+    #: It owns nothing, and its client was answered.
+    ENDED = "ended"
+
+
+#: Every step that there is. A client may leave at any stage: in transfer that defers the release.
+#:
+#:     HANDSHAKE <-> IN_LINE -> TRANSFER -> COMMITTED -> RUNNING -> ENDED
+#:                      |  ^        |  |      ^  ^          |
+#:                      |  +- fails +  |      |  |          v
+#:                      +---> LOCAL ----------+  +----- RETRACTED
+#:                                     v
+#:                                  DEFERRED -> ENDED
+NEXT: dict[Stage, set[Stage]] = {
+    Stage.HANDSHAKE: {Stage.IN_LINE, Stage.ENDED},
+    # Back: it is too long to be computed locally, and its prefill server is still being queried.
+    # In line still: its prefill server is lost, and it waits to be computed locally.
+    Stage.IN_LINE: {Stage.IN_LINE, Stage.HANDSHAKE, Stage.TRANSFER, Stage.LOCAL, Stage.ENDED},
+    # Back: what it owned stays with a stand-in (``remains``), which is deferred.
+    Stage.TRANSFER: {Stage.COMMITTED, Stage.IN_LINE, Stage.DEFERRED, Stage.ENDED},
+    Stage.LOCAL: {Stage.COMMITTED, Stage.ENDED},
+    Stage.COMMITTED: {Stage.RUNNING, Stage.ENDED},
+    Stage.RUNNING: {Stage.RETRACTED, Stage.ENDED},
+    Stage.RETRACTED: {Stage.COMMITTED, Stage.ENDED},
+    Stage.DEFERRED: {Stage.ENDED},
+    Stage.ENDED: set(),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +116,7 @@ ArrivingPrefixes = dict[ArrivingPrefix, None]
 
 
 class Refusal(NamedTuple):
-    """Why a request was not admitted: one of ``waiting.REASONS``."""
+    """Why a request was not admitted: one of ``REASONS``."""
 
     reason: str
     #: Tokens that it needs, where tokens were counted.
@@ -90,9 +153,10 @@ class Wait:
 
 
 @dataclass(slots=True)
-class DecodeRecord:
+class Record:
     """``req.delta``, in the order of a request's life."""
 
+    stage: Stage = Stage.HANDSHAKE
     #: ``DecodeRadixTree.generation`` when it arrived.
     generation: int = 0
     #: Whether token ids say all about its images; None until somebody asked.
@@ -104,7 +168,7 @@ class DecodeRecord:
     #: that.
     unreachable: bool = False
     tried_here: bool = False
-    #: It has no prefill server any more, and is computed locally or nowhere (``without_prefill``).
+    #: It has no prefill server any more, and is computed locally or nowhere.
     is_alone: bool = False
     wait: Wait = field(default_factory=Wait)
     #: The reasons that it was counted for in the metric of refusals.
@@ -121,8 +185,6 @@ class DecodeRecord:
     without_metadata_since: float | None = None
     #: Why its transfer failed, where decode itself found that out.
     failure: str | None = None
-    #: All KV of the prompt arrived, on all ranks.
-    committed: bool = False
     #: With a draft model, keys of its text that the tree may lack (``speculation.key_pairs``).
     pairs: list[tuple[int, int]] = field(default_factory=list)
     #: While it is retracted: the draft model's KV, in the form of ``Req.kv_cache_cpu``.
@@ -132,18 +194,23 @@ class DecodeRecord:
     #: Slots that were its own when it last gave them back (1-D int64), those ahead of its text too.
     slots_at_end: torch.Tensor | None = None
 
+    def enter(self, stage: Stage) -> None:
+        """The request is at ``stage`` from now on."""
+        assert stage in NEXT[self.stage], f"{self.stage} -> {stage}"
+        self.stage = stage
+
     def drop_copies(self) -> None:
         """It is not retracted any more."""
         self.draft_copy = self.index_copy = None
 
 
-def record_of(req: Req) -> DecodeRecord:
+def record_of(req: Req) -> Record:
     """The record of ``req``; made when it is first asked for."""
-    record: DecodeRecord
+    record: Record
     try:
         record = req.delta  # the most frequent line of a step: no getattr
     except AttributeError:
-        record = req.delta = DecodeRecord()
+        record = req.delta = Record()
     return record
 
 
@@ -186,4 +253,121 @@ def _is_padded(token_ids: Sequence[int], item: MultimodalDataItem) -> bool:
 
 def may_insert(req: Req) -> bool:
     """Whether the request's KV may enter the tree: opt-in, only after a committed transfer."""
-    return may_match(req) and record_of(req).committed
+    return may_match(req) and record_of(req).stage in (Stage.COMMITTED, Stage.RUNNING)
+
+
+def bootstrap_addr(req: Req) -> str:
+    """The prefill server of a request, as "host:port"."""
+    return _address(req.bootstrap_host or "", req.bootstrap_port)
+
+
+@lru_cache(maxsize=1024)  # parsing costs more than the rest of an admission step
+def _address(host: str, port: int) -> str:
+    from sglang.srt.utils.network import NetworkAddress
+
+    return NetworkAddress(host, port).to_host_port_str()
+
+
+# ---- the copy of a retracted request's KV on the CPU ----
+
+
+def without_leading(
+    copy: list[list[Any]], chunk: int, skip: int
+) -> tuple[list[list[Any]], list[list[Any]]]:
+    """Split a CPU copy of KV at ``skip`` tokens.
+
+    SGLang keeps the copy as one list a layer of chunks of ``chunk`` tokens; a chunk is a tensor
+    (MLA) or a [key, value] pair (MHA), tokens first. Returns the rest of the chunk that ``skip``
+    falls into, and the whole chunks after it, each in the same form.
+    """
+    whole, part = divmod(skip, chunk)
+    if part == 0:
+        return [[] for _ in copy], [layer[whole:] for layer in copy]
+
+    def tail(layer: list[Any]) -> list[Any]:
+        if whole >= len(layer):
+            return []
+        both = layer[whole]
+        return [both[part:] if isinstance(both, torch.Tensor) else [one[part:] for one in both]]
+
+    return [tail(layer) for layer in copy], [layer[whole + 1 :] for layer in copy]
+
+
+def restore_private(
+    req: Req,
+    slots: torch.Tensor,
+    allocator: BaseTokenToKVPoolAllocator,
+    draft_pool: KVCache | None = None,
+) -> None:
+    """Copy what is not shared from the request's CPU copy to ``slots``, and drop the copy; with a
+    draft model also its KV, which has the same slots, and with sparse attention the index.
+
+    Shared pages are never written: other requests read them, and their content is the same.
+    """
+    pool, record, shared = allocator.get_kvcache(), record_of(req), req.cache_protected_len
+    load_private(
+        req.kv_cache_cpu, pool.cpu_offloading_chunk_size, shared, slots, allocator.load_cpu_copy
+    )
+    del req.kv_cache_cpu
+    if draft_pool is not None:
+        chunk = draft_pool.cpu_offloading_chunk_size
+        load_private(record.draft_copy, chunk, shared, slots, draft_pool.load_cpu_copy)
+    if record.index_copy is not None:
+        load_index(pool, record.index_copy, slots, shared)
+    record.drop_copies()
+
+
+def load_private(
+    copy: list[list[Any]],
+    chunk: int,
+    shared: int,
+    slots: torch.Tensor,
+    load: Callable[[list[list[Any]], torch.Tensor], None],
+) -> None:
+    """Call ``load`` with what is behind ``shared`` tokens, and the slots for it."""
+    head, rest = without_leading(copy, chunk, shared)
+    at = min(len(slots), -shared % chunk)
+    if at:
+        load(head, slots[:at])
+    if at < len(slots):
+        load(rest, slots[at:])
+
+
+# ---- a transfer that failed, whose request is computed locally (``answers.NoPrefill``) ----
+
+
+def remains(req: Any) -> Req:
+    """A request that owns what ``req`` has owned for its transfer: row, pages and lock.
+
+    ``req`` owns nothing afterwards, like one that was never admitted. The stand-in has ended, and
+    its client was answered.
+    """
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    left: Req = copy.copy(req)
+    record = record_of(req)
+    left.output_ids, left.finished_reason = [], FINISH_ABORT()
+    left.delta = Record(Stage.TRANSFER, record.generation)
+    stained, count = req.retracted_stain, req.retraction_count
+    req.reset_for_retract()  # it is no retraction, and gives nothing back
+    req.is_retracted, req.retracted_stain, req.retraction_count = False, stained, count
+    req.req_pool_idx, req.cache_protected_len = None, 0
+    record.arriving = record.turn = record.without_metadata_since = record.failure = None
+    record.arrived = False
+    return left
+
+
+# ---- who waits, and for what ----
+
+
+def long_waits(reqs: Iterable[Req], since: float) -> list[list[Req]]:
+    """Those of ``reqs`` that have waited since then or longer and of whom nobody has said so;
+    those that wait for the same together. They count as said of from now on."""
+    same: defaultdict[str | None, list[Req]] = defaultdict(list)
+    for req in reqs:
+        wait = record_of(req).wait
+        is_late = wait.since is not None and wait.since <= since and not wait.logged
+        if is_late and req.finished_reason is None:
+            wait.logged = True
+            same[wait.refusal and wait.refusal.reason].append(req)
+    return [*same.values()]

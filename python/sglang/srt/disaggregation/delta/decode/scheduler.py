@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any  # Any: gauges; what protocols.py lacks of
 
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta.decode.admission import Limits
 from sglang.srt.disaggregation.delta.decode.flush import DecodeFlush
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.speculation import check_draft_pool, draft_pool
+from sglang.srt.disaggregation.delta.decode.step import Limits
 from sglang.srt.disaggregation.delta.observability import STATS, Telemetry
 from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.delta.sparse_index import has_other_state

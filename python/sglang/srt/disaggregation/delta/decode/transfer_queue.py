@@ -1,4 +1,4 @@
-"""A decode request in transfer: announced, polled, committed to the tree or freed.
+"""A request in transfer: announced, polled, committed to the tree or freed, if need be later.
 
 Metadata slots are where prefill writes the first token. Whether the metadata of a room have landed
 must be known *before* the ranks agree that its transfer is complete: a rank that found out
@@ -12,19 +12,22 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any  # Any: SGLang's manager, batches and results
+from typing import TYPE_CHECKING, Any, TypeAlias  # Any: SGLang's manager, batches and results
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta.decode.deferred_free import DeferredFree
-from sglang.srt.disaggregation.delta.decode.handshakes import bootstrap_addr
-from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
+from sglang.srt.disaggregation.delta.decode.record import (
+    bootstrap_addr,
+    is_fake,
+    record_of,
+    remains,
+)
 from sglang.srt.disaggregation.delta.decode.speculation import own_draft_state
-from sglang.srt.disaggregation.delta.decode.without_prefill import remains
 from sglang.srt.disaggregation.delta.observability import STATS, Admitted, event_log, now
+from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
@@ -37,6 +40,10 @@ logger = logging.getLogger(__name__)
 
 #: What a metadata slot says where no room's metadata are in it.
 EMPTY = 0
+#: What the prefill ranks that write for a room have said so far, kept by the backend:
+#: ``stop(writer)`` notes that one writes no more, ``is_drained(writers)`` says whether so many of
+#: them delivered everything or stopped.
+Progress: TypeAlias = Any
 _NO_PAGES: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
@@ -164,6 +171,80 @@ def announce(
     writes.after(pages, notify)
 
 
+# ---- transfers that ended early ----
+
+
+class DeferredFree:
+    """One room that decode gave up, and from ``keep`` on what its request owns.
+
+    Without ``progress`` this rank's room is drained from the start; another rank's may not be, and
+    all ranks free together. Several threads read ``progress`` and ``address``, under the lock of
+    ``PrefillServers``; the rest belongs to the scheduler's.
+    """
+
+    def __init__(
+        self,
+        room: int = -1,
+        address: str = "",
+        progress: Progress = None,
+        writers: int = 0,
+        collect: Callable[[int], None] = lambda room: None,
+        forget: Callable[[DeferredFree], None] = lambda deferred: None,
+    ) -> None:
+        """``collect`` reads what has arrived, for a room; ``forget``: it is followed no longer."""
+        self._collect, self._forget = collect, forget
+        #: ``address``: of the prefill server's bootstrap server; ``writers``: its ranks that write.
+        self.room, self.address, self.progress, self.writers = room, address, progress, writers
+        #: The prefill processes that could write are certain not to exist any more.
+        self.writers_are_gone = False
+        #: The queue entry whose pages, row, lock and metadata slot are kept.
+        self.entry: Any = None
+        self._since = 0.0
+
+    def keep(self, entry: DecodeRequest) -> None:
+        """``entry``, whose client has been answered, keeps what it owns from now on."""
+        self.entry, self._since = entry, time.monotonic()
+
+    def is_drained(self) -> bool:
+        """Whether prefill can write to the pages no more; also reads what has arrived."""
+        if self.progress is None:
+            return True
+        self._collect(self.room)
+        return self.writers_are_gone or self.progress.is_drained(self.writers)
+
+    def poll(self) -> int:
+        """This rank's vote, polled beside the transfers: ``KVPoll.Success`` once the pages may be
+        freed, because the room is drained or was waited for too long."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        if self.is_drained():
+            return int(KVPoll.Success)
+        waited = time.monotonic() - self._since
+        if waited < environment.QUARANTINE_TIMEOUT.read():
+            return int(KVPoll.Transferring)
+        req = self.entry.req
+        logger.error(
+            "request %s (bootstrap_room=%s) ended early, and prefill %s:%s has not confirmed "
+            "within %.0f s that it stopped writing. Its deferred release ends: %d tokens of KV "
+            "are freed now, and a late write would corrupt other requests. Check whether that "
+            "prefill server hangs or is unreachable, and restart it",
+            req.rid,
+            req.bootstrap_room,
+            req.bootstrap_host,
+            req.bootstrap_port,
+            waited,
+            req.kv_allocated_len - req.cache_protected_len,
+        )
+        return int(KVPoll.Success)
+
+    def free(self, free_entry: Callable[[DecodeRequest], None]) -> None:
+        """Give what is kept to ``free_entry``, once, and follow the room no longer."""
+        self._forget(self)
+        entry, self.entry = self.entry, None
+        if entry is not None:
+            free_entry(entry)
+
+
 # ---- transfers ----
 
 
@@ -171,56 +252,39 @@ class Arrival:
     """One transfer as the ranks poll it: complete when its KV *and* its metadata are here."""
 
     def __init__(self, entry: DecodeRequest, buffers: MetadataBuffers) -> None:
-        self._entry = entry
-        self._buffers = buffers
+        self._entry, self._buffers = entry, buffers
 
     def poll(self) -> int:
         """The receiver's state; Success only with this room's metadata.
 
-        Failed with another room's, or without any for as long as a transfer may take.
+        Failed with another room's, or without any for as long as a transfer may take: prefill says
+        that it delivered everything, so nothing else would end the wait.
         """
         from sglang.srt.disaggregation.base.conn import KVPoll
-
-        entry, req = self._entry, self._entry.req
-        state = int(entry.kv_receiver.poll())
-        if state != KVPoll.Success or is_fake(req):
-            return state
-        expected = req.bootstrap_room or EMPTY
-        found = int(self._buffers.bootstrap_room[entry.metadata_buffer_index, 0].item())
-        record = record_of(req)
-        if expected == EMPTY:
-            record.arrived = True
-            record.failure = "room 0 cannot be distinguished from an empty metadata slot"
-            return int(KVPoll.Failed)
-        if found == EMPTY:
-            return int(KVPoll.Failed if self._is_overdue() else KVPoll.Transferring)
-        record.arrived = True
-        if found != expected:
-            record.failure = (
-                f"metadata slot {entry.metadata_buffer_index} holds the metadata of room {found}"
-            )
-            return int(KVPoll.Failed)
-        return state
-
-    def _is_overdue(self) -> bool:
-        """Whether the metadata did not come in the time that a transfer may take.
-
-        Prefill says that it delivered everything, so nothing else would end the wait.
-        """
         from sglang.srt.environ import envs
 
-        record, at = record_of(self._entry.req), time.monotonic()
-        if record.without_metadata_since is None:
-            record.without_metadata_since = at
-        waited = at - record.without_metadata_since
-        if waited < envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get():
-            return False
-        slot = self._entry.metadata_buffer_index
-        record.failure = (
-            f"its KV has arrived, but metadata slot {slot} is still empty after {waited:.0f} s "
-            "(SGLANG_DISAGGREGATION_WAITING_TIMEOUT)"
-        )
-        return True
+        req, slot = self._entry.req, self._entry.metadata_buffer_index
+        state = int(self._entry.kv_receiver.poll())
+        if state != KVPoll.Success or is_fake(req):
+            return state
+        expected, record = req.bootstrap_room or EMPTY, record_of(req)
+        found = int(self._buffers.bootstrap_room[slot, 0].item())
+        if expected == EMPTY:
+            record.failure = "room 0 cannot be distinguished from an empty metadata slot"
+        elif found == EMPTY:
+            record.without_metadata_since = record.without_metadata_since or time.monotonic()
+            waited = time.monotonic() - record.without_metadata_since
+            if waited < envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get():
+                return int(KVPoll.Transferring)
+            record.failure = (
+                f"its KV has arrived, but metadata slot {slot} is still empty after {waited:.0f} s "
+                "(SGLANG_DISAGGREGATION_WAITING_TIMEOUT)"
+            )
+            return int(KVPoll.Failed)
+        elif found != expected:
+            record.failure = f"metadata slot {slot} holds the metadata of room {found}"
+        record.arrived = True
+        return int(KVPoll.Failed) if record.failure else state
 
 
 class RadixTransferQueue(DecodeTransferQueue):
@@ -295,7 +359,7 @@ class RadixTransferQueue(DecodeTransferQueue):
             message += f": {record_of(req).failure or error}"
         line = self.scheduler.disagg_decode_prealloc_queue
         claims = self.tree_cache.claims
-        if line.may_save(req):
+        if line.answers.may_keep(req):
             # The request starts over; what it owned stays in the entry.
             entry.req = left = remains(req)
             claims.left(req)

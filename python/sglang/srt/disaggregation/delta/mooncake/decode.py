@@ -48,7 +48,7 @@ class RoomProgress:
         self.delivered.add(writer)
         return len(self.delivered)
 
-    # ---- decode/deferred_free.py: Progress ----
+    # ---- decode/transfer_queue.py: Progress ----
 
     def stop(self, writer: int) -> None:
         """The rank ``writer`` said that it writes no more."""

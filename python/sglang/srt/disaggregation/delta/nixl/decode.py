@@ -92,7 +92,7 @@ class DeltaTransferStatus(TransferStatus):
             self._was_done = expected is not None and len(self.finished_writers()) >= expected
         return self._was_done
 
-    # ---- decode/deferred_free.py: Progress ----
+    # ---- decode/transfer_queue.py: Progress ----
 
     def stop(self, writer: int) -> None:
         """The rank ``writer`` said that it writes no more."""

@@ -1,0 +1,420 @@
+"""One step of admission: what one rank sees, what it votes, what all agree on, what is decided.
+
+The queue takes a ``Snapshot``. ``Admission.vote`` makes this rank's vote of it, ``rank_agreement``
+that of all ranks, and ``Admission.decide`` decides from that alone, by the same arithmetic on every
+rank. ``RadixPreallocQueue.carry_out`` has the effects.
+
+Matching costs the length of a prompt, so only those are matched that could get in on this rank, one
+after the other, and the first that could not; that one is not matched again while its match would
+end where it did. Locks are taken before the ranks agree, so that nothing is evicted between the
+agreement and its use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    NamedTuple,
+    TypeAlias,
+)  # Any: SGLang's entries; LocalTurns, or None
+
+from sglang.srt.disaggregation.delta.decode.claims import Claims, start_length
+from sglang.srt.disaggregation.delta.decode.prefix_tree import (
+    DecodeRadixTree,
+    KnownPrefix,
+    PrefixLease,
+    key_pairs,
+    unlocked_tokens,
+)
+from sglang.srt.disaggregation.delta.decode.record import (
+    ArrivingPrefix,
+    ArrivingPrefixes,
+    Refusal,
+    bootstrap_addr,
+    record_of,
+)
+from sglang.srt.disaggregation.delta.pages import page_ceil
+from sglang.srt.disaggregation.delta.rank_agreement import AdmissionVote, Offer, State
+from sglang.srt.patchset import environment
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+#: Tried in one step at most: each is matched, and holds a lock until the step ends.
+TRIED = 8
+#: Candidates of a step at most, with those that wait for an arriving prefix. They are found without
+#: a match, and hold no lock.
+LOOKED_AT = 128
+#: Requests in line, beside the candidates, whose failure and waiting time a step looks at. A longer
+#: line is gone through part by part: a step costs the same however many wait.
+CHECKED = 128
+
+
+class Limits(NamedTuple):
+    """The settings of admission; all but ``window`` are seconds."""
+
+    #: How long a request waits at most for decode memory after its handshake.
+    for_memory: float
+    #: How long it waits at most for another one's prefix.
+    for_prefix: float
+    #: After how long the log says that it waits.
+    log_after: float
+    #: How many equal next tokens make waiting for another one's prefix worth it; zero: never.
+    window: int
+
+    @classmethod
+    def read(cls, page: int, pairs: bool = False) -> Limits:
+        """From the environment. ``pairs``: keys are pairs of tokens, so that a slot can be shared
+        by who has the token behind it as well.
+
+        Raises:
+            ValueError: a variable is not the number that it must be.
+        """
+        window = page_ceil(environment.PREFIX_WAIT_TOKENS.read(), page)
+        return cls(
+            for_memory=environment.ADMISSION_TIMEOUT.read(),
+            for_prefix=environment.PREFIX_WAIT_TIMEOUT.read(),
+            log_after=environment.WAIT_LOG.read(),
+            window=window + pairs if window else 0,
+        )
+
+
+# ---- what one rank sees ----
+
+
+@dataclass(eq=False)
+class Candidate:
+    """One request in line. ``entry``: SGLang's ``DecodeRequest`` in the prealloc queue; None for a
+    retracted request."""
+
+    entry: Any
+    req: Req
+    #: With how many new tokens at most it is admitted: it has no prefill server, and is computed
+    #: locally or nowhere.
+    most_new: float = math.inf
+    #: This rank's vote.
+    offer: int = Offer.STOP
+    #: Whether it may share a prefix; once the ranks have agreed, on all of them.
+    shares: bool = False
+    #: A ``PrefixLease``; None where it was not attempted.
+    lease: Any = None
+    #: Why it cannot get in, as this rank sees it in this step.
+    refusal: Refusal | None = None
+
+    def __post_init__(self) -> None:
+        #: Whether it was retracted, and not just handshaken; whether it has no prefill server.
+        self.resumes = bool(self.req.is_retracted)
+        self.is_alone = record_of(self.req).is_alone
+        self.length = start_length(self.req)
+
+    @cached_property
+    def token_ids(self) -> list[int]:
+        """Those that need KV before it runs."""
+        prompt = self.req.origin_input_ids
+        return (prompt + self.req.output_ids)[:-1] if self.req.output_ids else prompt
+
+    def key_ids(self, tree: DecodeRadixTree) -> list[Any]:
+        """What ``tree`` finds its KV by: these tokens, or the pairs of them."""
+        return key_pairs(self.req, self.length) if tree.is_eagle else self.token_ids
+
+    def brings(self, window: int) -> ArrivingPrefix | None:
+        """The KV that it will have, if others may wait for that."""
+        if self.resumes or not self.shares or self.lease is None or window == 0:
+            return None
+        token_ids, start = self.req.origin_input_ids, self.lease.length
+        if len(token_ids) - start < window:
+            return None
+        address = bootstrap_addr(self.req)
+        return ArrivingPrefix(address, self.req.extra_key, token_ids, start, window)
+
+    def awaits(self, arriving: ArrivingPrefixes) -> ArrivingPrefix | None:
+        """What others pass it for while that arrives; needs no match."""
+        if self.resumes or not self.shares or record_of(self.req).wait.prefix_timed_out:
+            return None
+        address = bootstrap_addr(self.req)
+        return next((each for each in arriving if each.is_shared_by(address, self.req)), None)
+
+    def shorten(self, tree: DecodeRadixTree, length: int) -> None:
+        """Share the first ``length`` tokens at most, a whole number of pages."""
+        before = self.lease
+        if length < before.length:
+            # The new lock first: nothing of the path is free for a moment.
+            shorter = self.key_ids(tree)[:length]
+            self.lease = PrefixLease.take(tree, shorter, self.req.extra_key)
+            before.release()
+
+
+def release(candidates: Sequence[Candidate]) -> None:
+    """Give all locks back that were not handed over."""
+    for candidate in candidates:
+        if candidate.lease is not None:
+            candidate.lease.release()
+
+
+class Snapshot(NamedTuple):
+    """What one rank sees when a step begins. ``checked`` and ``candidates`` are the same requests
+    on all ranks, and there is at least one of either."""
+
+    #: Requests without pages whose state the ranks agree on, and what this rank thinks of each.
+    checked: list[Any]
+    states: list[State]
+    candidates: list[Candidate]
+    #: What prefill sends to this server, and what it computes itself.
+    arriving: ArrivingPrefixes
+    #: Free request rows and metadata slots.
+    rows: int
+    slots: int
+
+
+def states_of(checked: Iterable[Any], now: float, limits: Limits) -> list[State]:
+    """What this rank thinks of requests without pages, whose handshake is done."""
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    states, failed = [], KVPoll.Failed
+    for entry in checked:
+        wait, state = record_of(entry.req).wait, State.FINE
+        if entry.req.finished_reason is not None or entry.kv_receiver.poll() == failed:
+            state = State.FAILED
+        elif now - (wait.since or 0.0) >= limits.for_memory:
+            state = State.EXPIRED
+        elif wait.prefix_since is not None and now - wait.prefix_since >= limits.for_prefix:
+            state = State.WAITED_ENOUGH
+        states.append(state)
+    return states
+
+
+# ---- what is decided ----
+
+
+class Answer(NamedTuple):
+    """Requests of the line with their states, none of which is FINE: they leave it without pages,
+    or are kept to be computed locally."""
+
+    states: list[tuple[Any, int]]
+
+
+class Admit(NamedTuple):
+    """A request gets pages: it resumes, is announced, or is computed locally."""
+
+    candidate: Candidate
+    #: The KV that it brings, where others may wait for that.
+    brings: ArrivingPrefix | None
+    #: ``turn_choice.Decision``; None where the server computes no turns.
+    turn: Any
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this server computes it."""
+        return self.turn is not None and bool(self.turn.local)
+
+
+class TooLong(NamedTuple):
+    """A request without a prefill server has more new tokens than may be computed locally."""
+
+    candidate: Candidate
+
+
+class Refuse(NamedTuple):
+    """A request waits on: all behind it do, unless it waits for a prefix that is arriving."""
+
+    req: Req
+    refusal: Refusal
+
+
+#: What becomes of a request in a step; ``RadixPreallocQueue.carry_out`` does it.
+Outcome: TypeAlias = Answer | Admit | TooLong | Refuse
+
+
+def lacks_place(agreed: AdmissionVote, taken: int) -> Refusal | None:
+    """Why no request can get in after ``taken`` others did in this step, whatever its size."""
+    if agreed.rows <= taken:
+        return Refusal("no_request_row")
+    return Refusal("no_metadata_slot") if agreed.slots <= taken else None
+
+
+class Admission:
+    """Votes and decides for one prealloc queue; owns the claims on the pool."""
+
+    def __init__(
+        self,
+        tree: DecodeRadixTree,
+        allocator: Any,
+        claims: Claims,
+        may_share: Callable[[Candidate], bool],
+        turns: Any,
+        window: int,
+    ) -> None:
+        """``turns``: ``LocalTurns``, or None; ``window``: of ``Limits``. The tree tells ``claims``
+        of every change."""
+        self._tree, self._allocator, self._may_share = tree, allocator, may_share
+        self._turns, self._window = turns, window
+        self.claims = tree.claims = claims
+        #: Tokens that this rank has and another one has not; zero while ranks are in step.
+        self._surplus = 0
+        #: Who was stopped last: the request itself, not its name, for clients may use a name again
+        #: for another prompt; whether it shared; and its ``KnownPrefix``.
+        self._stopped: tuple[Any, bool, Any] = (None, False, None)
+
+    @property
+    def _free(self) -> int:
+        """Tokens that are free or can be evicted."""
+        return int(self._allocator.available_size() + self._tree.evictable_size())
+
+    def vote(self, seen: Snapshot) -> AdmissionVote:
+        """This rank's vote. Matches and locks for each candidate up to the first that would not get
+        in; those that wait for an arriving prefix are passed over, without a match."""
+        claims, turns = self.claims, self._turns
+        claims.recount()
+        free, protected = self._free, self._tree.protected_size()
+        if min(seen.states, default=State.FINE) <= State.EXPIRED:
+            states = zip(seen.checked, seen.states, strict=True)
+            ended = {id(entry) for entry, state in states if state <= State.EXPIRED}
+            for candidate in seen.candidates:
+                if id(candidate.entry) in ended:
+                    candidate.offer = Offer.ABSTAIN
+        arriving = dict(seen.arriving)  # and what those bring who get in
+        taken = tried = 0  # tokens that look free, and are taken by those who would get in
+        entering: list[Candidate] = []
+        try:
+            for candidate in seen.candidates:
+                if candidate.offer == Offer.ABSTAIN:
+                    continue
+                candidate.shares = self._may_share(candidate)
+                if candidate.awaits(arriving) is not None:
+                    candidate.offer = Offer.WAITS
+                    continue
+                if tried == TRIED or len(entering) >= min(seen.rows, seen.slots):
+                    break
+                tried += 1
+                if not self._lock(candidate, taken):
+                    break
+                req, lease = candidate.req, candidate.lease
+                if candidate.length - lease.length <= candidate.most_new:
+                    candidate.refusal = self._refusal(candidate, lease, taken)
+                    if candidate.refusal is not None:
+                        self._remember(candidate)
+                        lease.release()
+                        break
+                    taken += page_ceil(candidate.length, claims.page) - lease.length
+                    claims.entered(req, lease.node, lease.length, candidate.length)
+                    entering.append(candidate)
+                    brought = candidate.brings(self._window)
+                    if brought is not None:
+                        arriving[brought] = None
+                # Else it gets no memory, so it waits for none, and is in nobody's way.
+                candidate.offer = Offer.SHARED + lease.length if candidate.shares else Offer.PRIVATE
+        finally:
+            for candidate in entering:  # nobody has entered yet
+                claims.left(candidate.req)
+        offers = [candidate.offer for candidate in seen.candidates]
+        costs = [] if turns is None else turns.votes(seen.candidates)
+        pool = free, protected, -free, -protected
+        return AdmissionVote(seen.states, offers, seen.rows, seen.slots, *pool, costs)
+
+    def _lock(self, candidate: Candidate, taken: int) -> bool:
+        """Lock what the tree holds of a candidate; false if it is known to be refused as before."""
+        tree, req, (stopped, shared, known) = self._tree, candidate.req, self._stopped
+        is_known = stopped is req and shared == candidate.shares and known.holds(tree)
+        if is_known and candidate.length - known.length <= candidate.most_new:
+            taken += unlocked_tokens(known.node)
+            candidate.refusal = self._refusal(candidate, known, taken)
+            if candidate.refusal is not None:
+                return False
+            candidate.lease = known.lock(tree)
+        elif candidate.shares:
+            candidate.lease = PrefixLease.take(tree, candidate.key_ids(tree), req.extra_key)
+        else:
+            candidate.lease = PrefixLease.empty(tree)
+        return True
+
+    def _refusal(
+        self, candidate: Candidate, prefix: KnownPrefix | PrefixLease, taken: int = 0
+    ) -> Refusal | None:
+        free = self._free - taken - self._surplus
+        return self.claims.refusal(candidate.req, prefix, free)
+
+    def _remember(self, candidate: Candidate) -> None:
+        """``candidate`` was checked, and does not get in now."""
+        if candidate.lease is not None:
+            ids = candidate.key_ids(self._tree) if candidate.shares else []
+            known = KnownPrefix.of(self._tree, candidate.lease, ids, candidate.req.extra_key)
+            self._stopped = (candidate.req, candidate.shares, known)
+
+    def decide(
+        self, seen: Snapshot, vote: AdmissionVote, agreed: AdmissionVote
+    ) -> Iterator[Outcome]:
+        """What becomes of the requests of ``seen``, equal on all ranks. Each decision is carried
+        out before the next one is asked for, which counts with the pool as it left it."""
+        self._surplus = vote.free - agreed.free
+        candidates, behind = self._settle(seen.candidates, agreed.offers)
+        if min(agreed.states, default=State.FINE) < State.FINE:
+            states = zip(seen.checked, agreed.states, strict=True)
+            yield Answer([each for each in states if each[1] < State.FINE])
+        if self._turns is not None:
+            self._turns.agree(agreed.turns)
+        entered = 0
+        for at, candidate in enumerate(candidates):
+            req, turn = candidate.req, None
+            if req.finished_reason is not None or record_of(req).is_alone != candidate.is_alone:
+                continue  # answered in this step, or kept in it
+            awaited = candidate.awaits(seen.arriving)
+            if awaited is not None:
+                yield Refuse(req, Refusal("prefix_arriving", prefix=awaited))
+                continue
+            if agreed.offers[at] == Offer.WAITS or candidate.lease is None:
+                continue
+            candidate.refusal = lacks_place(agreed, entered)
+            brings = candidate.brings(self._window)
+            if candidate.refusal is None:
+                if self._turns is not None and not candidate.resumes:
+                    turn = self._turns.decide(candidate, at)
+                    if turn.local:
+                        candidate.shorten(self._tree, self._turns.prefix_here(candidate))
+                    elif candidate.is_alone:
+                        yield TooLong(candidate)
+                        continue
+                candidate.refusal = self._refusal(candidate, candidate.lease)
+                if candidate.refusal is not None and at + 1 < len(candidates):
+                    # Those behind it let go of their prefixes, and are not attempted any more: what
+                    # they held may be evicted.
+                    release(candidates[at + 1 :])
+                    del candidates[at + 1 :]
+                    candidate.refusal = self._refusal(candidate, candidate.lease)
+                if candidate.refusal is None:
+                    yield Admit(candidate, brings, turn)
+            if candidate.refusal is not None:
+                # Nobody passes it (FIFO: large requests get their turn).
+                yield Refuse(req, candidate.refusal)
+                return
+            entered += 1
+            if brings is not None:
+                seen.arriving[brings] = None
+        if behind:
+            first = behind[0]
+            # Without either, another rank stops it.
+            refusal = first.refusal or (None if candidates else lacks_place(agreed, 0))
+            if refusal is not None:
+                yield Refuse(first.req, refusal)
+
+    def _settle(
+        self, candidates: list[Candidate], offers: Sequence[int]
+    ) -> tuple[list[Candidate], list[Candidate]]:
+        """Those that may be attempted, with leases of the length that the ranks agreed on; and
+        everybody from the first stop on, without a lease."""
+        stop = next((at for at, offer in enumerate(offers) if offer == Offer.STOP), len(offers))
+        tried, behind = candidates[:stop], candidates[stop:]
+        release(behind)
+        for candidate, offer in zip(tried, offers, strict=False):
+            if offer == Offer.WAITS:
+                candidate.shares = True  # as it was on the rank that says so
+            elif candidate.lease is not None and offer < Offer.ABSTAIN:
+                candidate.shares = offer >= Offer.SHARED
+                candidate.shorten(self._tree, max(offer - Offer.SHARED, 0))
+        if behind and behind[0].offer != Offer.STOP:
+            self._remember(behind[0])  # another rank stops it
+        return tried, behind
