@@ -119,9 +119,10 @@ class Holding:
     shared: int
     #: All that it holds, in the tree and outside.
     whole: int
-    #: What it may take before anybody is retracted, and beyond what it holds to end.
+    #: What it may take before anybody is retracted, and beyond what it holds to end; None of one
+    #: that was given up: prefill may still write to its pages, and it needs no more than them.
     reserved: int
-    need: int
+    need: int | None
 
 
 class Running(NamedTuple):
@@ -143,12 +144,10 @@ class Claims:
         self.cap, self.page, self.step, self.total = max(cap, step), page, step, total
         #: The cap of a request that does not run yet; at least a page, like the flag itself.
         self.entry_cap = max(cap // 2, page, step)
-        #: By the id of the request, which the value keeps alive. Who is in transfer or waits for a
-        #: slot in the batch cannot be retracted.
-        self._entering: dict[int, Holding] = {}
+        #: By the id of the request, which the value keeps alive. Who does not run (in transfer, in
+        #: local prefill, waiting for a slot in the batch, given up) cannot be retracted.
+        self._held: dict[int, Holding] = {}
         self._running: dict[int, Req] = {}
-        #: They were given up; prefill may still write to their pages. They need no more than them.
-        self._deferred: dict[int, Holding] = {}
         #: How many requests that do not run share a tree node, by its id; and their tokens, in the
         #: tree and outside.
         self._pins: dict[int, int] = {}
@@ -166,12 +165,12 @@ class Claims:
         need = page_ceil(expected_length(req, allocated, self.step), self.page) - whole
         reserved = growth(claim, self.entry_cap, self.page)
         holding = Holding(req, node, shared, whole, reserved, need)
-        self._entering[id(req)] = holding
+        self._held[id(req)] = holding
         self._pin(holding, 1)
 
     def shared(self, req: Req) -> None:
         """The tree shares more of ``req`` than before, if it holds anything and does not run."""
-        holding = self._entering.get(id(req)) or self._deferred.get(id(req))
+        holding = self._held.get(id(req))
         if holding is not None:
             self._pin(holding, -1)
             holding.node, holding.shared = req.last_node, req.cache_protected_len
@@ -180,18 +179,19 @@ class Claims:
     def started(self, req: Req) -> None:
         """``req`` runs from the next decode step on."""
         record_of(req).enter(Stage.RUNNING)
-        self._pin(self._entering.pop(id(req)), -1)
+        self._pin(self._held.pop(id(req)), -1)
         self._running[id(req)] = req
         self._lengths = self._counted = None
 
     def deferred(self, req: Req) -> None:
         """The transfer of ``req`` was given up, and the free of its pages is deferred."""
         record_of(req).enter(Stage.DEFERRED)
-        self._deferred[id(req)] = self._entering.pop(id(req))
+        holding = self._held[id(req)]
+        holding.reserved, holding.need = 0, None
 
     def left(self, req: Req) -> None:
         """``req`` holds nothing any more. Nothing happens if it did not before."""
-        holding = self._entering.pop(id(req), None) or self._deferred.pop(id(req), None)
+        holding = self._held.pop(id(req), None)
         if holding is not None:
             self._pin(holding, -1)
         elif self._running.pop(id(req), None) is not None:
@@ -205,7 +205,7 @@ class Claims:
 
     def __len__(self) -> int:
         """How many requests hold pages."""
-        return len(self._entering) + len(self._running) + len(self._deferred)
+        return len(self._held) + len(self._running)
 
     def _pin(self, holding: Holding, by: int) -> None:
         """Count what ``holding`` pins, with 1, or no longer, with -1."""
@@ -248,7 +248,7 @@ class Claims:
     @property
     def reserved(self) -> int:
         """What all of them together may still need before anybody is retracted."""
-        return self.running.reserved + sum(each.reserved for each in self._entering.values())
+        return self.running.reserved + sum(each.reserved for each in self._held.values())
 
     def cost(self, req: Req, prefix: int) -> int:
         """What admitting ``req`` takes beyond a locked ``prefix``, in tokens."""
@@ -287,18 +287,19 @@ class Claims:
         Requests that do not run yet cannot be retracted, so what they hold is out of reach of all
         others; and once one of them runs, it must find the memory for the rest of its answer.
         """
-        if not self._running and not self._entering:
+        needs = [each.need for each in self._held.values() if each.need is not None]
+        if not self._running and not needs:
             return True  # it will have the pool for itself
         free = total - self.pinned - private - below(node, self._pins)
-        if max([need, *(each.need for each in self._entering.values())]) > free:
+        if max([need, *needs]) > free:
             return False
-        reqs, _, needs = self.running
+        reqs, _, longest = self.running
         # Some count on what they share with pinned requests; the neediest are asked first.
-        short = np.flatnonzero(needs > free)
+        short = np.flatnonzero(longest > free)
         path = {each.id for each in upwards(node)}
-        for at in short[np.argsort(-needs[short], kind="stable")]:
+        for at in short[np.argsort(-longest[short], kind="stable")]:
             # Of what it needs it shares with pinned requests, or with what is on ``path``:
             shared = reqs[at].cache_protected_len - below(reqs[at].last_node, self._pins, path)
-            if needs[at] - shared > free:
+            if longest[at] - shared > free:
                 return False
         return True

@@ -204,7 +204,7 @@ class DecodeRadixTree(RadixCache):
     #: Flushes so far. A request shares only if it arrived after the last one: KV that was matched,
     #: announced, computed or copied before may be of weights that are served no more.
     generation: int = -1  # the constructor's reset is none
-    #: What requests hold; set by the admission budget of a decode server.
+    #: What requests hold; set by ``step.Admission``.
     claims: Claims | None = None
     #: The draft model's KV pool, with the same slots; None without speculation.
     draft_pool: KVCache | None = None
