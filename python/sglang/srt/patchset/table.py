@@ -358,7 +358,7 @@ _BUFFER_ONLY = (
         name="HiRadixCache",
         mixin=f"{_CACHE}.buffer_only.tree:BufferOnlyTree",
         why="device and store, with a staging buffer between them",
-        when="sglang.srt.patchset.compat_buffer_only:wanted",
+        when="sglang.srt.patchset.flags:wants_buffer_only",
     ),
     Replacement(
         module="sglang.srt.managers.scheduler",
