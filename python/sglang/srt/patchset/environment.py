@@ -86,15 +86,7 @@ def _boolean(text: str) -> bool:
 
 
 def _switch(name: str, group: str, text: str) -> Variable[bool]:
-    return Variable(
-        name,
-        group,
-        text,
-        False,
-        _SPELLINGS,
-        _boolean,
-        "off",
-    )
+    return Variable(name, group, text, False, _SPELLINGS, _boolean, "off")
 
 
 def _four_numbers(text: str) -> tuple[float, ...]:
