@@ -95,32 +95,28 @@ def attend_drafts(module: Any) -> None:
 def draft_backends(module: Any) -> None:
     """After ``draft_utils``: the backends of the draft model's steps."""
     factory = module.DraftBackendFactory
-    for name, make in (
-        ("create_decode_backend", _decode_backend),
-        ("create_draft_extend_backend", _extend_backend),
-    ):
-        setattr(factory, name, _unless_other_backend(getattr(factory, name), make))
+    stock_decode, stock_extend = factory.create_decode_backend, factory.create_draft_extend_backend
+
+    def decode(made: Any) -> Any:
+        if not _is_torch_native(made):
+            return stock_decode(made)
+        steps = made.speculative_num_steps
+        return None if steps == 1 else DraftSteps(made.draft_model_runner, steps)
+
+    def extend(made: Any) -> Any:
+        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+        if not _is_torch_native(made):
+            return stock_extend(made)
+        return TorchNativeAttnBackend(made.draft_model_runner)
+
+    factory.create_decode_backend, factory.create_draft_extend_backend = decode, extend
 
 
-def _unless_other_backend(stock: Any, make: Any) -> Any:
-    def create(factory: Any) -> Any:
-        args = factory.draft_model_runner.server_args
-        chosen = factory.draft_attn_backend or args.attention_backend
-        return make(factory) if chosen == "torch_native" else stock(factory)
-
-    return create
-
-
-def _decode_backend(factory: Any) -> Any:
-    if factory.speculative_num_steps == 1:
-        return None
-    return DraftSteps(factory.draft_model_runner, factory.speculative_num_steps)
-
-
-def _extend_backend(factory: Any) -> Any:
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-
-    return TorchNativeAttnBackend(factory.draft_model_runner)
+def _is_torch_native(made: Any) -> bool:
+    """Whether the draft model has that attention; ``made``: a ``DraftBackendFactory``."""
+    chosen = made.draft_attn_backend or made.draft_model_runner.server_args.attention_backend
+    return bool(chosen == "torch_native")
 
 
 class DraftSteps:

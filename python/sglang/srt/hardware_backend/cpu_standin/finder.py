@@ -9,6 +9,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from importlib.abc import Loader, MetaPathFinder
@@ -81,11 +82,11 @@ NAMES_ONLY = ("vllm", "vllm._custom_ops")
 KVCACHEIO = "sgl_kernel.kvcacheio"
 
 
+@dataclass(frozen=True)
 class MissingKernel:
     """Stands for one kernel, or for a table of them; to call it is an error that names it."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    _name: str
 
     def __getattr__(self, attribute: str) -> MissingKernel:
         if attribute.startswith("__"):
@@ -97,9 +98,6 @@ class MissingKernel:
             f"{self._name} has no CPU form in the stand-in; see the flags in "
             "docs/advanced_features/cpu_standin.md"
         )
-
-    def __repr__(self) -> str:
-        return f"<missing kernel {self._name}>"
 
 
 class NamesModule(ModuleType):
@@ -170,7 +168,15 @@ class StandinFinder(MetaPathFinder):
         if fullname in self._edits:
             spec = self._ask_those_behind(fullname, path, target)
             if spec is not None and spec.loader is not None:
-                _run_after(spec.loader, self._edits[fullname])
+                execute, edit = spec.loader.exec_module, self._edits[fullname]
+
+                def exec_module(module: ModuleType) -> None:
+                    execute(module)
+                    edit(module)
+
+                # On the instance, and not in a loader of our own: tools that look at the loader's
+                # type (resources, inspect, zipimport) keep seeing the real one.
+                spec.loader.exec_module = exec_module  # type: ignore[method-assign]
             return spec
         return None
 
@@ -192,16 +198,3 @@ class StandinFinder(MetaPathFinder):
         finally:
             asking.discard(fullname)
         return None
-
-
-def _run_after(loader: Loader, edit: Edit) -> None:
-    """Have ``loader`` run ``edit`` once it has executed a module."""
-    execute = loader.exec_module
-
-    def exec_module(module: ModuleType) -> None:
-        execute(module)
-        edit(module)
-
-    # On the instance, and not in a loader of our own: tools that look at the loader's type
-    # (resources, inspect, zipimport) keep seeing the real one.
-    loader.exec_module = exec_module  # type: ignore[method-assign]
