@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
 import pytest
 
-from sglang.srt.patchset import GROUPS
+from sglang.srt.patchset import GROUPS, TABLE
 from sglang.srt.patchset.status import closure
 
 from .conftest import FakeSglang, Rows
@@ -240,3 +241,10 @@ def test_the_groups_of_the_table() -> None:
         assert set(group.needs) <= set(names[:at]) and group.rows and group.what
     needed = ("base", "delta", "nixl_async", "decode_radix")
     assert closure(["decode_radix", "nixl_async"]) == needed
+
+
+@pytest.mark.parametrize("when", sorted({row.when for row in TABLE if row.when}))
+def test_who_needs_a_row_can_be_asked(when: str) -> None:
+    """Guards against a function that was moved: schedulers would end when they start."""
+    module, _, function = when.partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
