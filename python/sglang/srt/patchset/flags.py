@@ -48,7 +48,7 @@ def is_given(args: Any, setting: str) -> bool:
     flag, _, value = setting.partition(" ")
     found: Any = getattr(args, FIELDS.get(flag, flag[2:].replace("-", "_")), None)
     if value.startswith("above "):
-        return bool(found > float(value.removeprefix("above ")))
+        return bool((found or 0) > float(value.removeprefix("above ")))
     return str(found) == value if value else bool(found)
 
 

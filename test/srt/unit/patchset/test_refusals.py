@@ -352,3 +352,25 @@ def test_prefixes_of_local_turns_are_attended_whole(changes, off):
     server = SimpleNamespace(**vars(args()) | LOCAL_TURNS | given | changes)
     flags.attend_prefixes_whole(server)
     assert server.disable_chunked_prefix_cache is off
+
+
+# ---- how a setting is written ----
+
+
+@pytest.mark.parametrize(
+    ("setting", "given"),
+    [
+        ("--enable-pdmux", False),
+        ("no --enable-pdmux", True),
+        ("--deepep-mode auto", True),
+        ("--deepep-mode normal", False),
+        ("--pipeline-parallel-size above 1", True),
+        ("--pipeline-parallel-size above 2", False),
+        ("--page-size above 1", False),  # left to SGLang
+        (flags.LOCAL_WHEN_LOST, True),
+    ],
+)
+def test_a_setting_is_read_as_a_user_writes_it(setting, given):
+    """Guards against a row that refuses what nobody gave, or does not refuse what somebody gave."""
+    server = args(pp_size=2, disaggregation_decode_local_tokens_when_lost=9)
+    assert flags.is_given(server, setting) is given
