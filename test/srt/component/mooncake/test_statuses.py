@@ -10,7 +10,6 @@ import pytest
 from component.transfer.bare import ADDRESS, ITEM, SLOTS, decode
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.mooncake.decode import MooncakeStatuses
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 
 LOGGER = "sglang.srt.disaggregation.delta.peer_messages"
@@ -33,7 +32,7 @@ def metadata(
 
 def reader_of(manager: Any) -> MessageReader:
     """What the manager's reading thread runs."""
-    return MessageReader(manager.servers.take, MooncakeStatuses(manager).take)
+    return MessageReader(manager.servers.take, manager.take_status)
 
 
 def test_a_room_is_complete_when_each_of_its_writers_is() -> None:

@@ -18,7 +18,6 @@ from component.transfer.messages import DIALECTS, MOONCAKE, NIXL, Dialect
 from effort import tries
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.mooncake.decode import MooncakeStatuses
 from sglang.srt.disaggregation.delta.peer_messages import BadMessage, MessageReader
 
 VALUES: tuple[Any, ...] = (
@@ -202,7 +201,7 @@ def test_to_decode(backend: str, spoil: Any, complaints: Any) -> None:
     servers = manager.servers
     servers.connected(ADDRESS, [{"rank_ip": "10.0.0.1", "rank_port": 5}])
     deferred = servers.defer_free(WATCHED, ADDRESS, 1, 1)
-    port = Port(manager, refuse if backend == "nixl" else MooncakeStatuses(manager).take)
+    port = Port(manager, refuse if backend == "nixl" else manager.take_status)
     kinds = SAID[backend] + [
         wire.encode_control(message)
         for message in (

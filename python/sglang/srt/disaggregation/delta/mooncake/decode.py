@@ -68,8 +68,61 @@ class MooncakeDecode(MooncakeKVManager):
             super().start_decode_thread()
             return
         self._progress: dict[int, RoomProgress] = {}
-        self.start_reader(MooncakeStatuses(self).take)
+        self.start_reader(self.take_status)
         self.servers.start_heartbeat(self.heartbeat_interval, self.max_failures)
+
+    def take_status(self, frames: list[bytes]) -> None:
+        """Take one message of a prefill rank, of SGLang's own kinds, on the reader thread.
+
+        Raises:
+            BadMessage: it cannot be served; any other exception: it cannot even be parsed.
+        """
+        if frames and frames[0] == _AUX_DATA:
+            self._take_metadata(frames)
+            return
+        if len(frames) != 3:
+            raise BadMessage(f"{len(frames)} frames, a status has 3")
+        room, status, writer = (int(frame) for frame in frames)
+        if writer < 0 or status not in (KVPoll.Success, KVPoll.Failed):
+            raise BadMessage(f"room {room}: status {status} of writer {writer} is invalid")
+        if status == KVPoll.Failed:
+            self.servers.fail(
+                room, Reason.PEER_FAILED, f"room {room}: prefill could not deliver it (its log "
+                f"says why)",
+            )  # fmt: skip
+            return
+        # Everything of this writer is here; the last one completes the room.
+        delivered = self.servers.progress_of(room).deliver(writer)
+        wanted = self.required_prefill_response_num_table.get(room)
+        if wanted is None:
+            logger.debug("late completion of room %s by writer %s", room, writer)
+        elif delivered >= wanted:
+            self.statuses.advance(room, KVPoll.Success)
+
+    def _take_metadata(self, frames: list[bytes]) -> None:
+        """Write one metadata buffer of a room, if it is the room's own slot and of its size."""
+        from sglang.srt.disaggregation.mooncake.conn import AuxDataCodec
+
+        if len(frames) != 6:
+            raise BadMessage(f"metadata of {len(frames)} frames, 6 expected")
+        room, buffer, slot = (int(frame) for frame in frames[1:4])
+        (length,) = struct.unpack(">I", frames[4])
+        data, ours = frames[5], self.kv_args
+        if not 0 <= buffer < len(ours.aux_data_ptrs):
+            raise BadMessage(f"room {room}: metadata buffer {buffer} of {len(ours.aux_data_ptrs)}")
+        item_len = ours.aux_item_lens[buffer]
+        if not 0 <= slot < ours.aux_data_lens[buffer] // item_len:
+            raise BadMessage(f"room {room}: there is no metadata slot {slot}")
+        if len(data) != length or not metadata_fit(buffer, length, item_len):
+            raise BadMessage(
+                f"room {room}: {len(data)} bytes of metadata, {length} were sent, {item_len} "
+                "expected"
+            )
+        progress = self.progress(room)
+        if room not in self.request_status or progress.slot != slot:
+            logger.debug("late metadata of room %s for slot %s", room, slot)
+            return
+        AuxDataCodec.deserialize_data_to_buffer(ours, buffer, slot, data)
 
     @property
     def peer_name(self) -> str:
@@ -91,70 +144,6 @@ class MooncakeDecode(MooncakeKVManager):
     def open_rooms(self) -> dict[str, list[int]]:
         tables: dict[str, list[int]] = super().open_rooms()
         return tables | {"progress": sorted(getattr(self, "_progress", ()))}
-
-
-class MooncakeStatuses:
-    """Feeds one manager with SGLang's own kinds of messages, from the reader thread."""
-
-    def __init__(self, manager: MooncakeDecode) -> None:
-        self._manager = manager
-
-    def take(self, frames: list[bytes]) -> None:
-        """Take one message.
-
-        Raises:
-            BadMessage: it cannot be served; any other exception: it cannot even be parsed.
-        """
-        if frames and frames[0] == _AUX_DATA:
-            self._take_metadata(frames)
-            return
-        if len(frames) != 3:
-            raise BadMessage(f"{len(frames)} frames, a status has 3")
-        room, status, writer = (int(frame) for frame in frames)
-        if writer < 0 or status not in (KVPoll.Success, KVPoll.Failed):
-            raise BadMessage(f"room {room}: status {status} of writer {writer} is invalid")
-        if status == KVPoll.Success:
-            self._delivered(room, writer)
-        else:
-            self._manager.servers.fail(
-                room, Reason.PEER_FAILED, f"room {room}: prefill could not deliver it (its log "
-                f"says why)",
-            )  # fmt: skip
-
-    def _delivered(self, room: int, writer: int) -> None:
-        """Everything of one writer is here; the last one completes the room."""
-        manager = self._manager
-        delivered = manager.servers.progress_of(room).deliver(writer)
-        wanted = manager.required_prefill_response_num_table.get(room)
-        if wanted is None:
-            logger.debug("late completion of room %s by writer %s", room, writer)
-        elif delivered >= wanted:
-            manager.statuses.advance(room, KVPoll.Success)
-
-    def _take_metadata(self, frames: list[bytes]) -> None:
-        """Write one metadata buffer of a room, if it is the room's own slot and of its size."""
-        from sglang.srt.disaggregation.mooncake.conn import AuxDataCodec
-
-        if len(frames) != 6:
-            raise BadMessage(f"metadata of {len(frames)} frames, 6 expected")
-        room, buffer, slot = (int(frame) for frame in frames[1:4])
-        (length,) = struct.unpack(">I", frames[4])
-        manager, data, ours = self._manager, frames[5], self._manager.kv_args
-        if not 0 <= buffer < len(ours.aux_data_ptrs):
-            raise BadMessage(f"room {room}: metadata buffer {buffer} of {len(ours.aux_data_ptrs)}")
-        item_len = ours.aux_item_lens[buffer]
-        if not 0 <= slot < ours.aux_data_lens[buffer] // item_len:
-            raise BadMessage(f"room {room}: there is no metadata slot {slot}")
-        if len(data) != length or not metadata_fit(buffer, length, item_len):
-            raise BadMessage(
-                f"room {room}: {len(data)} bytes of metadata, {length} were sent, {item_len} "
-                "expected"
-            )
-        progress = manager.progress(room)
-        if room not in manager.request_status or progress.slot != slot:
-            logger.debug("late metadata of room %s for slot %s", room, slot)
-            return
-        AuxDataCodec.deserialize_data_to_buffer(ours, buffer, slot, data)
 
 
 class DeltaMooncakeReceiver(MooncakeKVReceiver):

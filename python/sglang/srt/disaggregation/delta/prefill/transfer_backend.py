@@ -18,11 +18,6 @@ from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.patchset import environment
 
 
-def default_threads(cpus: int) -> int:
-    """SGLang's number of transfer threads on a machine of ``cpus`` logical CPUs."""
-    return min(max(4, int(0.5 * cpus) // 8), 12)
-
-
 @dataclass(frozen=True)
 class Settings:
     """Of one transfer pool."""
@@ -71,7 +66,7 @@ class Settings:
         count = cpus if cpus is not None else os.cpu_count() or 1
         return cls(
             queues=environment.QUEUES.read(),
-            threads=environment.THREADS.read(default_threads(count)),
+            threads=environment.THREADS.read(min(max(4, int(0.5 * count) // 8), 12)),  # SGLang's
             doubt_s=environment.QUARANTINE_TIMEOUT.read(),
             stuck_s=environment.WORKER_TIMEOUT.read(),
         )
