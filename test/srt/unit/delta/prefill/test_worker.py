@@ -360,6 +360,24 @@ def test_a_dead_peer_that_comes_back() -> None:
     bench.check_empty()
 
 
+@pytest.mark.hazard("slow-peer")
+def test_what_was_never_begun_shows_nothing() -> None:
+    """Guards against a dead peer that gets its whole quota again, because what waited in the
+    transport for it was dropped with its room."""
+    bench = Bench(window=8, quota=2)
+    bench.open(*range(1, 5), peers=["dead"])
+    for room in (1, 2):
+        bench.submit(room, within=1.0)
+    bench.run(2)
+    bench.transport.handles[1].state = State.DROPPED
+    bench.run(1)
+    assert bench.end(2) == "over" and [room for _, room, _ in bench.told()] == [2]
+    for room in (3, 4):
+        bench.submit(room)
+    bench.run()
+    assert len(bench.transport.posts) == 3, "one place is overdue"
+
+
 # ---- how often it looks ----
 
 

@@ -60,7 +60,7 @@ class _Call(NamedTuple):
     """A handle: one call of the engine."""
 
     room: int
-    future: Future[None]
+    future: Future[State]
 
 
 class MooncakeBackend:
@@ -102,19 +102,19 @@ class MooncakeBackend:
         STATS.observe("kv_transfer_descriptors", rows)
         STATS.observe("kv_transfer_bytes", moved)
 
-    def _write(self, to: Any, what: str, batch: Batch) -> None:
+    def _write(self, to: Any, what: str, batch: Batch) -> State:
         """On a thread of the decode rank's.
 
         The numbers become Python's only here: those of all layers would be hundreds of megabytes.
         """
         peer = to.mooncake_session_id
         if self._is_stopped(to.room):
-            return  # it waited behind a call that took long; nobody is told that it is complete
+            return State.DROPPED  # it waited behind a call that took long
         if peer in self._failed:
             raise TransferError(Reason.TRANSPORT, _SHUT_OUT.format(peer))
         status = self._engine.batch_transfer_sync(peer, *batch.T.tolist())
         if status == 0:
-            return
+            return State.DONE
         logger.error("transfers to decode rank %s fail until it registers again", peer)
         self._failed.add(peer)
         if to.is_ours:  # it registers again when it learns that it is unknown; a stock one does not
@@ -127,11 +127,10 @@ class MooncakeBackend:
     def state(self, call: _Call) -> State:
         """An error says nothing about the other writes of the batch: they may still land."""
         if self._is_stopped(call.room) and call.future.cancel():
-            return State.DONE  # it has not begun, and will not
+            return State.DROPPED
         if not call.future.done():
             return State.IN_PROGRESS
-        call.future.result()
-        return State.DONE
+        return call.future.result()
 
     def release(self, call: _Call) -> None:
         """The engine has freed what the call took."""

@@ -75,6 +75,8 @@ class Transfer:
     open: list[Any] = field(default_factory=list)
     #: Where the transport broke one off: when what it had sent of it counts as over.
     settles_at: float = 0.0
+    #: A part of it was never begun: it says nothing about its peer.
+    is_dropped: bool = False
     #: When its last post returned, and when it is polled next.
     posted_at: float = 0.0
     poll_at: float = 0.0

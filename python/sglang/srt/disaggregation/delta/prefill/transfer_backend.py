@@ -94,6 +94,8 @@ class State(enum.Enum):
 
     IN_PROGRESS = "in progress"
     DONE = "done"
+    #: Not begun, and never will be, since its room was given up.
+    DROPPED = "dropped"
     #: Not delivered. What was sent of it may still land: it counts as under way for a while.
     ERROR = "error"
 

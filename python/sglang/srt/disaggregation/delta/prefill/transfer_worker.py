@@ -205,6 +205,8 @@ class Worker:
                 state, failure = State.ERROR, failure or error
             if state is State.IN_PROGRESS:
                 still.append(handle)
+            elif state is State.DROPPED:
+                transfer.is_dropped = True
             elif state is not State.DONE:
                 was_broken = True
         transfer.open = still
@@ -228,7 +230,7 @@ class Worker:
         """All its handles are over."""
         room, send = transfer.room, transfer.send
         del self._posted[transfer]
-        moved = bool(transfer.handles) and not transfer.settles_at
+        moved = bool(transfer.handles) and not transfer.settles_at and not transfer.is_dropped
         if moved and not room.ended:
             STATS.observe("kv_transfer_wire_seconds", now - transfer.posted_at)
         for handle in transfer.handles:
