@@ -51,11 +51,11 @@ class Trace:
     @contextmanager
     def on(self, side: str) -> Iterator[None]:
         """What this thread does meanwhile is a request's, on ``side``."""
-        self._side = side
+        before, self._side = self._side, side
         try:
             yield
         finally:
-            self._side = ""
+            self._side = before
 
     @contextmanager
     def threads(self) -> Iterator[None]:
@@ -105,7 +105,15 @@ def prefill(trace: Trace) -> None:
     import pytest
 
     from component.prefill.prefiller import Prefiller
+    from sglang.srt.disaggregation.delta import wire
 
+    encode = wire.encode_frame
+
+    def encode_frame(frame: Any) -> bytes:
+        with trace.on("decode"):  # what a decode rank sends, which the scene makes
+            return encode(frame)
+
+    wire.encode_frame = encode_frame
     with pytest.MonkeyPatch.context() as patch:
         prefiller = Prefiller(patch)
 

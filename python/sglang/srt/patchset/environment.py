@@ -191,10 +191,10 @@ TRANSFER_TIMEOUT = _seconds(
     "not reach.",
 )  # fmt: skip
 CLAIM_TIMEOUT = _seconds(
-    "SGLANG_DISAGGREGATION_CLAIM_TIMEOUT", "prefill", 30.0,
+    "SGLANG_DISAGGREGATION_CLAIM_TIMEOUT", "prefill", 120.0,
     "Longest time for which a room that decode announced waits for its request on prefill. Then "
-    "decode is notified. Each step of the scheduler counts for at most a second, so time in which "
-    "prefill compiles, loads or is paused does not count.",
+    "decode is notified. Time in which prefill compiles, loads or is paused counts: it should be "
+    "longer than that.",
 )  # fmt: skip
 PEER_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_PEER_TIMEOUT", "prefill", 120.0,

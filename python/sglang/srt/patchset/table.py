@@ -172,7 +172,7 @@ _DELTA = (
     Replacement(
         module="sglang.srt.managers.scheduler_pp_mixin",
         name="SchedulerPPMixin",
-        mixin=f"{_DISAGG}.delta.prefill.stages:PrefillStages",
+        mixin=f"{_DISAGG}.delta.prefill.scheduler:PrefillStages",
         why=(
             "all pipeline stages admit and end the same requests, also those that fail on one stage"
         ),
@@ -210,7 +210,7 @@ _NIXL_ASYNC = (
     Replacement(
         module=f"{_DISAGG}.nixl.conn",
         name="NixlKVManager",
-        mixin=f"{_DISAGG}.delta.nixl.manager:DeltaNixlManager",
+        mixin=f"{_DISAGG}.delta.nixl.prefill:DeltaNixlManager",
         why="full prefix hits, head slices of any sizes, counted bytes, malformed messages",
     ),
     Replacement(

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 import later_release
+from component.transfer import bare
 from component.transfer.bare import decode
 from component.transfer.messages import DIALECTS, NIXL, Dialect
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
 
@@ -77,7 +77,7 @@ class Prefill:
     def announced(self, what: str) -> Any:
         """Its announcement arrives; what the manager keeps of it."""
         self.reader.handle(ANNOUNCED[self._say.backend][what])
-        (info,) = self.manager.rooms.destinations(ROOM)
+        (info,) = bare.destinations(self.manager, ROOM)
         return info
 
     def sender(self, prompt_pages: int) -> Any:
@@ -116,7 +116,7 @@ def test_a_prefix_that_does_not_fit(say: Dialect) -> None:
     prefill.announced("rest")
     prefill.sender(prompt_pages=5)
     assert "2 destination pages" in prefill.manager.failure_records[ROOM]
-    prefill.manager.rooms.fail(ROOM, Reason.MISMATCH, "again")
+    prefill.manager.rooms.withdraw(ROOM, "again")
     assert prefill.manager.sockets.sent == []
 
 
@@ -147,7 +147,7 @@ def test_a_ninth_frame_that_is_no_length(
     prefill = Prefill(say)
     with caplog.at_level(logging.ERROR):
         prefill.reader.handle([*ANNOUNCED[say.backend]["all"][:-1], frame])
-    assert prefill.manager.rooms.destinations(ROOM) == [] and "prefix length" in caplog.text
+    assert bare.destinations(prefill.manager, ROOM) == [] and "prefix length" in caplog.text
 
 
 @both

@@ -18,6 +18,7 @@ from component.transfer.bare import ADDRESS, decode
 from effort import tries
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta.nixl.backend import done
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
 
 ROOM, SLOT = 5, 2
@@ -68,7 +69,7 @@ def note(
     value: int = 5, writer: int = 0, room: int = ROOM, lengths: tuple[int, ...] = LENGTHS
 ) -> bytes:
     """A completion whose metadata are all ``value``."""
-    return wire.done(room, writer, [bytes([value]) * length for length in lengths])
+    return done(room, writer, [bytes([value]) * length for length in lengths])
 
 
 EMPTY, WRITTEN = [[0] * 4] * 2, [[0, 0, 5, 0]] * 2

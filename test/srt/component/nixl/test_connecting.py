@@ -18,7 +18,7 @@ from component.transfer import bare
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
-from sglang.srt.disaggregation.delta import capability
+from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.decode import prefill_servers
 from sglang.srt.disaggregation.delta.decode.prefill_servers import Connections
 from sglang.srt.disaggregation.nixl import conn
@@ -48,7 +48,7 @@ class Network:
         self.dp_size = 1
         self.rank_port = 4000
         #: None: as a stock server, which has no such route.
-        self.says: capability.Capabilities | None = None
+        self.says: wire.Capabilities | None = None
         #: Data-parallel ranks by room, as far as prefill knows them.
         self.rooms: dict[str, int] = {}
         self.refuses = False
@@ -332,7 +332,7 @@ def test_an_aborted_request_is_not_initialised(network: Network, decode: Decode)
 def test_asked_until_it_answers_and_after_it_was_lost(network: Network, decode: Decode) -> None:
     """Guards against a prefill server that is just starting and counts as stock for ever, and
     against a prefix for a stock server that replaced a patched one at its address."""
-    network.refuses, network.says = True, capability.OURS
+    network.refuses, network.says = True, wire.OURS
     receiver, manager = decode.request(7, 0), decode.manager
     decode.steps()
     assert not is_ready(receiver) and not manager.peer_takes_delta(ADDRESS)
@@ -371,7 +371,7 @@ def test_prompts_without_draft_kv_are_said_once(
 ) -> None:
     """Guards against drafts that are rejected behind every prompt, and no line that says why; and
     against one for each handshake."""
-    network.says = msgspec.structs.replace(capability.OURS, incarnation="a", speculative=theirs)
+    network.says = msgspec.structs.replace(wire.OURS, incarnation="a", speculative=theirs)
     decode.manager.server_args.speculative_algorithm = ours
     for room in (7, 8):
         decode.request(room, 0)

@@ -242,7 +242,7 @@ def test_the_way_from_decode_to_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -
     manager.decode_ranks.take(wire.ComputedByDecode(ROOM))
     with zmq.Context() as context, context.socket(zmq.PULL) as tokenizer:
         port = tokenizer.bind_to_random_port("tcp://127.0.0.1")
-        manager.decode_ranks.frontend = Frontend(f"tcp://127.0.0.1:{port}")
+        manager.decode_ranks.on_computed = Frontend(f"tcp://127.0.0.1:{port}").yielded
         manager.decode_ranks.take(wire.ComputedByDecode(ROOM))
         assert tokenizer.poll(5000) and tokenizer.recv_pyobj() == RoomYielded(ROOM)
 

@@ -168,6 +168,12 @@ def prefill(backend: str, sockets: Any = None, **own: Any) -> Any:
     return manager
 
 
+def destinations(manager: Any, number: int) -> list[Any]:
+    """What decode ranks announced of a room so far."""
+    room = manager.rooms.room(number)
+    return list(room.announcements.values()) if room else []
+
+
 def decode(backend: str, *rooms: int, writers: int = 1, **own: Any) -> Any:
     """A decode rank's manager that waits for ``rooms``; room ``n`` has metadata slot ``n % 8``
     (over NIXL a test announces it)."""

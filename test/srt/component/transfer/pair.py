@@ -20,7 +20,7 @@ import zmq
 
 from component.transfer.bare import buffers
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta import capability
+from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.decode.invariants import idle_rooms
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -124,7 +124,7 @@ class Pair:
             tensor += torch.arange(1, PAGES + 1)[:, None] + 1000 * layer
         self.start()
         server = self.decode.manager.servers._servers[ADDRESS]
-        server.capabilities, server.epoch = capability.OURS, 1
+        server.capabilities, server.epoch = wire.OURS, 1
         self.connect()
         self.register()
 

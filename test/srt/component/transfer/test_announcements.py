@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from component.transfer import bare
 from component.transfer.messages import DIALECTS, MOONCAKE, NIXL, Dialect
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
@@ -54,9 +55,8 @@ def state(manager: Any) -> tuple[Any, ...]:
     """Everything that a message could change."""
     return (
         list(manager.decode_kv_args_table),
-        {room: len(manager.rooms.destinations(room)) for room in manager.rooms.numbers()},
+        {room.number: len(room.announcements) for room in manager.rooms.all()},
         dict(manager.request_status),
-        manager.rooms.numbers(),
     )
 
 
@@ -83,15 +83,15 @@ def test_a_request_comes_in_the_middle_of_an_announcement(say: Dialect) -> None:
 
     def while_the_request_comes(*announcement: Any) -> bool:
         manager.update_status(7, KVPoll.Bootstrapping)  # as a sender begins
-        assert manager.rooms.claim(7)[1] is None
-        started.append((manager.start_if_announced(7), manager.rooms.destinations(7)))
+        assert manager.rooms.claim(7).reason is None
+        started.append((manager.request_status[7], bare.destinations(manager, 7)))
         return bool(announce(*announcement))
 
     manager.rooms.announce = while_the_request_comes
     reader.handle(say.announcement())
-    assert started == [(False, [])]
+    assert started == [(KVPoll.Bootstrapping, [])]
     assert manager.request_status == {7: KVPoll.WaitingForInput}
-    assert len(manager.rooms.destinations(7)) == 1
+    assert len(bare.destinations(manager, 7)) == 1
 
 
 @pytest.mark.hazard("lists-cut-to-fit")
@@ -120,13 +120,13 @@ def test_a_decode_rank_too_many(say: Dialect) -> None:
     assert manager.rooms.announce(7, "another", first, 1)
     for request_first in (False, True):
         if request_first:
-            assert manager.rooms.claim(7)[1] is None
+            assert manager.rooms.claim(7).reason is None
         reader.handle(say.announcement(room=7))
         _, _, message = manager.sockets.sent.pop()
         assert message.room == 7 and "other decode ranks" in message.reason
-        assert manager.rooms.destinations(7) == [first]
+        assert bare.destinations(manager, 7) == [first]
     manager.rooms.forget(manager.rooms.room(7))
-    assert manager.rooms.claim(7)[1] is None, "the number is free"
+    assert manager.rooms.claim(7).reason is None, "the number is free"
 
 
 @both
@@ -136,7 +136,7 @@ def test_a_room_of_a_peer_that_never_registered(say: Dialect, ours: bool) -> Non
     connect again; a stock one would not understand that."""
     manager, reader = say.listener()
     reader.handle(say.announcement(ours=ours))
-    assert state(manager) == ([], {}, {}, [])
+    assert state(manager) == ([], {}, {})
     sent = manager.sockets.sent
     assert [(host, port, m.room, m.unknown_peer) for host, port, m in sent] == (
         [("10.0.0.2", 4000, 7, True)] if ours else []
@@ -148,12 +148,11 @@ def test_a_room_that_ended_before_it_was_announced_is_answered(say: Dialect) -> 
     """Prefill may abort a request before decode announces it; decode would wait for its timeout,
     and the announcement would stay in prefill's table for ever."""
     manager, reader = say.acquainted()
-    manager.rooms.claim(7)
-    manager.rooms.fail(7, Reason.ABORTED, "aborted")
+    manager.rooms.fail(manager.rooms.claim(7), Reason.ABORTED, "aborted")
     reader.handle(say.announcement(room=7))
     ((_, _, message),) = manager.sockets.sent
     assert (message.room, message.reason) == (7, "aborted")
-    assert manager.rooms.destinations(7) == []
+    assert bare.destinations(manager, 7) == []
 
 
 @both
@@ -197,7 +196,7 @@ def test_a_damaged_frame_is_kept_for_its_room(say: Dialect) -> None:
     silence."""
     manager, reader = say.acquainted()
     reader.handle([*say.announcement(ours=False), b"sglang-delta:\xc1"])
-    (info,) = manager.rooms.destinations(7)
+    (info,) = bare.destinations(manager, 7)
     assert info.delta is None and "malformed" in info.delta_error
 
 
@@ -233,7 +232,7 @@ def test_pages_of_state_come_as_an_array() -> None:
     frames = NIXL.announcement(7, pages=(4, 5))
     frames[8] = np.array([6, 7], np.int32).tobytes()
     reader.handle(frames)
-    (info,) = manager.rooms.destinations(7)
+    (info,) = bare.destinations(manager, 7)
     assert info.dst_state_indices.tolist() == [6, 7] and info.dst_state_indices.dtype == np.int32
 
 

@@ -17,7 +17,7 @@ import zmq
 
 from sglang.srt import server_args
 from sglang.srt.disaggregation.common import conn
-from sglang.srt.disaggregation.delta import capability, wire
+from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.manager import DeltaBootstrapServer
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVBootstrapServer
 from sglang.srt.disaggregation.nixl.conn import NixlKVBootstrapServer
@@ -80,7 +80,7 @@ def started(kind: Any) -> Iterator[tuple[Any, str, Any]]:
     server, address = kind("127.0.0.1", port), f"127.0.0.1:{port}"
     try:
         for _ in range(400):  # its thread is starting; refused connections return at once
-            if (found := capability.fetch_capabilities(address)) is not None:
+            if (found := wire.fetch_capabilities(address)) is not None:
                 break
             threading.Event().wait(0.05)
         yield server, address, found
@@ -104,13 +104,13 @@ def test_it_says_what_it_takes(monkeypatch: pytest.MonkeyPatch, kind: Any, takes
     monkeypatch.setattr(server_args, "_global_server_args", drafting)
     with started(kind) as (server, _, found):
         assert found is not None and bool(found.incarnation) == takes
-        expected = capability.OURS if takes else capability.STOCK
+        expected = wire.OURS if takes else wire.STOCK
         assert msgspec.structs.replace(found, incarnation=None, speculative=None) == expected
         assert found.speculative == ("EAGLE" if takes else None)
         assert isinstance(server, DeltaBootstrapServer)
 
 
-PATHS = ("/route", "/register_dp_rank", "/query_dp_ranks", "/health", capability.ROUTE, "/", "/x")
+PATHS = ("/route", "/register_dp_rank", "/query_dp_ranks", "/health", wire.ROUTE, "/", "/x")
 QUERIES = ("", "?prefill_dp_rank=x", "?prefill_dp_rank=-1&prefill_cp_rank=" + "9" * 5000, "?%ff")
 BODIES = (
     *(b"", b"{", b"[]", b"null", b'{"bootstrap_rooms": 3}', b'{"bootstrap_room": "x"}'),
@@ -138,4 +138,4 @@ def test_broken_requests() -> None:
                 if length == len(body):
                     http.client.HTTPResponse(raw, method=method).begin()
                     answered += 1
-        assert answered == 300 and capability.fetch_capabilities(address) == before
+        assert answered == 300 and wire.fetch_capabilities(address) == before

@@ -17,7 +17,7 @@ from component.transfer.bare import ADDRESS, decode
 from component.transfer.messages import DIALECTS, MOONCAKE, NIXL, Dialect
 from effort import tries
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta import peer_messages, wire
 from sglang.srt.disaggregation.delta.peer_messages import BadMessage, MessageReader
 
 VALUES: tuple[Any, ...] = (
@@ -61,7 +61,7 @@ def wrong_map(rng: random.Random, message: Any) -> bytes:
 def wrong(rng: random.Random, message: list[bytes]) -> list[bytes]:
     """``message`` with one to three values that cannot be."""
     if message[0] == wire.CONTROL_MAGIC:
-        return [wire.CONTROL_MAGIC, wrong_map(rng, wire.decode_control(message))]
+        return [wire.CONTROL_MAGIC, wrong_map(rng, peer_messages.decode_control(message))]
     frames = list(message)
     for _ in range(rng.randint(1, 3)):
         at = rng.randrange(1, len(frames))
@@ -82,7 +82,7 @@ def wrong(rng: random.Random, message: list[bytes]) -> list[bytes]:
 
 def tables(manager: Any) -> tuple[Any, ...]:
     """Everything that a message may change on a rank."""
-    rooms = [] if manager.rooms is None else map(manager.rooms.room, manager.rooms.numbers())
+    rooms = [] if manager.rooms is None else manager.rooms.all()
     return (
         [(dict(vars(room)), dict(room.announcements)) for room in rooms],
         {name: list(numbers) for name, numbers in manager.open_rooms().items()},
@@ -156,8 +156,8 @@ def test_to_prefill(say: Dialect, spoil: Any, complaints: Any) -> None:
             port.read(spoil(rng, rng.choice(kinds)))
         refused, taken = refused + port.refused, taken + port.taken
         assert port.half_taken == [] and manager.request_status == {}
-        for room in manager.rooms.numbers():
-            for peer, info in manager.rooms.room(room).announcements.items():
+        for room in manager.rooms.all():
+            for peer, info in room.announcements.items():
                 assert peer in manager.decode_kv_args_table
                 assert info.required_dst_info_num >= 1
                 # Over Mooncake a rank to which nothing goes may name no slot.

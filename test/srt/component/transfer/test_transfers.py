@@ -144,7 +144,7 @@ def test_announced_before_the_request(pair: Pair) -> None:
     room = pair.next_room()
     receiver = pair.receiver(room)
     receiver.announce(pages(4), 5, prefix_len=0)
-    until(lambda: room in pair.prefill.manager.rooms.numbers(), "announcement")
+    until(lambda: pair.prefill.manager.rooms.room(room), "announcement")
     assert room not in pair.prefill.manager.request_status, "left behind if its request never comes"
     sender = pair.sender(room)
     assert sender.poll() == KVPoll.WaitingForInput

@@ -56,7 +56,9 @@ def announcement(
         delta=None if stock else frame,
         delta_error=None,
         is_dummy=lambda: dummy,
+        gets_nothing=dummy,
         required_dst_info_num=1,
     )
     info.__dict__.update(fields)
+    info.is_ours = info.delta is not None or info.delta_error is not None
     return info

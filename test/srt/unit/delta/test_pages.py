@@ -3,7 +3,6 @@ parallel sizes: exact, or refused with both numbers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -18,27 +17,18 @@ from sglang.srt.disaggregation.delta.nixl.layout import Layout
 from sglang.srt.disaggregation.delta.pages import (
     DeltaMismatch,
     HeadSlice,
-    chunk_end,
     heads_of,
     of_one_shape,
     page_ceil,
     page_floor,
-    plan_delta,
     plan_heads,
     share_of_chunk,
     sources_of,
     token_lens,
 )
+from sglang.srt.disaggregation.delta.prefill.scheduler import plan_delta
 
 PAGES = st.sampled_from([1, 4, 16, 64])
-
-
-@dataclass(frozen=True)
-class Listed:
-    """One destination's announcement."""
-
-    decode_prefix_len: int
-    num_pages: int
 
 
 @given(tokens=st.integers(0, 10_000), page=PAGES)
@@ -47,22 +37,6 @@ def test_rounding(tokens: int, page: int) -> None:
     assert page_floor(tokens, page) <= tokens <= page_ceil(tokens, page)
     assert page_floor(tokens, page) % page == page_ceil(tokens, page) % page == 0
     assert page_ceil(tokens, page) - page_floor(tokens, page) == (page if tokens % page else 0)
-
-
-@pytest.mark.parametrize(
-    ("computed", "page", "last", "end"),
-    [
-        (40, 16, False, 32),
-        (40, 16, True, 40),
-        (32, 16, False, 32),
-        (15, 16, False, 0),
-        (7, 1, False, 7),
-        (0, 16, True, 0),
-    ],
-)
-def test_chunk_end(computed: int, page: int, last: bool, end: int) -> None:
-    """Guards against a half-computed page that is sent, or a last page that is not."""
-    assert chunk_end(computed, page, last) == end
 
 
 @pytest.mark.hazard("ranks-disagree-on-prefix")
@@ -95,7 +69,7 @@ def test_plan_refuses(
     """Guards against a mismatch that is cut to fit, which writes the start of a prompt into the
     pages of its tail; the message has to name the room and both numbers."""
     with pytest.raises(DeltaMismatch) as error:
-        plan_delta(41, [Listed(*pair) for pair in announced], prompt, page)
+        plan_delta(41, announced, prompt, page)
     message = str(error.value)
     assert "room 41" in message
     for number in numbers:
@@ -131,15 +105,13 @@ def test_plan_accepts_exactly_the_right_combination(
     """Guards against any accepted combination that would move a page to a wrong place, and against
     a refused one that would not: a full hit, or a room whose ranks are all dummies."""
     announced = {(cached * page + off, prompt - cached + more) for cached, off, more in ranks}
-    destinations = [Listed(*each) for each in announced]
     prefix, pages = next(iter(announced), (0, prompt))
     is_whole = prefix in range(0, prompt * page + 1, page)
     if len(announced) <= 1 and is_whole and prefix // page + pages == prompt:
-        plan = plan_delta(1, 2 * destinations, prompt, page)
-        assert (plan.prefix_len, plan.num_pages) == (prefix, pages)
+        assert plan_delta(1, 2 * list(announced), prompt, page) == (prefix, pages)
     else:
         with pytest.raises(DeltaMismatch):
-            plan_delta(1, destinations, prompt, page)
+            plan_delta(1, announced, prompt, page)
 
 
 # ---- head slices between ranks of different tensor parallel sizes, moved for real in arrays ----

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang.srt.disaggregation.delta import unserved
-from sglang.srt.disaggregation.delta.capability import OURS, STOCK, Capabilities
 from sglang.srt.disaggregation.delta.unserved import PairTokenizer
+from sglang.srt.disaggregation.delta.wire import OURS, STOCK, Capabilities
 
 ROOM = 2**62 + 12345
 

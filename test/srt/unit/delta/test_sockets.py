@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 import sglang.srt.utils.network  # noqa: F401  what every thread's first message imports
-from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta import peer_messages, wire
 from sglang.srt.disaggregation.delta.wire import PeerSockets
 from unit.delta.fakes import Clock
 
@@ -56,7 +56,7 @@ class Peers:
 
     def received(self, count: int = 1) -> list[wire.Message | None]:
         """The next messages that reach the peer."""
-        return [wire.decode_control(self.peer.recv_multipart()) for _ in range(count)]
+        return [peer_messages.decode_control(self.peer.recv_multipart()) for _ in range(count)]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta import peer_messages, wire
 
 STOCK = [b"5", b"10.0.0.1", b"4711", b"agent", b"\x03\0\0\0", b"9", b"1", b""]
 MAGIC = b"sglang-delta:"
@@ -48,20 +48,20 @@ def test_round_trip(frame: wire.DeltaFrame, message: wire.Message, foreign: list
     """Guards against one kind of message that is read as another, against fields that change
     places, and against SGLang's own messages (page lists and agent metadata are arbitrary bytes)
     that are taken for ours, or never reach their reader."""
-    assert wire.find_frame([*foreign, wire.encode_frame(frame)]) == frame
-    decoded = wire.decode_control(wire.encode_control(message))
+    assert peer_messages.find_frame([*foreign, wire.encode_frame(frame)]) == frame
+    decoded = peer_messages.decode_control(wire.encode_control(message))
     assert decoded == message and type(decoded) is type(message)
     for frames in (foreign, STOCK, [*STOCK, wire.CONTROL_MAGIC]):
-        assert wire.find_frame(frames) is wire.decode_control(frames) is None
+        assert peer_messages.find_frame(frames) is peer_messages.decode_control(frames) is None
 
 
 def test_fields_of_a_later_release_are_ignored() -> None:
     """Guards against a field that a later release adds and an older peer stumbles over."""
     fields = {"version": wire.VERSION, "window": [1, 2], **GOOD}
-    frame = wire.find_frame([*STOCK, MAGIC + raw(**fields)])
+    frame = peer_messages.find_frame([*STOCK, MAGIC + raw(**fields)])
     assert frame == wire.DeltaFrame(decode_prefix_len=32, num_pages=1, is_dummy=False)
     body = raw(type="stopped", room=7, writer=1, reason="x", because=[1])
-    assert wire.decode_control([wire.CONTROL_MAGIC, body]) == wire.Stopped(7, 1, "x")
+    assert peer_messages.decode_control([wire.CONTROL_MAGIC, body]) == wire.Stopped(7, 1, "x")
 
 
 THEIRS = wire.VERSION + 1
@@ -88,8 +88,8 @@ MALFORMED, BEHIND = "malformed", f"protocol {THEIRS}, this prefill server {wire.
 def test_a_frame_that_cannot_be_understood(frame: bytes, complaint: str) -> None:
     """Guards against a damaged announcement that counts as "no prefix": the whole prompt would be
     written into a list of delta pages; and against a changed meaning that is read as the old."""
-    with pytest.raises(wire.DeltaFrameError, match=complaint):
-        wire.find_frame([*STOCK, MAGIC + frame])
+    with pytest.raises(peer_messages.DeltaFrameError, match=complaint):
+        peer_messages.find_frame([*STOCK, MAGIC + frame])
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_malformed_is_one_kind_of_error(frames: list[bytes]) -> None:
     """Guards against bytes that raise what the reader of a message does not expect (wrong UTF-8,
     nesting without end), and against a wrong number of frames that is read all the same."""
     with pytest.raises(wire.ControlError):
-        wire.decode_control([wire.CONTROL_MAGIC, *frames])
+        peer_messages.decode_control([wire.CONTROL_MAGIC, *frames])
 
 
 @pytest.mark.parametrize("room", [2**64, -(2**63) - 1, 10**400])

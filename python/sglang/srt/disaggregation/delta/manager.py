@@ -16,16 +16,11 @@ import msgspec
 from aiohttp import web
 from typing_extensions import override
 
-from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta import capability, wire
+from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers, Tables
-from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.observability import Announced, now, record
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
-from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks
-from sglang.srt.disaggregation.delta.prefill.room import Announcement, Room
-from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
-from sglang.srt.disaggregation.delta.prefill.served_rooms import ServedRooms
+from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks, ServedRooms
+from sglang.srt.disaggregation.delta.prefill.rooms import GONE, RoomTable, State
 from sglang.srt.disaggregation.delta.rank import RankView, Statuses
 from sglang.srt.patchset import environment
 from sglang.srt.patchset.attach import exchanged
@@ -70,14 +65,14 @@ class DeltaBootstrapServer(CommonKVBootstrapServer):
         names = vars(sys.modules[type(self).__module__]).values()
         if not any(getattr(each, "moves_deltas", False) for each in names):
             return  # as a stock server: decode sends it whole prompts
-        self._capabilities = msgspec.structs.replace(capability.OURS, incarnation=uuid.uuid4().hex)
-        self.app.router.add_get(capability.ROUTE, self._handle_capabilities)
+        self._capabilities = msgspec.structs.replace(wire.OURS, incarnation=uuid.uuid4().hex)
+        self.app.router.add_get(wire.ROUTE, self._handle_capabilities)
 
     async def _handle_capabilities(self, request: web.Request) -> web.Response:
         from sglang.srt.server_args import get_global_server_args
 
         try:
-            drafts = get_global_server_args().speculative_algorithm or capability.NO_DRAFTS
+            drafts = get_global_server_args().speculative_algorithm or wire.NO_DRAFTS
         except ValueError:  # of several tokenizers' router, SGLang does not set them
             drafts = None
         says = msgspec.structs.replace(self._capabilities, speculative=drafts, yields=self.yields)
@@ -120,11 +115,13 @@ class DeltaManager(CommonKVManager):
             check_deadlines()  # wrong values are refused at start
         self.rank = RankView.of(self)
         self.statuses = Statuses(self.request_status, self.failure_records)
+        self.update_status = self.statuses.update
         if is_prefill:
-            self.rooms = RoomTable(self)
+            self.rooms = RoomTable(self.statuses)
             self.decode_ranks = DecodeRanks(
                 self.rooms, self.decode_kv_args_table, self.rank.writer_id
             )
+            self.rooms.on_drained = self.decode_ranks.tell
             self.served_rooms = ServedRooms(self.rank, server_args)
         elif has_flag:
             self._receivers().drops_dead_sockets = True
@@ -134,7 +131,9 @@ class DeltaManager(CommonKVManager):
     # ---- the thread that reads what peers send ----
 
     def start_reader(
-        self, take_other: Callable[[list[bytes]], None], tick: Callable[[], None] = lambda: None
+        self,
+        take_other: Callable[[list[bytes]], None] | None = None,
+        tick: Callable[[], None] = lambda: None,
     ) -> None:
         """Read this rank's socket on a thread of its own: control messages are for its rooms
         (prefill) or servers (decode), SGLang's own kinds for ``take_other``. ``tick`` is called
@@ -210,48 +209,6 @@ class DeltaManager(CommonKVManager):
         capabilities = self.servers.capabilities(bootstrap_addr)
         return capabilities.takes_control and capabilities.yields
 
-    @override
-    def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
-        if self.moves_deltas:
-            self.statuses.update(bootstrap_room, status)
-        else:
-            super().update_status(bootstrap_room, status)
-
-    # ---- prefill.room.Listener ----
-
-    def fail_known(self, room: int, text: str) -> bool:
-        """``room`` was given up: whether its request is here and had not ended."""
-        return self.statuses.fail_known(room, text)
-
-    def room_delivered(self, room: int) -> None:
-        """Decode has all of ``room``."""
-        self.statuses.advance(room, KVPoll.Success)
-
-    def room_stopped(self, room: Room, kind: Reason) -> None:
-        """``room`` failed; a backend with queues of its own drops what is in them."""
-
-    def room_drained(self, room: int, reason: str, announcements: list[Announcement]) -> None:
-        """Nothing of ``room`` is under way: its decode ranks may have their pages back."""
-        self.decode_ranks.tell(room, reason, announcements)
-
-    def start_if_announced(self, room: int) -> bool:
-        """A room starts when its request is here and all its decode ranks have announced it,
-        whichever comes last; whether the latter have. Prefill only."""
-        known = self.rooms.room(room)
-        is_announced = known is not None and known.reason is None and known.is_announced
-        if is_announced:
-            self.statuses.advance(room, KVPoll.WaitingForInput)
-        return is_announced
-
-    def listed_pages(self, info: Announcement) -> int:
-        """How many pages of this prefill rank's size a decode rank listed."""
-        return len(info.dst_kv_indices)
-
-    def take_announcement(self, room: int) -> None:
-        """One more decode rank has announced ``room``."""
-        if self.start_if_announced(room):
-            record("prefill", lambda: Announced(at=now(), room=room))
-
     def open_rooms(self) -> dict[str, list[int]]:
         """Every per-room table of this rank with its rooms; all empty on an idle server."""
         tables = {
@@ -267,8 +224,12 @@ class DeltaManager(CommonKVManager):
         if self.rooms is not None:
             # Announced before their request is here (which has a deadline), or waited for although
             # their request is gone: those are no leftovers.
-            known = {*self.rooms.unclaimed(), *self.rooms.lingering()}
-            tables["rooms"] = [room for room in self.rooms.numbers() if room not in known]
+            tables["rooms"] = [
+                room.number
+                for room in self.rooms.all()
+                if room.state is not State.ANNOUNCED
+                and (room.state not in GONE or room.reason is None)
+            ]
         if self.servers is not None:
             tables["deferred"] = self.servers.deferred_rooms()
         tracked = list(getattr(self, "addr_to_rooms_tracker", {}).values())

@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any  # Any: a message in its backend's own class
 
+import msgspec
 import numpy as np
 import zmq
 from typing_extensions import Self, override
@@ -25,7 +26,7 @@ from sglang.srt.disaggregation.delta.pages import of_one_shape
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs
     from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks
-    from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
+    from sglang.srt.disaggregation.delta.prefill.rooms import RoomTable
     from sglang.srt.disaggregation.delta.rank import RankView
     from sglang.srt.disaggregation.nixl.conn import TransferInfo  # or Mooncake's
 else:
@@ -37,8 +38,81 @@ logger = logging.getLogger(__name__)
 _ANNOUNCEMENT_FRAMES = 8
 
 
+#: Where SGLang 0.5.12 and later have the prefix length, in decimal. Ours stands there too.
+_LATER_PREFIX = 8
+_MAX_DIGITS = 18
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_CONTROL: msgspec.msgpack.Decoder[wire.Message] = msgspec.msgpack.Decoder(wire.Message)
+
+
 class BadMessage(ValueError):
     """A message that is not from a peer of ours, or not one that can be served."""
+
+
+class DeltaFrameError(ValueError):
+    """A frame that carries our magic but cannot be understood."""
+
+
+class _AnyVersion(msgspec.Struct, frozen=True):
+    """The one field that every version has."""
+
+    version: int = wire.VERSION
+
+
+def find_frame(frames: Sequence[bytes]) -> wire.DeltaFrame | None:
+    """The delta frame of a metadata message, or None where the peer sent none.
+
+    Raises:
+        DeltaFrameError: the frame is malformed or of another version.
+    """
+    for raw in reversed(frames):
+        if not raw.startswith(wire.MAGIC):
+            continue
+        content = raw[len(wire.MAGIC) :]
+        try:
+            # On its own: another version may name and type all other fields differently.
+            theirs = msgspec.msgpack.decode(content, type=_AnyVersion).version
+            if theirs != wire.VERSION:
+                raise DeltaFrameError(
+                    f"decode speaks delta protocol {theirs}, this prefill server {wire.VERSION}"
+                )
+            return msgspec.msgpack.decode(content, type=wire.DeltaFrame)
+        except _UNREADABLE as error:
+            raise DeltaFrameError(f"malformed delta frame: {error}") from error
+    return None
+
+
+def later_prefix_len(frames: Sequence[bytes]) -> int | None:
+    """Tokens that a decode server of SGLang 0.5.12 or later holds; None where the message is of an
+    earlier release or has our frame.
+
+    Raises:
+        ValueError: it says something else there.
+    """
+    if len(frames) <= _LATER_PREFIX:
+        return None
+    raw = frames[_LATER_PREFIX]
+    if not raw or raw.startswith(wire.MAGIC):
+        return None
+    if not raw.isdigit() or len(raw) > _MAX_DIGITS:
+        raise ValueError(f"its ninth frame, {raw[:40]!r}, is not a prefix length")
+    return int(raw)
+
+
+def decode_control(frames: Sequence[bytes]) -> wire.Message | None:
+    """The control message in ``frames``, or None: they are of another kind.
+
+    Raises:
+        ControlError: they carry our magic and are malformed.
+    """
+    if not frames or frames[0] != wire.CONTROL_MAGIC:
+        return None
+    if len(frames) != 2:
+        raise wire.ControlError(f"a control message of {len(frames)} frames, 2 expected")
+    try:
+        return _CONTROL.decode(frames[1])
+    except _UNREADABLE as error:
+        raise wire.ControlError(f"malformed control message: {error}") from error
 
 
 class MessageReader:
@@ -47,10 +121,11 @@ class MessageReader:
     def __init__(
         self,
         take_control: Callable[[wire.Message], None],
-        take_other: Callable[[list[bytes]], None],
+        take_other: Callable[[list[bytes]], None] | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``take_other`` gets the messages of SGLang's own kinds, and raises at bad ones."""
+        """``take_other`` gets the messages of SGLang's own kinds, and raises at bad ones; None
+        where it sends none."""
         self._take_control = take_control
         self._take_other = take_other
         self._log = RateLimitedLog(logger, clock=clock)
@@ -58,11 +133,13 @@ class MessageReader:
     def handle(self, frames: list[bytes]) -> None:
         """Take one multipart message. Never raises."""
         try:
-            message = wire.decode_control(frames)
+            message = decode_control(frames)
             if message is not None:
                 self._take_control(message)
-            else:
+            elif self._take_other is not None:
                 self._take_other(frames)
+            else:
+                raise BadMessage("it is not a control message of a prefill server")
         except Exception as error:  # whatever a stranger's bytes made a parser raise
             sender = _sender(frames)
             self._log.error(sender, "dropped a message from %s: %s", sender, error)
@@ -110,10 +187,10 @@ class DeltaTransferInfo(TransferInfo):
     @override
     def from_zmq(cls, msg: list[bytes]) -> Self:
         info: Self = super().from_zmq(msg)
-        info.later_prefix_len = wire.later_prefix_len(msg)
+        info.later_prefix_len = later_prefix_len(msg)
         try:
-            info.delta = wire.find_frame(msg)
-        except wire.DeltaFrameError as error:
+            info.delta = find_frame(msg)
+        except DeltaFrameError as error:
             info.delta_error = str(error)
         return info
 
@@ -121,6 +198,11 @@ class DeltaTransferInfo(TransferInfo):
     def is_ours(self) -> bool:
         """Whether its decode rank sent a delta frame, readable or not."""
         return self.delta is not None or self.delta_error is not None
+
+    @property
+    def gets_nothing(self) -> bool:
+        """Whether this rank sends nothing to it, and is not waited for."""
+        return bool(self.is_dummy() if callable(self.is_dummy) else self.is_dummy)
 
 
 class Announcements:
@@ -133,16 +215,14 @@ class Announcements:
         decode_ranks: DecodeRanks,
         registered: dict[str, Any],
         register: Callable[[Any], None],
-        announced: Callable[[int], None],
     ) -> None:
         """``registered``: SGLang's ``decode_kv_args_table``. ``register`` keeps what a decode rank
-        registered, once it is checked; ``announced`` is told of a room that one has announced."""
+        registered, once it is checked."""
         self._rank = rank
         self._rooms = rooms
         self._decode_ranks = decode_ranks
         self._registered = registered
         self._keep = register
-        self._announced = announced
 
     def take_message(self, conn: Any, frames: list[bytes], registration_frames: int) -> None:
         """Take one registration or announcement. ``conn``: SGLang's module of the backend, which
@@ -177,8 +257,7 @@ class Announcements:
         if peer not in self._registered:
             self._decode_ranks.refuse_stranger(info)
             raise BadMessage(f"room {info.room}: decode rank {peer!r} never registered")
-        if self._rooms.announce(info.room, peer, info, info.required_dst_info_num):
-            self._announced(info.room)
+        self._rooms.announce(info.room, peer, info, info.required_dst_info_num)
 
 
 def check_registration(

@@ -18,39 +18,31 @@ class RankView:
     is_mla: bool
     tp_size: int
     tp_rank: int
-    cp_size: int
-    cp_rank: int
     pp_size: int
-    pp_rank: int
     #: As it has registered at the bootstrap server.
     dp_rank: int
     #: Where it listens for messages of other servers.
     host: str
     port: int
+    #: Tells this prefill rank from the others that write for one decode rank.
+    writer_id: int
 
     @classmethod
     def of(cls, manager: Any) -> RankView:
         """Of the rank of SGLang's ``CommonKVManager``."""
         by_process = manager.system_dp_size > 1
+        stage = manager.attn_tp_rank * manager.pp_size + manager.pp_rank
         return cls(
             kv_args=manager.kv_args,
             is_mla=manager.is_mla_backend,
             tp_size=manager.attn_tp_size,
             tp_rank=manager.attn_tp_rank,
-            cp_size=manager.attn_cp_size,
-            cp_rank=manager.attn_cp_rank,
             pp_size=manager.pp_size,
-            pp_rank=manager.pp_rank,
             dp_rank=manager.system_dp_rank if by_process else manager.attn_dp_rank,
             host=manager.local_ip,
             port=manager.rank_port,
+            writer_id=stage * manager.attn_cp_size + manager.attn_cp_rank,
         )
-
-    @property
-    def writer_id(self) -> int:
-        """Tells this prefill rank from the others that write for one decode rank."""
-        ranks_a_stage = self.pp_size * self.cp_size
-        return self.tp_rank * ranks_a_stage + self.pp_rank * self.cp_size + self.cp_rank
 
 
 class Statuses:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any  # Any: SGLang's requests, before and afte
 
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta.capability import fetch_capabilities
+from sglang.srt.disaggregation.delta.wire import fetch_capabilities
 
 if TYPE_CHECKING:
     import torch

@@ -1,24 +1,10 @@
-"""What goes between our servers beside SGLang's own messages: frame, notes, control messages.
+"""What goes between our servers beside SGLang's messages: frame, control messages, capabilities.
 
 The *delta frame* is what a decode server adds to SGLang's transfer metadata message. That is a
 multipart of eight positional frames, and a stock prefill ignores frames after them. Ours is one
 more: a magic, then a msgpack map with named fields, so that fields can be added without breaking a
 peer. A changed *meaning* raises ``VERSION``, and a peer that speaks another version fails the room
 with an error that says so.
-
-A notification goes from prefill to decode when everything else of the room is in decode's memory.
-Decode ranks that take metadata in it get one for each room and writer: a *writer* is a number that
-no other prefill rank of the room has.
-
-    <room>_done_<writer>_<metadata>      a msgpack list of bytes, one for each metadata buffer
-
-All others get stock SGLang's, with one change: stock names only the pipeline stage of the sender,
-ours the writer. Where several ranks write for one decode rank (tensor parallelism), the first one
-to finish would otherwise count for all. A stock decode server reads both alike.
-
-    <room>_kv_<chunk>_<is last>_<writer>
-    <room>_aux_<writer>          stock: <room>_aux
-    <room>_state_<writer>
 
 *Control messages* tell of rooms that end early, and signs of life, in both directions and on every
 backend, where SGLang's handshake has one message from decode to prefill. They go over the same
@@ -30,23 +16,26 @@ never blocks, and nothing that was queued outlives its peer.
 from __future__ import annotations
 
 import ipaddress
+import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
+import requests
 import zmq
 
+from sglang.srt.patchset import environment
+
 if TYPE_CHECKING:
-    from sglang.srt.utils.network import NetworkAddress
+    pass
+
+logger = logging.getLogger(__name__)
 
 VERSION = 1
-#: Where SGLang 0.5.12 and later have the prefix length, in decimal. Ours stands there too.
-_LATER_PREFIX = 8
-_MAX_DIGITS = 18
-_MAGIC = b"sglang-delta:"
+MAGIC = b"sglang-delta:"
 
 
 class DeltaFrame(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,130 +58,14 @@ class DeltaFrame(msgspec.Struct, frozen=True, kw_only=True):
     takes_metadata: bool = False
 
 
-class _AnyVersion(msgspec.Struct, frozen=True):
-    """The one field that every version has."""
-
-    version: int = VERSION
-
-
-class DeltaFrameError(ValueError):
-    """A frame that carries our magic but cannot be understood."""
-
-
 def encode_frame(frame: DeltaFrame) -> bytes:
     """The frame as bytes for the wire."""
-    return _MAGIC + msgspec.msgpack.encode(frame)
-
-
-def find_frame(frames: Sequence[bytes]) -> DeltaFrame | None:
-    """The delta frame of a metadata message, or None where the peer sent none.
-
-    Raises:
-        DeltaFrameError: the frame is malformed or of another version.
-    """
-    for raw in reversed(frames):
-        if not raw.startswith(_MAGIC):
-            continue
-        content = raw[len(_MAGIC) :]
-        try:
-            # On its own: another version may name and type all other fields differently.
-            theirs = msgspec.msgpack.decode(content, type=_AnyVersion).version
-            if theirs != VERSION:
-                raise DeltaFrameError(
-                    f"decode speaks delta protocol {theirs}, this prefill server {VERSION}"
-                )
-            return msgspec.msgpack.decode(content, type=DeltaFrame)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise DeltaFrameError(f"malformed delta frame: {error}") from error
-    return None
-
-
-def later_prefix_len(frames: Sequence[bytes]) -> int | None:
-    """Tokens that a decode server of SGLang 0.5.12 or later holds; None where the message is of an
-    earlier release or has our frame.
-
-    Raises:
-        ValueError: it says something else there.
-    """
-    if len(frames) <= _LATER_PREFIX:
-        return None
-    raw = frames[_LATER_PREFIX]
-    if not raw or raw.startswith(_MAGIC):
-        return None
-    if not raw.isdigit() or len(raw) > _MAX_DIGITS:
-        raise ValueError(f"its ninth frame, {raw[:40]!r}, is not a prefix length")
-    return int(raw)
+    return MAGIC + msgspec.msgpack.encode(frame)
 
 
 #: Bytes of metadata that go into a note; more are written into decode's slot. (A model that sends
 #: hidden states may have more; without them they are 1,728.)
 MOST_METADATA = 1 << 15
-_MOST_PARTS = 64
-_METADATA: msgspec.msgpack.Decoder[list[bytes]] = msgspec.msgpack.Decoder(list[bytes])
-
-
-class Notification(msgspec.Struct, frozen=True):
-    """One parsed notification; ``writer`` is None in a stock prefill's ``aux``."""
-
-    room: int
-    kind: str
-    chunk: int = 0
-    is_last: bool = False
-    writer: int | None = None
-    #: With ``done``: what belongs into the room's metadata slot, buffer by buffer.
-    metadata: tuple[bytes, ...] = ()
-
-
-def done(room: int, writer: int, metadata: Sequence[bytes]) -> bytes:
-    """The note that completes ``room`` for one writer."""
-    return f"{room}_done_{writer}_".encode() + msgspec.msgpack.encode(list(metadata))
-
-
-def stock_notes(room: int, writer: int, has_state: bool) -> list[bytes]:
-    """The notes that complete ``room`` for one writer where the metadata were written too. Stock
-    counts chunks. They all have landed, so one note stands for them: the only one of one."""
-    kinds = ["kv_0_1", *["state"] * has_state, "aux"]
-    return [f"{room}_{kind}_{writer}".encode() for kind in kinds]
-
-
-def parse(raw: bytes) -> Notification:
-    """Parse one notification.
-
-    Raises:
-        ValueError: it has none of the known forms.
-    """
-    head, mark, rest = raw.partition(b"_done_")
-    if mark:
-        return _parse_done(head, rest)
-    text = raw.decode("ascii")
-    room, kind, *numbers = text.split("_")
-    fields = [int(number) for number in numbers]
-    if min([int(room), *fields]) < 0:
-        raise ValueError(f"negative numbers in NIXL notification {text[:80]!r}")
-    if kind == "kv" and 2 <= len(fields) <= 3 and fields[1] <= 1:
-        writer = fields[2] if len(fields) == 3 else 0
-        return Notification(int(room), kind, fields[0], bool(fields[1]), writer)
-    if kind == "aux" and len(fields) <= 1:
-        return Notification(int(room), kind, writer=fields[0] if fields else None)
-    if kind == "state" and len(fields) <= 1:
-        return Notification(int(room), kind, writer=fields[0] if fields else 0)
-    raise ValueError(f"unknown NIXL notification {text[:80]!r}")
-
-
-def _parse_done(room: bytes, rest: bytes) -> Notification:
-    writer, _, content = rest.partition(b"_")
-    numbers = int(room.decode("ascii")), int(writer.decode("ascii"))
-    if min(numbers) < 0:
-        raise ValueError("negative numbers in a NIXL notification")
-    if len(content) > MOST_METADATA + 8 * _MOST_PARTS:
-        raise ValueError(f"{len(content)} bytes of metadata in a NIXL notification")
-    try:
-        metadata = tuple(_METADATA.decode(content))
-    except msgspec.DecodeError as error:
-        raise ValueError(f"unreadable metadata in a NIXL notification: {error}") from error
-    return Notification(numbers[0], "done", writer=numbers[1], metadata=metadata)
-
-
 #: The hidden states among SGLang's metadata buffers, and their bytes on a prefill server that has
 #: no draft model.
 HIDDEN_STATES, NO_HIDDEN_STATES = 8, 64
@@ -266,7 +139,6 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
 
 
 Message: TypeAlias = Withdraw | Stopped | ComputedByDecode | Ping | Pong
-_CONTROL_DECODER = msgspec.msgpack.Decoder(Message)
 
 
 class ControlError(ValueError):
@@ -283,23 +155,6 @@ def encode_control(message: Message) -> list[bytes]:
         return [CONTROL_MAGIC, msgspec.msgpack.encode(message)]
     except (OverflowError, UnicodeEncodeError) as error:
         raise ControlError(f"{message} cannot be sent: {error}") from error
-
-
-def decode_control(frames: Sequence[bytes]) -> Message | None:
-    """The control message in ``frames``, or None: they are of another kind.
-
-    Raises:
-        ControlError: they carry our magic and are malformed.
-    """
-    if not frames or frames[0] != CONTROL_MAGIC:
-        return None
-    if len(frames) != 2:
-        raise ControlError(f"a control message of {len(frames)} frames, 2 expected")
-    try:
-        message: Message = _CONTROL_DECODER.decode(frames[1])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ControlError(f"malformed control message: {error}") from error
-    return message
 
 
 #: Bytes of the longest frame that a rank takes, and 16 times what is needed: the page numbers of a
@@ -368,30 +223,26 @@ class PeerSockets:
         address = NetworkAddress(host, port)
         name = address.to_host_port_str()
         with self._lock:
-            socket = self._sockets[name][0] if name in self._sockets else self._open(address)
+            if name in self._sockets:
+                socket = self._sockets[name][0]
+            else:
+                ipaddress.ip_address(address.host)
+                while len(self._sockets) >= _MAX_SOCKETS:
+                    self._close_first(_LEAVING_MS)
+                socket = self._context.socket(zmq.PUSH)
+                socket.setsockopt(zmq.SNDHWM, 0)
+                socket.setsockopt(zmq.LINGER, 0)
+                socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+                socket.setsockopt(zmq.RECONNECT_IVL_MAX, _LONGEST_RECONNECT_MS)
+                socket.setsockopt(zmq.IPV6, int(address.is_ipv6))
+                try:
+                    socket.connect(address.to_tcp())
+                except zmq.ZMQError as error:
+                    socket.close()
+                    raise ValueError(f"invalid address of a peer: {name}: {error}") from error
             self._sockets[name] = socket, self._clock()
             self._sockets.move_to_end(name)
             socket.send_multipart(frames, flags=zmq.NOBLOCK)
-
-    def _open(self, address: NetworkAddress) -> zmq.Socket[bytes]:
-        ipaddress.ip_address(address.host)
-        while len(self._sockets) >= _MAX_SOCKETS:
-            self._close_first(_LEAVING_MS)
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _LONGEST_RECONNECT_MS)
-        if address.is_ipv6:
-            socket.setsockopt(zmq.IPV6, 1)
-        try:
-            socket.connect(address.to_tcp())
-        except zmq.ZMQError as error:
-            socket.close()
-            raise ValueError(
-                f"invalid address of a peer: {address.to_host_port_str()}: {error}"
-            ) from error
-        return socket
 
     def _close_first(self, linger_ms: int) -> None:
         _, (socket, _) = self._sockets.popitem(last=False)
@@ -413,3 +264,110 @@ class PeerSockets:
             until = self._clock() - for_s
             while self._sockets and next(iter(self._sockets.values()))[1] <= until:
                 self._close_first(0)
+
+
+# ---- negotiation: decode sends a prefix only to a server that says that it understands one ----
+
+#: Of a prefill server's bootstrap server. A route of its own, because a stock decode server builds
+#: its ``PrefillServerInfo`` from every key of the stock answer, and would refuse a new one. A stock
+#: prefill answers 404, and is then served as today: prefix 0, whole prompt.
+ROUTE = "/pd_capabilities"
+#: Prompts bring the target's KV only.
+NO_DRAFTS = "none"
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class Capabilities(msgspec.Struct, frozen=True):
+    """What a prefill server understands.
+
+    ``delta`` and ``control``: the versions of its delta frame and its control messages, or 0.
+    ``yields``: whether it ends a request that decode computes itself (``ComputedByDecode``).
+    ``incarnation``: names this run of the server; another one at the same address is another
+    server, whose ranks know nobody yet. ``speculative``: its ``--speculative-algorithm``, or
+    ``NO_DRAFTS``; None where it does not say.
+    ``samples``: whether it gives each of parallel samples a room of its own (``unserved.py``).
+    """
+
+    delta: int = 0
+    control: int = 0
+    yields: bool = False
+    incarnation: str | None = None
+    speculative: str | None = None
+    samples: bool = False
+
+    @property
+    def takes_delta(self) -> bool:
+        """Whether a decode server of this version may send a prefix length."""
+        return self.delta == VERSION
+
+    @property
+    def takes_control(self) -> bool:
+        """Whether it may be sent control messages, and sends them."""
+        return self.control == CONTROL_VERSION
+
+
+OURS = Capabilities(delta=VERSION, control=CONTROL_VERSION, samples=True)
+STOCK = Capabilities()
+
+
+def fetch_capabilities(bootstrap_addr: str) -> Capabilities | None:
+    """Query the bootstrap server at ``bootstrap_addr`` (host:port). One attempt.
+
+    Returns None where it could not be queried; the caller tries again later. An answer that cannot
+    be understood counts as a stock server: prefix 0 is always right.
+    """
+    try:
+        response = requests.get(
+            f"http://{bootstrap_addr}{ROUTE}", timeout=environment.HANDSHAKE_TIMEOUT.read()
+        )
+    except requests.RequestException as error:
+        logger.error(
+            "could not query the capabilities of prefill server %s (%s). Its requests wait and "
+            "the query is repeated. Check that it is up",
+            bootstrap_addr,
+            error,
+        )
+        return None
+    if response.status_code == 404:
+        logger.warning(
+            "prefill server %s does not support decode_prefix_len (stock SGLang?): it will send "
+            "whole prompts",
+            bootstrap_addr,
+        )
+        return STOCK
+    if response.status_code != 200:
+        logger.error(
+            "prefill server %s answered %s for %s. Its requests wait and the query is repeated. "
+            "Check its log",
+            bootstrap_addr,
+            response.status_code,
+            ROUTE,
+        )
+        return None
+    try:
+        capabilities = msgspec.json.decode(response.content, type=Capabilities)
+    except _UNREADABLE as error:
+        logger.error(
+            "prefill server %s sent unreadable capabilities (%s): it will send whole prompts. "
+            "Check its version",
+            bootstrap_addr,
+            error,
+        )
+        return STOCK
+    if not capabilities.takes_delta:
+        logger.warning(
+            "prefill server %s speaks delta protocol %d, this decode server %d: it will send "
+            "whole prompts",
+            bootstrap_addr,
+            capabilities.delta,
+            VERSION,
+        )
+    return capabilities
+
+
+def incarnation_in(content: bytes) -> str | None:
+    """The incarnation that a body of ``GET /pd_capabilities`` names; None if it cannot be read."""
+    try:
+        return msgspec.json.decode(content, type=Capabilities).incarnation
+    except _UNREADABLE:
+        return None

@@ -17,7 +17,7 @@ import requests
 
 from component.transfer import bare
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta import capability, wire
+from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.decode import prefill_servers
 from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers, Tables
 from unit.delta.fakes import Sockets
@@ -30,7 +30,7 @@ Answer = Any
 
 def run_of_ours(name: str | None) -> Answer:
     """The answer of a prefill server of this release; ``name``: of this run of it."""
-    return 200, msgspec.json.encode(msgspec.structs.replace(capability.OURS, incarnation=name))
+    return 200, msgspec.json.encode(msgspec.structs.replace(wire.OURS, incarnation=name))
 
 
 class Beats:

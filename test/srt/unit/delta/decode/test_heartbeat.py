@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import requests
 
-from sglang.srt.disaggregation.delta import capability, wire
+from sglang.srt.disaggregation.delta import wire
 from unit.delta.decode.prefills import ADDRESS, ROOM, Answer, Prefills, run_of_ours
 
 OTHER = "10.0.0.2:8998"
@@ -60,7 +60,7 @@ def test_what_a_probe_shows(
     prefills.beat()
     assert prefills.end_of(7) == (end and f"lost prefill server {ADDRESS}: {end}")
     assert deferred.is_drained() is (end not in (None, SILENT))
-    assert prefills.urls[-1] == f"http://{ADDRESS}{capability.ROUTE}"
+    assert prefills.urls[-1] == f"http://{ADDRESS}{wire.ROUTE}"
 
 
 ALIVE, NEW, NAMELESS, HUNG = run_of_ours("a"), run_of_ours("b"), (200, b"{}"), (503, b"")

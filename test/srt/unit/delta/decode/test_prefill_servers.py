@@ -16,10 +16,10 @@ from component.transfer import bare
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.address_pool import AddressPool
-from sglang.srt.disaggregation.delta.capability import STOCK
 from sglang.srt.disaggregation.delta.decode import transfer_queue
 from sglang.srt.disaggregation.delta.decode.transfer_queue import DeferredFree
 from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.wire import STOCK
 from unit.delta.decode.prefills import ADDRESS, ROOM, Prefills, run_of_ours
 from unit.delta.fakes import Clock
 

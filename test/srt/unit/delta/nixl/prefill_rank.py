@@ -15,7 +15,7 @@ from component.transfer import bare
 from sglang.srt.disaggregation.delta import manager, wire
 from sglang.srt.disaggregation.delta.nixl import backend as backend_module
 from sglang.srt.disaggregation.delta.prefill import scheduler, transfer_pool
-from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
+from sglang.srt.disaggregation.delta.prefill.rooms import RoomTable
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool
 from sglang.srt.disaggregation.nixl import conn

@@ -16,9 +16,9 @@ import pytest
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import observability, wire
 from sglang.srt.disaggregation.delta.nixl import backend, prefill
+from sglang.srt.disaggregation.delta.nixl.decode import parse
 from sglang.srt.disaggregation.delta.observability import STATS, Moved
 from sglang.srt.disaggregation.delta.pages import heads_of, sources_of
-from sglang.srt.disaggregation.delta.wire import parse
 from sglang.srt.disaggregation.nixl.conn import TransferStatus
 from sglang.srt.patchset.environment import DESCRIPTOR_COSTS
 from unit.delta.nixl.prefill_rank import PrefillRank

@@ -9,13 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effort import tries
-from sglang.srt.disaggregation.delta.wire import (
-    MOST_METADATA,
-    Notification,
-    done,
-    parse,
-    stock_notes,
-)
+from sglang.srt.disaggregation.delta.nixl.backend import done, stock_notes
+from sglang.srt.disaggregation.delta.nixl.decode import Notification, parse
+from sglang.srt.disaggregation.delta.wire import MOST_METADATA
 
 NUMBERS = st.integers(0, 2**64 - 1)
 

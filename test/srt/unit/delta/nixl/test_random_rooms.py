@@ -12,8 +12,8 @@ import pytest
 
 from effort import tries
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.prefill.room import State
-from sglang.srt.disaggregation.delta.wire import parse
+from sglang.srt.disaggregation.delta.nixl.decode import parse
+from sglang.srt.disaggregation.delta.prefill.rooms import State
 from unit.delta.nixl.fakes import nixlRemoteDisconnectError
 from unit.delta.nixl.prefill_rank import TRANSFER_TIMEOUT_S, PrefillRank
 from unit.delta.nixl.sides import PAGE

@@ -18,9 +18,8 @@ from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import TransferReport
 from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks
-from sglang.srt.disaggregation.delta.prefill.room import Room
-from sglang.srt.disaggregation.delta.prefill.room import State as RoomState
-from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
+from sglang.srt.disaggregation.delta.prefill.rooms import Room, RoomTable
+from sglang.srt.disaggregation.delta.prefill.rooms import State as RoomState
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, Settings, State
 from sglang.srt.disaggregation.delta.prefill.transfer_worker import Worker
 from unit.delta.fakes import Clock, Sockets, announcement
@@ -36,7 +35,8 @@ class Side:
         self.clock, self.manager = Clock(), bare.prefill("nixl", attn_tp_rank=3)
         #: ``wire.PeerSockets``: real ones.
         self.sockets = sockets or Sockets()
-        self.table = self.manager.rooms = RoomTable(self.manager, self.clock, **options)
+        self.table = RoomTable(self.manager.statuses, self.clock, **options)
+        self.manager.rooms = self.table
         with pytest.MonkeyPatch.context() as patch:
             if sockets is not wire.PeerSockets:
                 patch.setattr(wire, "PeerSockets", lambda clock: self.sockets)
@@ -44,6 +44,7 @@ class Side:
             self.ranks = self.manager.decode_ranks = DecodeRanks(
                 self.table, known, writer, self.clock
             )
+        self.table.on_drained = self.ranks.tell
         #: By number, the request that is here.
         self.requests: dict[int, Room] = {}
         for peer in "DE":
@@ -60,13 +61,15 @@ class Side:
     def claim(self, room: int = ROOM) -> str | None:
         """A request comes, as ``DeltaSender`` takes it; why it was refused."""
         self.manager.update_status(room, KVPoll.Bootstrapping)
-        claimed, refused = self.table.claim(room)
-        if refused is not None:
-            assert self.table.fail(room, Reason.ABORTED, refused, meant=claimed)
+        claimed = self.table.claim(room)
+        if claimed.reason is not None:
             assert claimed.is_stopped and claimed.is_over and not claimed.delivered
-        if refused is None or self.table.room(room) is claimed:
+        first = self.requests.get(room)
+        if first is None or self.table.room(room) is not first:
             self.requests[room] = claimed
-        return refused
+        else:
+            self.table.forget(claimed)
+        return claimed.reason
 
     def withdraw(self, peer: str = "D", room: int = ROOM, **fields: Any) -> None:
         """A decode rank gives a room up."""
@@ -82,13 +85,15 @@ class Side:
         return self.table.enter(self.requests.get(room) or Room(room))
 
     def fail(self, room: int = ROOM, kind: Reason = Reason.ABORTED, text: str = "aborted") -> bool:
-        return self.table.fail(room, kind, text)
+        found = self.table.room(room)
+        if found is None:
+            self.table.withdraw(room, text)
+        return found is None or self.table.fail(found, kind, text)
 
     def forget(self, room: int = ROOM) -> None:
         """The request of a room is done with."""
         if room in self.requests:
             self.table.forget(self.requests[room])
-            self.manager.statuses.forget(room)
 
     def status(self, room: int = ROOM) -> KVPoll | None:
         return self.manager.request_status.get(room)
@@ -108,15 +113,12 @@ class Side:
         assert {(port, it.writer) for _, port, it in stopped} <= {(PORT, 3)}
         return [(host, it.room, it.reason) for host, _, it in stopped]
 
-    def advance(self, seconds: float, *, turns: bool = True) -> list[str]:
-        """Time passes, with the reader's clock ticking as it should, and the scheduler's turns with
-        it unless it is busy with one thing; the decode ranks to drop."""
+    def advance(self, seconds: float) -> list[str]:
+        """Time passes, with the reader's clock ticking as it should; the decode ranks to drop."""
         silent: list[str] = []
         end = self.clock.now + seconds
         while self.clock.now < end:
             self.clock.now = min(self.clock.now + 1, end)
-            if turns:
-                self.table.scheduler_time.turn()
             silent += self.ranks.tick()
         return silent
 
@@ -228,7 +230,7 @@ class Bench(Side):
             self.transport, self.table, Settings(**settings), self.report, 0, self.clock
         )
         self._commands: deque[Callable[[], None]] = deque()
-        self.manager.room_stopped = lambda room, kind: self._commands.append(
+        self.table.on_stopped = lambda room, kind: self._commands.append(
             lambda: self.worker.cancel(room)
         )
 
@@ -295,5 +297,5 @@ class Bench(Side):
         self.run(1.0)
         assert self.transport.misuse == []
         assert not any(self.worker.tables().values()), self.worker.tables()
-        assert self.table.numbers() == []
+        assert self.table.all() == []
         assert {handle.releases for handle in self.transport.handles} <= {1}

@@ -13,11 +13,8 @@ import pytest
 
 from sglang.srt.disaggregation.delta.observability import STATS, TransferReport
 from sglang.srt.disaggregation.delta.prefill import transfer_pool
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
-    Chunk,
-    Settings,
-    State,
-)
+from sglang.srt.disaggregation.delta.prefill.rooms import Room
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, Settings, State
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool, Watchdog, worker_of
 from unit.delta.prefill.rig import Handle, Script, Side, Transport
 
@@ -72,15 +69,15 @@ class Threads(Side):
                 prepare_thread=lambda: self.prepared.append(threading.get_ident()),
                 clock=lambda: time.monotonic() + self.ahead_s,
             )
-        self.manager.room_stopped = lambda room, kind: self.pool.cancel(room)
+        self.table.on_stopped = lambda room, kind: self.pool.cancel(room)
         self.sockets.send = lambda host, port, told: self._over.put(told.room)
-        delivered = self.manager.room_delivered
+        delivered = self.table.deliver
 
-        def told(room: int) -> None:
+        def told(room: Room) -> None:
             delivered(room)
-            self._over.put(room)
+            self._over.put(room.number)
 
-        self.manager.room_delivered = told
+        self.table.deliver = told  # type: ignore[method-assign]
 
     def open(self, room: int) -> None:
         """A request that decode has announced."""

@@ -121,8 +121,8 @@ def test_a_decode_rank_that_falls_silent(side: Side) -> None:
     assert side.advance(0.5) == ["D"]
     assert [side.status(room) for room in (7, 8, 9)] == [
         KVPoll.Failed,
-        KVPoll.Bootstrapping,
-        KVPoll.Bootstrapping,
+        KVPoll.WaitingForInput,
+        KVPoll.WaitingForInput,
     ]
     assert "was silent" in side.manager.failure_records[7]
     assert side.advance(60) == [], "once"
@@ -168,7 +168,7 @@ def test_sockets_that_are_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
     side.ping()
     assert side.advance(120) == ["D"]
     assert side.advance(5) == [] and count() == 0
-    side.table.leave(ROOM)
+    side.table.leave(side.requests[ROOM])
     assert count() == 1
     side.advance(121)
     assert count() == 0
@@ -210,8 +210,8 @@ def test_a_process_that_did_not_run(side: Side, noticed_by: str) -> None:
     side.claim(8)  # not announced yet: nobody's pages
     side.clock.now += 29
     assert side.ranks.tick() == [] and side.enter()
-    side.table.leave(ROOM)
-    assert side.advance(300) == [] and side.status() == KVPoll.Bootstrapping
+    side.table.leave(side.requests[ROOM])
+    assert side.advance(300) == [] and side.status() == KVPoll.WaitingForInput
     side.clock.now += 30  # half of the quarantine bound
     if noticed_by == "tick":
         side.ranks.tick()
@@ -228,31 +228,10 @@ def test_rooms_that_nobody_asked_for_end(side: Side) -> None:
     side.announce(7)
     side.claim(8)
     side.announce(8)
-    for _ in range(100):  # an idle scheduler's turns take no time
-        side.table.scheduler_time.turn()
-    side.advance(29)
+    side.advance(119)
     assert side.told() == []
     side.advance(1)
     assert [room for _, room, _ in side.told()] == [7]
-    assert side.table.numbers() == [8] and side.manager.open_rooms()["request_status"] == [8]
+    assert [room.number for room in side.table.all()] == [8]
+    assert side.manager.open_rooms()["request_status"] == [8]
     assert "SGLANG_DISAGGREGATION_CLAIM_TIMEOUT" in (side.claim(7) or "")
-
-
-@pytest.mark.hazard("other-side-not-told")
-def test_a_scheduler_that_is_busy_with_one_thing(side: Side) -> None:
-    """It compiles a kernel, loads an adapter or new weights, and the reader's thread runs on.
-    Guards against rooms that it finds failed although their requests had come, or come a second
-    later because they had to wait as well; and against rooms that are never ended then."""
-    side.advance(5)
-    for room in (7, 8, 9):
-        side.announce(room)
-    side.advance(100, turns=False)
-    side.table.scheduler_time.turn()
-    assert side.told() == [] and side.claim(7) is None
-    side.advance(2)
-    assert side.told() == [] and side.claim(8) is None
-    assert side.table.destinations(7) and side.enter(8)
-    side.advance(26)
-    assert side.told() == []
-    side.advance(1)
-    assert [room for _, room, _ in side.told()] == [9]

@@ -15,8 +15,7 @@ from effort import tries
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS
-from sglang.srt.disaggregation.delta.prefill.room import TRANSITIONS, Room, State
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
+from sglang.srt.disaggregation.delta.prefill.rooms import TRANSITIONS, UNDER_WAY, Room, State
 from unit.delta.prefill.rig import ERROR, ROOM, Side
 
 PAGE = Path(__file__).parents[5] / "docs/design.md"
@@ -72,9 +71,8 @@ class Scene(Side):
 
     def do_claim(self) -> bool:
         counted = sum(STATS.by("kv_transfer_failed").values())
-        has_failed = self.status() == KVPoll.Failed and ROOM not in self.requests
         refused = self.claim()
-        counted += refused is not None and not has_failed
+        counted += refused is not None
         assert sum(STATS.by("kv_transfer_failed").values()) == counted
         return refused is None
 
@@ -82,30 +80,35 @@ class Scene(Side):
         return self.enter()
 
     def do_complete(self) -> bool:
-        return self.table.complete(self.requests.get(ROOM) or Room(ROOM))
+        return self.table.complete(self.room)
 
     def do_fail(self) -> bool:
         return self.fail()
 
     def do_failed(self) -> None:
         """Its worker gives it up."""
-        self.table.room_failed(self.requests[ROOM], Reason.TRANSPORT, "broken", ERROR)
+        self.table.room_failed(self.room, Reason.TRANSPORT, "broken", ERROR)
+
+    @property
+    def room(self) -> Room:
+        """That of the request that is here; else one that is over."""
+        return self.requests.get(ROOM) or self.table.room(ROOM) or Room(ROOM)
 
     def do_leave(self) -> None:
-        self.table.leave(ROOM)
+        self.table.leave(self.room)
 
     def do_last(self) -> None:
         """A worker says that the last chunk is with all its peers."""
-        self.table.chunk_done(Chunk(ROOM, (), None, True, 0.0, 0.0))
+        self.table.deliver(self.room)
 
     def do_take_back(self) -> None:
-        self.table.take_back(ROOM)
+        self.table.take_back(self.room)
 
     def do_overdue(self) -> None:
-        self.table.room_overdue(ROOM)
+        self.table.room_overdue(self.room)
 
     def do_abandon(self) -> None:
-        self.table.abandon(ROOM, Reason.INTERNAL, "stuck")
+        self.table.abandon(self.room, Reason.INTERNAL, "stuck")
 
     def do_forget(self) -> None:
         self.forget()
@@ -162,7 +165,7 @@ ORDERS = {
     "D2 E2 claim fail forget fail D2 E2 claim enter": "told D, told E, open",
     "D claim fail forget fail D claim": "told D, told D, open",
     "D1 fail later D1 claim": "told D, told D, refused, over",
-    "claim fail forget later D claim": "open",
+    "claim fail forget later D claim": "told D, open",
     "D claim claim complete last": "refused, delivered",
     "D claim enter claim complete last leave": "refused, delivered",
     "D claim enter leave claim complete last": "refused, delivered",
@@ -218,7 +221,7 @@ def test_an_order_of_steps(order: str) -> None:
     scene = Scene()
     assert scene.play(order) == ORDERS[order]
     scene.play("leave forget fail")
-    assert scene.table.numbers() == [], "an entry stays"
+    assert scene.table.all() == [], "an entry stays"
 
 
 def test_ended_rooms_are_remembered_up_to_a_bound() -> None:
@@ -238,18 +241,19 @@ def test_several_rooms() -> None:
     for number, peers in ((7, "D"), (8, "DE"), (9, "E")):
         for peer in peers:
             side.announce(number, peer, len(peers))
-    side.advance(20)
+    side.ping("D")
+    side.advance(119)
     side.announce(10, "E")
     assert side.claim(9) is None
-    assert table.numbers("D") == [7, 8] and table.peers() == {"D", "E"}
-    assert len(table.destinations(8)) == 2 and table.destinations(11) == []
-    assert table.unclaimed(20) == [7, 8] and table.unclaimed(21) == []
-    assert table.unclaimed() == [7, 8, 10] and table.claimed() == [9]
+    assert [len(room.announcements) for room in table.all()] == [1, 2, 1, 1]
+    side.advance(1)
+    assert [room.number for room in table.all()] == [9, 10], "7 and 8 waited too long"
     assert side.enter(9)
+    room = side.requests[9]
     side.forget(9)
-    assert table.claimed() == table.lingering() == [] and table.is_under_way(9)
+    assert room.state in UNDER_WAY and side.manager.open_rooms()["rooms"] == [9]
     side.fail(9)
-    assert table.lingering() == [9] and table.stopped(9) == "aborted"
+    assert room.state in UNDER_WAY and side.manager.open_rooms()["rooms"] == []
 
 
 @pytest.mark.parametrize("stops", [1, 3])
@@ -273,7 +277,7 @@ def test_threads(stops: int) -> None:
         start.wait()
         is_complete = scene.do_complete()
         assert scene.told() == []
-        scene.table.leave(ROOM)
+        scene.do_leave()
         for thread in threads:
             thread.join()
         assert failed == [not is_complete] * stops and scene.requests[ROOM].is_over != is_complete
@@ -285,6 +289,6 @@ def test_the_scheduler_waits_for_no_lock(monkeypatch: pytest.MonkeyPatch) -> Non
     request in every step."""
     scene, seen = Scene(), []
     scene.claim()
-    monkeypatch.setattr(scene.manager, "fail_known", lambda *_: seen.append(scene.end()))
+    monkeypatch.setattr(scene.manager.statuses, "fail_known", lambda *_: seen.append(scene.end()))
     scene.fail()  # calls it with the lock held
     assert seen == ["over"]

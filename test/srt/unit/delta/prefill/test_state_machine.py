@@ -25,8 +25,8 @@ from hypothesis.stateful import (
 
 from effort import tries
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.prefill.room import Room
-from sglang.srt.disaggregation.delta.prefill.room import State as RoomState
+from sglang.srt.disaggregation.delta.prefill.rooms import COMPLETE, Room
+from sglang.srt.disaggregation.delta.prefill.rooms import State as RoomState
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, State
 from unit.delta.fakes import Sockets
 from unit.delta.prefill.rig import Bench, Handle
@@ -139,8 +139,8 @@ class Lives(RuleBasedStateMachine):
         held = table.room(number)
         before = held and (held.state, held.reason, dict(held.announcements))
         if first is not None:
-            refused, reason = table.claim(number)
-            assert reason is not None and refused is not first.room and refused.is_over
+            refused = table.claim(number)
+            assert refused.reason is not None and refused is not first.room and refused.is_over
             table.forget(refused)
             assert held and (held.state, held.reason, dict(held.announcements)) == before
             return
@@ -198,7 +198,8 @@ class Lives(RuleBasedStateMachine):
             return  # decode refuses a number whose pages it still holds
         listing, host = Listing(number, peer), f"{peer} {len(self.listings)}"
         life = self.lives.get(number)
-        if life is not None and not life.room.is_complete and peer not in life.room.announcements:
+        room = Room(number) if life is None else life.room
+        if life and room.state not in COMPLETE and peer not in room.announcements:
             listing.writers.append(life)
         self.listings[host] = listing
         self.bench.announce(number, peer, len(PEERS[number]), host=host)
@@ -334,7 +335,7 @@ class Lives(RuleBasedStateMachine):
             bench.run(1.0)
             self.poll(number)
         assert self.lives == {}
-        bench.advance(31)  # rooms whose request never comes
+        bench.advance(121)  # rooms whose request never comes
         bench.check_empty()
         assert bench.run() is None
         assert [it for it in self.listings.values() if len(it.heard) != 1] == []

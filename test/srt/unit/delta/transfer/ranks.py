@@ -17,7 +17,7 @@ from component.transfer.messages import MOONCAKE
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.mooncake import backend
-from sglang.srt.disaggregation.delta.wire import parse
+from sglang.srt.disaggregation.delta.nixl.decode import parse
 from sglang.srt.disaggregation.mooncake import conn
 from unit.delta.fakes import Clock
 from unit.delta.nixl.prefill_rank import ADDRESS, DOUBT_S, PrefillRank, without_threads
@@ -258,7 +258,7 @@ class MooncakeRank:
         self.tick(DOUBT_S)
         tables = {**self.manager.open_rooms(), **self.pool.tables()}
         left = {name: rooms for name, rooms in tables.items() if rooms}
-        assert left == {} and self.manager.rooms.numbers() == []
+        assert left == {} and self.manager.rooms.all() == []
         assert self.sockets.misuse == []
 
     def clear(self, sender: Any) -> None:

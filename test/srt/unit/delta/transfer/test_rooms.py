@@ -41,7 +41,7 @@ ACTIONS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "aborted": (lambda rank, sender: sender.abort(), "aborted on the prefill server"),
     "withdrawn": (lambda rank, sender: rank.withdraw(ROOM), "decode cancelled it: no reason"),
     "silent": (
-        lambda rank, sender: rank.manager.rooms.fail(ROOM, Reason.PEER_LOST, "it gave no sign"),
+        lambda rank, sender: sender.fail(Reason.PEER_LOST, "it gave no sign"),
         "it gave no sign",
     ),
     "announced again": (
@@ -180,14 +180,14 @@ def test_a_poll_in_the_middle_of_a_failure(rank: Any, has_sent: bool) -> None:
     because the room's status says Failed, while a worker may read them or begin to."""
     sender = started(rank)
     STAGES["written" if has_sent else "queued"](rank, sender)
-    fail, polls = rank.manager.fail_known, []
+    fail, polls = rank.manager.statuses.fail_known, []
 
     def fail_and_poll(room: int, text: str) -> bool:
         was_known = fail(room, text)
         polls.append(sender.poll())
         return bool(was_known)
 
-    rank.manager.fail_known = fail_and_poll
+    rank.manager.statuses.fail_known = fail_and_poll
     rank.withdraw(ROOM)
     began = len(rank.writes)
     assert polls == [KVPoll.Transferring if has_sent else KVPoll.Failed]
@@ -203,7 +203,7 @@ def test_bootstrapping_is_not_done(rank: Any) -> None:
     sender = rank.sender(ROOM)
     assert sender.poll() == KVPoll.Bootstrapping
     sender.abort()
-    rank.manager.rooms.fail(ROOM, Reason.PEER_LOST, "later")
+    sender.fail(Reason.PEER_LOST, "later")
     rank.announce(ROOM, [4, 5])
     assert sender.poll() == KVPoll.Failed and rank.heard(ROOM) == ["stopped"]
     assert "aborted on the prefill server" in str(failure_of(sender))
@@ -288,17 +288,18 @@ def test_a_chunk_of_an_earlier_request_of_its_number(rank: Any, is_late: bool) -
     that is sent for the later request or fails it with its own deadline; and against a word to the
     workers about the earlier one that ends the later, where it comes late (``is_late``)."""
     was, sender, words = rank.decode["decode"].snapshot(), started(rank), []
-    stopped, manager = rank.manager.room_stopped, rank.manager
+    table = rank.manager.rooms
+    stopped = table.on_stopped
     sender.send(pages(5))
     if is_late:
-        manager.room_stopped = lambda *failure: words.append(failure)
+        table.on_stopped = lambda *failure: words.append(failure)
     sender.abort()
     failure_of(sender)
     rank.clock.now += TRANSFER_TIMEOUT_S - 1
     rank.heard(ROOM).clear()
     again = started(rank)
     rank.tick(1.0)
-    manager.room_stopped = stopped
+    table.on_stopped = stopped
     assert rank.writes == [] and again.poll() == KVPoll.WaitingForInput
     again.send(pages(5))
     for failure in words:
@@ -350,8 +351,8 @@ def test_given_up_while_it_is_sent(rank: Any) -> None:
     """Guards against success of a chunk that goes to nobody: the reader's thread has just dropped
     the room's announcements, and the workers have not heard of it."""
     sender, manager = started(rank), rank.manager
-    add, stopped, late = manager.queue_chunk, manager.room_stopped, []
-    manager.room_stopped = lambda *failure: late.append(failure)
+    add, stopped, late = manager.queue_chunk, manager.rooms.on_stopped, []
+    manager.rooms.on_stopped = lambda *failure: late.append(failure)
 
     def given_up(*chunk: Any, **rest: Any) -> Any:
         rank.withdraw(ROOM)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple  # Any: SGLang's JSON of a rank; the manager
 
-from sglang.srt.disaggregation.delta import capability, wire
+from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.address_pool import AddressPool
 from sglang.srt.disaggregation.delta.decode.heartbeat import Heartbeat, Probe, look
 from sglang.srt.disaggregation.delta.decode.transfer_queue import DeferredFree, Progress
@@ -245,7 +245,7 @@ def _rank(info: dict[str, Any]) -> tuple[str, int]:
 class _Server:
     """The prefill server at one address, and those before it."""
 
-    capabilities: capability.Capabilities | None = None
+    capabilities: wire.Capabilities | None = None
     #: Counts handshakes, to tell the server there from the one before it; the count when the
     #: heartbeat last began to probe; and up to which servers there are certain to write no more.
     epoch: int = 0
@@ -283,7 +283,7 @@ class PrefillServers:
 
     def _handshake(self, address: str) -> bool:
         # Asked whenever the topology is: a server that came back may be another version.
-        capabilities = capability.fetch_capabilities(address)
+        capabilities = wire.fetch_capabilities(address)
         if capabilities is None or not self._ask(address):
             return False
         algorithm = self._args.speculative_algorithm
@@ -294,7 +294,7 @@ class PrefillServers:
             if before is not None and not is_same:
                 self._forget_writers(address)
             server.epoch += 1
-        if algorithm and not is_same and capabilities.speculative == capability.NO_DRAFTS:
+        if algorithm and not is_same and capabilities.speculative == wire.NO_DRAFTS:
             logger.warning(
                 "prefill server %s runs without --speculative-algorithm, this decode server with "
                 "%s: prompts arrive without draft KV, and fewer drafts are accepted. Start "
@@ -304,10 +304,10 @@ class PrefillServers:
             )
         return True
 
-    def capabilities(self, address: str) -> capability.Capabilities:
+    def capabilities(self, address: str) -> wire.Capabilities:
         """What the server at ``address`` understands; that of a stock one if it is unknown."""
         server = self._servers.get(address)
-        return server and server.capabilities or capability.STOCK
+        return server and server.capabilities or wire.STOCK
 
     def epoch(self, address: str) -> int:
         """Which server at ``address`` a room of now belongs to."""
@@ -467,7 +467,7 @@ class PrefillServers:
         takes_control = self.capabilities(address).takes_control
         with self._lock:
             listening = list(self._servers[address].ranks)
-        route = capability.ROUTE if takes_control else "/health"
+        route = wire.ROUTE if takes_control else "/health"
         answer = look(f"http://{address}{route}", listening, timeout_s)
         if isinstance(answer, Probe) or not takes_control:
             return answer if isinstance(answer, Probe) else Probe(is_alive=True)
@@ -479,7 +479,7 @@ class PrefillServers:
                 ranks[rank] += 1
                 ping = wire.Ping(f"{rank[0]}:{rank[1]}", *ours)
                 self._send(rank, ping, "that counts as no answer")
-        return Probe(not unanswered, incarnation=capability.incarnation_in(answer))
+        return Probe(not unanswered, incarnation=wire.incarnation_in(answer))
 
     def _given_up(self, address: str, is_gone: bool, why: str) -> None:
         """What the last probes showed; they say nothing of a server connected to since then."""

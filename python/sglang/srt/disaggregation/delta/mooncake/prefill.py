@@ -26,7 +26,7 @@ from sglang.srt.disaggregation.delta.peer_messages import (
     DeltaTransferInfo,
     check_registration,
 )
-from sglang.srt.disaggregation.delta.prefill.room import Room
+from sglang.srt.disaggregation.delta.prefill.rooms import Room
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings, TransferError
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import PooledManager, PooledSender
 
@@ -130,7 +130,6 @@ class DeltaMooncakeManager(PooledManager, MooncakeDecode):
             self.decode_ranks,
             self.decode_kv_args_table,
             self._register,
-            self.take_announcement,
         )
 
     def _register(self, info: KVArgsRegisterInfo) -> None:
@@ -150,7 +149,7 @@ class DeltaMooncakeManager(PooledManager, MooncakeDecode):
             self.engine,
             self.describe,
             lambda announcement: self.send_status(announcement, KVPoll.Success),
-            lambda room: self.rooms.stopped(room) is not None,
+            self._is_stopped,
             self.decode_kv_args_table,
             settings.threads_per_queue,
         )
@@ -162,14 +161,9 @@ class DeltaMooncakeManager(PooledManager, MooncakeDecode):
     ) -> None:
         """SGLang's threads end at once: the transfer pool has its own."""
 
-    @override
-    def listed_pages(self, info: MooncakeTransferInfo) -> int:
-        listed: int = super().listed_pages(info)
-        known = self.decode_kv_args_table.get(info.mooncake_session_id)
-        if known is None or not known.enable_hisparse:
-            return listed
-        page: int = self.kv_args.page_size
-        return page_ceil(listed, page) // page  # it lists tokens
+    def _is_stopped(self, number: int) -> bool:
+        room = self.rooms.room(number)
+        return room is not None and room.reason is not None
 
     def cut(self, *chunk: Any) -> Part:
         room, announcements, pages, part, _, metadata_slot, state_pages = chunk
@@ -261,7 +255,6 @@ class DeltaMooncakeManager(PooledManager, MooncakeDecode):
 
     # ---- messages to decode ranks, over sockets that never block a worker ----
 
-    @override
     def room_stopped(self, room: Room, kind: Reason) -> None:
         """Ours learn it by ``Stopped`` when nothing of it is under way. Those whose transfer broke
         or is late, which may take long, and stock ones get SGLang's own status at once."""
@@ -303,6 +296,15 @@ class DeltaMooncakeManager(PooledManager, MooncakeDecode):
 
 class DeltaMooncakeSender(PooledSender, MooncakeKVSender):
     """Fails its own room, never the scheduler, and not while a worker is still at it."""
+
+    @override
+    def listed_pages(self, info: MooncakeTransferInfo) -> int:
+        listed: int = super().listed_pages(info)
+        known = self.kv_mgr.decode_kv_args_table.get(info.mooncake_session_id)
+        if known is None or not known.enable_hisparse:
+            return listed
+        page: int = self.kv_mgr.kv_args.page_size
+        return page_ceil(listed, page) // page  # it lists tokens
 
     def error_of(self, text: str) -> Exception:
         from sglang.srt.disaggregation.mooncake.conn import KVTransferError

@@ -11,7 +11,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from typing import Any  # Any: NIXL's binding has no types
 
@@ -81,7 +81,18 @@ def configured_agents(workers: int = 0) -> Iterator[None]:
         **_with_delay(_api, environment.NIXL_PROGRESS_DELAY),
     }
     if workers:
-        names["nixl_agent"] = _sending(_api.nixl_agent, workers + 1)
+        stock: Any = _api.nixl_agent
+
+        class Agent(stock):
+            """With so many workers in its UCX backend, which Python callers cannot ask for, and
+            with nicer threads. (Those of the sockets, which SGLang opens beside it, stay.)"""
+
+            def create_backend(self, backend: str, options: Any = None) -> None:
+                extra = {"num_workers": str(workers + 1)} if backend == "UCX" else {}
+                with batch_scheduling(_NICE):
+                    super().create_backend(backend, {**(options or {}), **extra})
+
+        names["nixl_agent"] = Agent
     with exchanged("nixl_async", "nixl._api", names), batch_scheduling():
         yield
 
@@ -101,19 +112,6 @@ def pausing_agents(*, sends: bool) -> Iterator[None]:
             setattr(binding, last, value)
         stack.enter_context(batch_scheduling(_NICE if sends else 0))
         yield
-
-
-def _sending(agent: Any, workers: int) -> Any:
-    """The binding's agent, with so many workers in its UCX backend, which Python callers cannot ask
-    for, and with nicer threads. (Those of the sockets, which SGLang opens beside it, stay.)"""
-
-    class Agent(agent):
-        def create_backend(self, backend: str, options: Any = None) -> None:
-            extra = {"num_workers": str(workers)} if backend == "UCX" else {}
-            with batch_scheduling(_NICE):
-                super().create_backend(backend, {**(options or {}), **extra})
-
-    return Agent
 
 
 def _with_delay(api: Any, delay: environment.Variable[int]) -> dict[str, Any]:
@@ -144,29 +142,21 @@ def obstacle() -> str:
         from nixl import _api
     except ImportError as error:
         return f"nixl {NEEDED} or newer is needed, and cannot be imported: {error}"
-    name, found = _distribution(_api)
+    # ``nixl`` hands on the classes of a package for the CUDA that is there. One that was built from
+    # source has no version.
+    agent, config = getattr(_api, "nixl_agent", None), getattr(_api, "nixl_agent_config", None)
+    origin = getattr(agent, "__module__", "nixl").partition(".")[0].replace("_", "-")
+    name, found = "nixl", ""
+    for name in (origin, "nixl"):
+        with suppress(metadata.PackageNotFoundError):
+            found = metadata.version(name)
+            break
     if found and Version(found) < Version(NEEDED):
         return f"{name} {found} is installed, {NEEDED} or newer is needed"
-    missing = ", ".join(_missing(_api))
-    return f"{name} {found or '(of unknown version)'} has no {missing}" if missing else ""
-
-
-def _distribution(api: Any) -> tuple[str, str]:
-    """Name and version of the package that NIXL's classes come from: ``nixl`` hands on those of one
-    for the CUDA that is there. No version where it was built from source."""
-    origin = getattr(getattr(api, "nixl_agent", None), "__module__", "nixl")
-    for name in origin.partition(".")[0].replace("_", "-"), "nixl":
-        try:
-            return name, metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return "nixl", ""
-
-
-def _missing(api: Any) -> list[str]:
-    modes = getattr(api, "nixl_thread_sync_t", None)
-    config, agent = getattr(api, "nixl_agent_config", None), getattr(api, "nixl_agent", None)
-    names = [] if hasattr(modes, "NIXL_THREAD_SYNC_RW") else ["NIXL_THREAD_SYNC_RW"]
+    has_modes = hasattr(getattr(_api, "nixl_thread_sync_t", None), "NIXL_THREAD_SYNC_RW")
     known = inspect.signature(config).parameters if callable(config) else {}
-    names += [f"nixl_agent_config({name}=...)" for name in _CONFIG if name not in known]
-    return names + [f"nixl_agent.{name}" for name in _AGENT if not hasattr(agent, name)]
+    missing = [] if has_modes else ["NIXL_THREAD_SYNC_RW"]
+    missing += [f"nixl_agent_config({each}=...)" for each in _CONFIG if each not in known]
+    missing += [f"nixl_agent.{each}" for each in _AGENT if not hasattr(agent, each)]
+    text = f"{name} {found or '(of unknown version)'} has no {', '.join(missing)}"
+    return text if missing else ""

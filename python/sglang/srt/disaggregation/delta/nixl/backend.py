@@ -1,6 +1,20 @@
 """How NIXL moves a chunk: the backend of a prefill rank's transfer pool.
 
 It describes the chunk to NIXL, posts it, and tells decode's ranks when it is there.
+
+A notification goes from prefill to decode when everything else of the room is in decode's memory.
+Decode ranks that take metadata in it get one for each room and writer: a *writer* is a number that
+no other prefill rank of the room has.
+
+    <room>_done_<writer>_<metadata>      a msgpack list of bytes, one for each metadata buffer
+
+All others get stock SGLang's, with one change: stock names only the pipeline stage of the sender,
+ours the writer. Where several ranks write for one decode rank (tensor parallelism), the first one
+to finish would otherwise count for all. A stock decode server reads both alike.
+
+    <room>_kv_<chunk>_<is last>_<writer>
+    <room>_aux_<writer>          stock: <room>_aux
+    <room>_state_<writer>
 """
 
 from __future__ import annotations
@@ -8,10 +22,11 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any  # Any: NIXL's binding has no types
 
+import msgspec
 import numpy as np
 
 from sglang.srt.disaggregation.delta import wire
@@ -35,7 +50,7 @@ from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
 )
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.base.conn import KVArgs
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +59,16 @@ _STATES = {"PROC": State.IN_PROGRESS, "DONE": State.DONE, "ERR": State.ERROR}
 read_memory: Callable[[int, int], bytes] = ctypes.string_at
 
 
-def metadata_bytes(ours: KVArgs, slot: int) -> list[bytes]:
-    """A copy of one of this rank's metadata slots, one part for each buffer."""
-    if not 0 <= slot < ours.aux_data_lens[0] // ours.aux_item_lens[0]:
-        raise TransferError(Reason.MISMATCH, f"metadata slot {slot} is not one of this rank's")
-    return [
-        read_memory(base + slot * length, length)
-        for base, length in zip(ours.aux_data_ptrs, ours.aux_item_lens, strict=True)
-    ]
+def done(room: int, writer: int, metadata: Sequence[bytes]) -> bytes:
+    """The note that completes ``room`` for one writer."""
+    return f"{room}_done_{writer}_".encode() + msgspec.msgpack.encode(list(metadata))
+
+
+def stock_notes(room: int, writer: int, has_state: bool) -> list[bytes]:
+    """The notes that complete ``room`` for one writer where the metadata were written too. Stock
+    counts chunks. They all have landed, so one note stands for them: the only one of one."""
+    kinds = ["kv_0_1", *["state"] * has_state, "aux"]
+    return [f"{room}_{kind}_{writer}".encode() for kind in kinds]
 
 
 @dataclass(eq=False)
@@ -123,12 +140,32 @@ class NixlBackend:
         transfer = _Transfer(chunk, peer, began, ended_at=began)
         known = self._peers.hold(peer)
         try:
-            yield from self._kv(load, to, known, transfer)
-            if chunk.is_last:
-                if len(load.state_pages):
-                    yield from self._state(load, to, known, transfer)
-                if not self._is_in_note(to):
-                    yield from self._metadata(load, to, known, transfer)
+            if len(load.pages):
+                pair = known.pair("kv", to.pool_pages, self._layout.kv)
+                if pair.source.bases:  # else a replica sends it
+                    may_prepare = to.pool_pages is not None
+                    yield from self._pages(
+                        pair, load.pages, to.pages, "VRAM", known, transfer, may_prepare
+                    )
+                    count_sent(chunk.room, peer, load.pages, to.pages, transfer.bytes)
+            if len(load.state_pages):  # with the last chunk
+                if len(load.state_pages) != len(to.state_pages):
+                    raise TransferError(
+                        Reason.MISMATCH,
+                        f"room {chunk.room}: {len(load.state_pages)} pages of state, and decode "
+                        f"rank {peer} listed {len(to.state_pages)}",
+                    )
+                pair = self._layout.state(known.info)
+                yield from self._pages(
+                    pair, load.state_pages, to.state_pages, "VRAM", known, transfer, False
+                )
+            if chunk.is_last and not self._is_in_note(to):
+                ours, theirs = (
+                    np.array([slot], np.int32) for slot in (load.metadata_slot, to.metadata_slot)
+                )
+                pair = known.pair("metadata", to.metadata_slots, self._layout.metadata)
+                may_prepare = to.metadata_slots is not None
+                yield from self._pages(pair, ours, theirs, "DRAM", known, transfer, may_prepare)
         except Exception as error:
             self._drop_if_disconnected(known, error)
             raise
@@ -164,7 +201,17 @@ class NixlBackend:
         transfer = posted.transfer
         transfer.open -= 1
         if not transfer.is_broken:
-            self._read_telemetry(posted.handle)
+            if self._has_telemetry:
+                try:
+                    microseconds = self._agent.get_xfer_telemetry(posted.handle).xferDuration
+                    STATS.observe("kv_transfer_transport_seconds", microseconds / 1e6)
+                except Exception as error:  # whatever it is, the transfer is done
+                    self._has_telemetry = False
+                    logger.warning(
+                        "NIXL gives no telemetry (%r): sglang:kv_transfer_transport_seconds stays "
+                        "empty until this server restarts; transfers continue",
+                        error,
+                    )
             if not transfer.open:
                 self._log(transfer)
         try:
@@ -174,14 +221,21 @@ class NixlBackend:
 
     def complete(self, chunk: Chunk) -> None:
         """One note to each peer of ours, with the metadata; those of stock SGLang to others."""
-        load, room = chunk.payload, chunk.room
+        load, room, ours = chunk.payload, chunk.room, self._layout.ours
+        slot: int = load.metadata_slot
         notes: dict[str, list[bytes]] = {}
         for name in chunk.peers:
             if self._is_in_note(load.destinations[name]):
-                metadata = metadata_bytes(self._layout.ours, load.metadata_slot)
-                notes[name] = [wire.done(room, self._writer, metadata)]
+                if not 0 <= slot < ours.aux_data_lens[0] // ours.aux_item_lens[0]:
+                    text = f"metadata slot {slot} is not one of this rank's"
+                    raise TransferError(Reason.MISMATCH, text)
+                metadata = [
+                    read_memory(base + slot * length, length)
+                    for base, length in zip(ours.aux_data_ptrs, ours.aux_item_lens, strict=True)
+                ]
+                notes[name] = [done(room, self._writer, metadata)]
             else:
-                notes[name] = wire.stock_notes(room, self._writer, len(load.state_pages) > 0)
+                notes[name] = stock_notes(room, self._writer, len(load.state_pages) > 0)
         for name in chunk.peers:
             peer = self._peers.hold(name)
             try:
@@ -196,44 +250,6 @@ class NixlBackend:
 
     def _is_in_note(self, to: Destination) -> bool:
         return to.takes_metadata and self._fits_a_note
-
-    # ---- what is sent ----
-
-    def _kv(
-        self, load: ChunkPayload, to: Destination, peer: Peer, transfer: _Transfer
-    ) -> Iterator[_Posted]:
-        if not len(load.pages):
-            return
-        pair = peer.pair("kv", to.pool_pages, self._layout.kv)
-        if not pair.source.bases:  # a replica sends it
-            return
-        yield from self._pages(
-            pair, load.pages, to.pages, "VRAM", peer, transfer, to.pool_pages is not None
-        )
-        count_sent(transfer.chunk.room, peer.name, load.pages, to.pages, transfer.bytes)
-
-    def _state(
-        self, load: ChunkPayload, to: Destination, peer: Peer, transfer: _Transfer
-    ) -> Iterator[_Posted]:
-        room = transfer.chunk.room
-        if len(load.state_pages) != len(to.state_pages):
-            raise TransferError(
-                Reason.MISMATCH,
-                f"room {room}: {len(load.state_pages)} pages of state, and decode rank "
-                f"{peer.name} listed {len(to.state_pages)}",
-            )
-        pair = self._layout.state(peer.info)
-        pages = load.state_pages, to.state_pages
-        yield from self._pages(pair, *pages, "VRAM", peer, transfer, False)
-
-    def _metadata(
-        self, load: ChunkPayload, to: Destination, peer: Peer, transfer: _Transfer
-    ) -> Iterator[_Posted]:
-        slots = [np.array([slot], np.int32) for slot in (load.metadata_slot, to.metadata_slot)]
-        pair = peer.pair("metadata", to.metadata_slots, self._layout.metadata)
-        yield from self._pages(
-            pair, slots[0], slots[1], "DRAM", peer, transfer, to.metadata_slots is not None
-        )
 
     # ---- how it is described and posted ----
 
@@ -301,20 +317,6 @@ class NixlBackend:
         """NIXL never reaches a peer again that it lost: it has to register anew."""
         if type(error).__name__ == "nixlRemoteDisconnectError":
             self._peers.forget(peer.name)
-
-    def _read_telemetry(self, handle: Any) -> None:
-        if not self._has_telemetry:
-            return
-        try:
-            microseconds = self._agent.get_xfer_telemetry(handle).xferDuration
-            STATS.observe("kv_transfer_transport_seconds", microseconds / 1e6)
-        except Exception as error:  # whatever it is, the transfer is done
-            self._has_telemetry = False
-            logger.warning(
-                "NIXL gives no telemetry (%r): sglang:kv_transfer_transport_seconds stays empty "
-                "until this server restarts; transfers continue",
-                error,
-            )
 
     def _log(self, transfer: _Transfer) -> None:
         chunk = transfer.chunk

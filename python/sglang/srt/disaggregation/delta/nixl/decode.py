@@ -12,13 +12,13 @@ from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any  # Any: a progress of NIXL's, also where a free is deferred
 
+import msgspec
 from typing_extensions import override
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import Arrived, RateLimitedLog, now, record
-from sglang.srt.disaggregation.delta.peer_messages import BadMessage
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.nixl.conn import (
@@ -30,6 +30,56 @@ else:
     NixlKVManager = NixlKVReceiver = TransferStatus = object
 
 logger = logging.getLogger(__name__)
+
+
+_MOST_PARTS = 64
+_METADATA: msgspec.msgpack.Decoder[list[bytes]] = msgspec.msgpack.Decoder(list[bytes])
+
+
+class Notification(msgspec.Struct, frozen=True):
+    """One parsed notification; ``writer`` is None in a stock prefill's ``aux``."""
+
+    room: int
+    kind: str
+    chunk: int = 0
+    is_last: bool = False
+    writer: int | None = None
+    #: With ``done``: what belongs into the room's metadata slot, buffer by buffer.
+    metadata: tuple[bytes, ...] = ()
+
+
+def parse(raw: bytes) -> Notification:
+    """Parse one notification.
+
+    Raises:
+        ValueError: it has none of the known forms.
+    """
+    head, mark, rest = raw.partition(b"_done_")
+    if mark:
+        number, _, content = rest.partition(b"_")
+        done_room, writer = int(head.decode("ascii")), int(number.decode("ascii"))
+        if min(done_room, writer) < 0:
+            raise ValueError("negative numbers in a NIXL notification")
+        if len(content) > wire.MOST_METADATA + 8 * _MOST_PARTS:
+            raise ValueError(f"{len(content)} bytes of metadata in a NIXL notification")
+        try:
+            metadata = tuple(_METADATA.decode(content))
+        except msgspec.DecodeError as error:
+            raise ValueError(f"unreadable metadata in a NIXL notification: {error}") from error
+        return Notification(done_room, "done", writer=writer, metadata=metadata)
+    text = raw.decode("ascii")
+    room, kind, *numbers = text.split("_")
+    fields = [int(number) for number in numbers]
+    if min([int(room), *fields]) < 0:
+        raise ValueError(f"negative numbers in NIXL notification {text[:80]!r}")
+    if kind == "kv" and 2 <= len(fields) <= 3 and fields[1] <= 1:
+        writer = fields[2] if len(fields) == 3 else 0
+        return Notification(int(room), kind, fields[0], bool(fields[1]), writer)
+    if kind == "aux" and len(fields) <= 1:
+        return Notification(int(room), kind, writer=fields[0] if fields else None)
+    if kind == "state" and len(fields) <= 1:
+        return Notification(int(room), kind, writer=fields[0] if fields else 0)
+    raise ValueError(f"unknown NIXL notification {text[:80]!r}")
 
 
 @dataclasses.dataclass
@@ -48,7 +98,7 @@ class DeltaTransferStatus(TransferStatus):
     #: every step, and few of them get anything in it.
     _was_done: bool | None = None
 
-    def take(self, note: wire.Notification, num_writers: int) -> None:
+    def take(self, note: Notification, num_writers: int) -> None:
         """Record one notification. Idempotent.
 
         ``num_writers`` is the number of prefill ranks that write for the room.
@@ -111,7 +161,7 @@ class NixlDecode(NixlKVManager):
         if self.servers is None:
             super()._start_heartbeat_checker_thread()
             return
-        self.start_reader(_refuse)
+        self.start_reader()
         self.servers.start_heartbeat(self.heartbeat_interval, self.max_failures)
 
     @property
@@ -164,7 +214,7 @@ class NixlDecode(NixlKVManager):
         for peer_name, messages in arrived.items():
             for raw in messages:
                 try:
-                    note = wire.parse(raw)
+                    note = parse(raw)
                 except ValueError as error:
                     self._log.error(
                         peer_name, "dropped a message from NIXL peer %s: %s", peer_name, error
@@ -182,7 +232,7 @@ class NixlDecode(NixlKVManager):
                 writers = self.required_prefill_response_num_table.get(note.room, 1)
                 status.take(note, deferred.writers if deferred else writers)
 
-    def _store_metadata(self, status: DeltaTransferStatus, note: wire.Notification) -> bool:
+    def _store_metadata(self, status: DeltaTransferStatus, note: Notification) -> bool:
         """Write the metadata of a note into the room's slot; once for each writer, for a room that
         is complete has no slot any more. Fails the room, and says False, where they do not fit."""
         ours, slot = self.kv_args, status.metadata_slot
@@ -243,7 +293,3 @@ class DeltaNixlReceiver(NixlKVReceiver):
     def clear(self) -> None:
         self.kv_mgr.transfer_statuses.pop(self.bootstrap_room, None)
         self.forget()
-
-
-def _refuse(frames: list[bytes]) -> None:
-    raise BadMessage("it is not a control message of a prefill server")

@@ -125,38 +125,35 @@ class Layout:
             if not plan.count:
                 nothing = Pool((), (), 1, 0)
                 return Pair(nothing, nothing)
-            return self._slices(info, slots, plan)
+            page = ours.page_size
+            lens = ours.kv_item_lens
+            from_, to = self._buffers(ours.kv_data_ptrs, info.dst_kv_ptrs)
+            pages = ours.kv_data_lens[0] // lens[0]
+            # Decode tells the length of its keys; values differ as they do here.
+            their_lens = [info.dst_kv_item_len * item_len // lens[0] for item_len in lens]
+            if plan.count == ours.kv_head_num and their_lens == list(lens):  # replicas of all heads
+                return self._pair(from_, to, lens, pages, slots, info.gpu_id)
+            head_lens = [item_len // page // ours.kv_head_num for item_len in lens]
+            tokens = [
+                heads.token_lens(
+                    page=page,
+                    source_item_len=item_len,
+                    destination_item_len=their_len,
+                    head_bytes=head_len,
+                    plan=plan,
+                )
+                for item_len, their_len, head_len in zip(lens, their_lens, head_lens, strict=True)
+            ]
+            our_tokens, their_tokens = zip(*tokens, strict=True)
+            our_heads = Heads(plan.source_start, plan.count, page, our_tokens)
+            their_heads = Heads(plan.destination_start, plan.count, page, their_tokens)
+            their_pages = slots or UNKNOWN_SLOTS
+            return Pair(
+                _pool_of(our_heads, from_, head_lens, pages, ours.gpu_id),
+                _pool_of(their_heads, to, head_lens, their_pages, info.gpu_id),
+            )
         except ValueError as error:
             raise TransferError(Reason.MISMATCH, str(error)) from error
-
-    def _slices(self, info: KVArgsRegisterInfo, slots: int | None, plan: heads.HeadSlice) -> Pair:
-        ours, page = self.ours, self.ours.page_size
-        lens = ours.kv_item_lens
-        from_, to = self._buffers(ours.kv_data_ptrs, info.dst_kv_ptrs)
-        pages = ours.kv_data_lens[0] // lens[0]
-        # Decode tells the length of its keys; values differ as they do here.
-        their_lens = [info.dst_kv_item_len * item_len // lens[0] for item_len in lens]
-        if plan.count == ours.kv_head_num and their_lens == list(lens):  # replicas of all heads
-            return self._pair(from_, to, lens, pages, slots, info.gpu_id)
-        head_lens = [item_len // page // ours.kv_head_num for item_len in lens]
-        tokens = [
-            heads.token_lens(
-                page=page,
-                source_item_len=item_len,
-                destination_item_len=their_len,
-                head_bytes=head_len,
-                plan=plan,
-            )
-            for item_len, their_len, head_len in zip(lens, their_lens, head_lens, strict=True)
-        ]
-        our_tokens, their_tokens = zip(*tokens, strict=True)
-        our_heads = Heads(plan.source_start, plan.count, page, our_tokens)
-        their_heads = Heads(plan.destination_start, plan.count, page, their_tokens)
-        their_pages = slots or UNKNOWN_SLOTS
-        return Pair(
-            _pool_of(our_heads, from_, head_lens, pages, ours.gpu_id),
-            _pool_of(their_heads, to, head_lens, their_pages, info.gpu_id),
-        )
 
     def _buffers(
         self, source: Sequence[int], destination: Sequence[int]

@@ -52,30 +52,29 @@ class PreparedLists:
         kind = memory, pool.heads
         with self._lock:
             if kind not in self._lists:
-                self._lists[kind] = (pool, self._prepare(memory, pool))
+                handle = None
+                try:
+                    rows = descriptors.prepared_strided(pool)
+                    handle = self._agent.prep_xfer_dlist(self._name, rows, memory)
+                except Exception as error:  # bindings raise what they like
+                    logger.warning(
+                        "NIXL could not prepare %d buffers of %s (%r); ranges are built for each "
+                        "chunk instead, which is slower but correct",
+                        len(pool.bases),
+                        "this rank" if self._name == OURS else f"decode rank {self._name}",
+                        error,
+                    )
+                self._lists[kind] = pool, handle
             prepared_for, handle = self._lists[kind]
             return handle if prepared_for == pool else None
-
-    def _prepare(self, memory: str, pool: Pool) -> Any | None:
-        try:
-            rows = descriptors.prepared_strided(pool)
-            return self._agent.prep_xfer_dlist(self._name, rows, memory)
-        except Exception as error:  # bindings raise what they like
-            logger.warning(
-                "NIXL could not prepare %d buffers of %s (%r); ranges are built for each chunk "
-                "instead, which is slower but correct",
-                len(pool.bases),
-                "this rank" if self._name == OURS else f"decode rank {self._name}",
-                error,
-            )
-            return None
 
 
 class Peer:
     """One decode rank, from its registration until nobody uses it any more."""
 
-    #: What was prepared for it since NIXL was last told about it.
+    #: What was prepared for it, and its pools beside ours, since NIXL was last told about it.
     lists: PreparedLists
+    pairs: dict[str, tuple[int | None, Pair]]
 
     def __init__(self, info: KVArgsRegisterInfo) -> None:
         self.name: str = info.agent_name
@@ -87,19 +86,13 @@ class Peer:
         #: NIXL has been told of it, at all and since it registered last.
         self.in_nixl = self.is_loaded = False
 
-    def loaded(self, agent: Any) -> None:
-        """NIXL knows it from now on."""
-        self.lists = PreparedLists(agent, self.name)
-        self._pairs: dict[str, tuple[int | None, Pair]] = {}
-        self.in_nixl = self.is_loaded = True
-
     def pair(
         self, kind: str, slots: int | None, make: Callable[[KVArgsRegisterInfo, int | None], Pair]
     ) -> Pair:
         """``make(info, slots)``, kept for the next chunk: a peer's pools do not change."""
-        known = self._pairs.get(kind)
+        known = self.pairs.get(kind)
         if known is None or known[0] != slots:
-            known = self._pairs[kind] = (slots, make(self.info, slots))
+            known = self.pairs[kind] = (slots, make(self.info, slots))
         return known[1]
 
 
@@ -150,32 +143,6 @@ class Peers:
                 if not self._posts:
                     self._lock.notify_all()
 
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """For calls that change NIXL's peers: one at a time, and no post meanwhile. Each post is
-        waited for until ``PATIENCE_S`` after it began, so that one that hangs holds up the other
-        workers once at most.
-
-        Raises:
-            TimeoutError: a post does not come to its end; nothing may be changed.
-        """
-        with self._lock:
-            self._lock.wait_for(lambda: not self._is_changing)
-            self._is_changing = True
-        try:
-            with self._lock:
-                oldest = next(iter(self._posts.values()), 0.0)
-                left_s = max(oldest + PATIENCE_S - self._clock(), 0.0)
-                if not self._lock.wait_for(lambda: not self._posts, left_s):
-                    raise TimeoutError(
-                        f"a post of a transfer has not returned for {PATIENCE_S:g} s"
-                    )
-            yield
-        finally:
-            with self._lock:
-                self._is_changing = False
-                self._lock.notify_all()
-
     def add(self, info: KVArgsRegisterInfo) -> None:
         """A decode rank registers; again is harmless. One that was forgotten is loaded anew, and
         nothing that was prepared before is used again: its connection may have been lost."""
@@ -201,8 +168,7 @@ class Peers:
         if is_ready:
             return peer
         try:
-            with self._changing():
-                self._change(peer)
+            self._tell_nixl(peer)
         except TimeoutError as error:  # others are forgotten by NIXL later
             if not peer.is_loaded:
                 self.release(peer)
@@ -241,21 +207,42 @@ class Peers:
             if peer.in_nixl:
                 self._unused.append(peer)
 
-    def _change(self, peer: Peer) -> None:
-        """Have NIXL forget those that nobody uses, and take ``peer``; between the posts."""
+    def _tell_nixl(self, peer: Peer) -> None:
+        """Have NIXL forget those that nobody uses, and take ``peer``: one at a time, and no post
+        meanwhile. Each post is waited for until ``PATIENCE_S`` after it began, so that one that
+        hangs holds up the other workers once at most.
+
+        Raises:
+            TimeoutError: a post does not come to its end; nothing was changed.
+        """
         with self._lock:
-            unused, self._unused = self._unused, []
-        for each in unused:
-            # Its lists go with their last reference, which is here.
-            each.lists = PreparedLists(None, each.name)
-            try:
-                self._agent.remove_remote_agent(each.name)
-            except Exception as error:  # the others are served all the same
-                logger.warning(
-                    "NIXL could not remove decode rank %s (%r); nothing more is sent to it",
-                    each.name,
-                    error,
-                )
-        if not peer.is_loaded:
-            self._agent.add_remote_agent(peer.info.agent_metadata)
-            peer.loaded(self._agent)
+            self._lock.wait_for(lambda: not self._is_changing)
+            self._is_changing = True
+        try:
+            with self._lock:
+                oldest = next(iter(self._posts.values()), 0.0)
+                left_s = max(oldest + PATIENCE_S - self._clock(), 0.0)
+                if not self._lock.wait_for(lambda: not self._posts, left_s):
+                    raise TimeoutError(
+                        f"a post of a transfer has not returned for {PATIENCE_S:g} s"
+                    )
+                unused, self._unused = self._unused, []
+            for each in unused:
+                # Its lists go with their last reference, which is here.
+                each.lists = PreparedLists(None, each.name)
+                try:
+                    self._agent.remove_remote_agent(each.name)
+                except Exception as error:  # the others are served all the same
+                    logger.warning(
+                        "NIXL could not remove decode rank %s (%r); nothing more is sent to it",
+                        each.name,
+                        error,
+                    )
+            if not peer.is_loaded:
+                self._agent.add_remote_agent(peer.info.agent_metadata)
+                peer.lists, peer.pairs = PreparedLists(self._agent, peer.name), {}
+                peer.in_nixl = peer.is_loaded = True
+        finally:
+            with self._lock:
+                self._is_changing = False
+                self._lock.notify_all()

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any  # Any: page indices in each of SGLang's f
 import numpy as np
 from typing_extensions import Self, override
 
-from sglang.srt.disaggregation.delta.nixl import descriptors
+from sglang.srt.disaggregation.delta.nixl import agent, descriptors
 from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend
+from sglang.srt.disaggregation.delta.nixl.decode import NixlDecode
 from sglang.srt.disaggregation.delta.nixl.descriptors import ChunkPayload, Destination
 from sglang.srt.disaggregation.delta.nixl.layout import Layout
 from sglang.srt.disaggregation.delta.nixl.peers import Peers
@@ -31,7 +32,10 @@ from sglang.srt.disaggregation.delta.prefill.transfer_pool import PooledManager,
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.base.conn import KVArgs
     from sglang.srt.disaggregation.nixl.conn import KVArgsRegisterInfo, NixlKVManager, NixlKVSender
+    from sglang.srt.disaggregation.utils import DisaggregationMode
+    from sglang.srt.server_args import ServerArgs
 else:
     NixlKVManager = NixlKVSender = object
 
@@ -189,11 +193,27 @@ class NixlPrefill(PooledManager, NixlKVManager):
             self.decode_ranks,
             self.decode_kv_args_table,
             self.peers.add,
-            self.take_announcement,
         )
 
     def forget_peer(self, peer: str) -> None:
         self.peers.forget(peer)
+
+
+class DeltaNixlManager(NixlPrefill, NixlDecode):
+    """Moves deltas: one class, of which a server uses one half. Its agent is made for the threads
+    that use it."""
+
+    moves_deltas = True
+
+    def __init__(
+        self, args: KVArgs, disaggregation_mode: DisaggregationMode, server_args: ServerArgs,
+        is_mla_backend: bool | None = False,
+    ) -> None:  # fmt: skip
+        from sglang.srt.disaggregation.utils import DisaggregationMode
+
+        sends = disaggregation_mode == DisaggregationMode.PREFILL
+        with agent.configured_agents(Settings.read().workers if sends else 0):
+            super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
 
 
 class DeltaNixlSender(PooledSender, NixlKVSender):

@@ -2,14 +2,14 @@
 
 Life of a room, on one worker from beginning to end::
 
-    open -> submit ... submit(is_last) -> chunk_done for each -> forget
-                                       \\-> room_failed -------^
-            cancel ------------------------------------------^
+    open -> submit ... submit(is_last) -> deliver -> forget
+                                       \\-> room_failed -^
+            cancel ------------------------------------^
 
 A room ends once, and nothing brings it back: with its last chunk, with its first failure, or by
 one of ``cancel`` and ``forget``. From then on nothing of it is posted. The worker asks the room
-table before every post (``enter``) and calls ``leave`` whenever nothing that was posted under a
-room number is under way any more: it alone posts, and it alone sees transfers settle. So a room
+table before every post (``enter``) and calls ``leave`` whenever nothing that was posted for a
+room is under way any more: it alone posts, and it alone sees transfers settle. So a room
 that another thread gives up is *drained* at once if nothing of it is under way, and otherwise by
 the worker's ``leave``.
 

@@ -1,4 +1,5 @@
-"""The decode ranks that a prefill rank knows: messages from and to them, and whether they live.
+"""The decode ranks that a prefill rank knows: messages from and to them, whether they live, and
+where they find this rank (``ServedRooms``).
 
 Those of servers with the radix cache ping. Others (stock ones too) say nothing when they end, and a
 restarted one registers under a new name. So the table is bounded: of those that neither ping nor
@@ -11,16 +12,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING
+
+import requests
 
 from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta.address_pool import AddressPool
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.prefill.room import Announcement
-from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
+from sglang.srt.disaggregation.delta.prefill.rooms import UNDER_WAY, Announcement, RoomTable
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.rank import RankView
     from sglang.srt.disaggregation.nixl.conn import KVArgsRegisterInfo  # or Mooncake's
+    from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +35,8 @@ logger = logging.getLogger(__name__)
 _MOST_REGISTERED = 4096
 #: How long an answer to a rank that is not registered may take to be sent.
 _STRANGER_S = 2.0
-
-
-class Frontend(Protocol):
-    """The way to the process that answers clients."""
-
-    def yielded(self, room: int) -> None:
-        """Decode computes the request of ``room``."""
+#: How long a bootstrap server may take to answer; SGLang's.
+_TELL_S = 5.0
 
 
 class DecodeRanks:
@@ -58,8 +60,9 @@ class DecodeRanks:
         #: For answers to ranks that are not registered. Anybody can name any address: those sockets
         #: are closed soon, so that ZeroMQ does not go on connecting there.
         self._strangers = wire.PeerSockets(clock)
-        #: Who answers clients; None on a rank from which SGLang answers nobody.
-        self.frontend: Frontend | None = None
+        #: Decode computes the request of this room: has it answered. From most ranks SGLang answers
+        #: nobody.
+        self.on_computed: Callable[[int], None] = lambda room: None
         #: When each decode rank that pings was last heard of, by the name it registered under, and
         #: what it registered.
         self._heard: dict[str, tuple[float, KVArgsRegisterInfo]] = {}
@@ -72,7 +75,7 @@ class DecodeRanks:
     def tell(self, room: int, reason: str, announcements: list[Announcement]) -> None:
         """Nothing is written for ``room``, now and later: they may have their pages back."""
         for info in announcements:
-            self._send(info, wire.Stopped(room, self._writer, reason))
+            self._send(info, wire.Stopped(room, self._writer, reason), self.sockets)
 
     def refuse_stranger(self, info: Announcement) -> None:
         """A decode rank that is not registered here announced a room: it must connect again."""
@@ -87,16 +90,12 @@ class DecodeRanks:
             self._strangers,
         )
 
-    def _send(
-        self, info: Announcement, message: wire.Stopped, sockets: wire.PeerSockets | None = None
-    ) -> None:
+    def _send(self, info: Announcement, message: wire.Stopped, sockets: wire.PeerSockets) -> None:
         """Best effort: a peer that cannot be told finds out by its own deadline."""
-        is_ours = info.delta is not None or info.delta_error is not None
-        is_dummy = info.is_dummy() if callable(info.is_dummy) else info.is_dummy
-        if not is_ours or is_dummy:
+        if not info.is_ours or info.gets_nothing:
             return  # a stock peer would not understand; a dummy's pages are not written from here
         try:
-            (sockets or self.sockets).send(info.endpoint, info.dst_port, message)
+            sockets.send(info.endpoint, info.dst_port, message)
         except (OSError, ValueError) as error:
             logger.warning(
                 "could not notify decode rank %s:%s that room %s ended (%s): it frees the room's "
@@ -124,8 +123,7 @@ class DecodeRanks:
         elif isinstance(message, wire.Withdraw):
             self._withdraw(message)
         elif isinstance(message, wire.ComputedByDecode):
-            if self.frontend is not None:
-                self.frontend.yielded(message.room)
+            self.on_computed(message.room)
         else:
             raise wire.ControlError(f"a {type(message).__name__} is not for a prefill rank")
 
@@ -142,23 +140,22 @@ class DecodeRanks:
             self.sockets.send(info.endpoint, int(info.dst_port), answer)
 
     def _withdraw(self, message: wire.Withdraw) -> None:
-        rooms, room, text = self._rooms, message.room, f"decode cancelled it: {message.reason}"
+        number, text = message.room, f"decode cancelled it: {message.reason}"
+        room, info = self._rooms.room(number), self._registered.get(message.peer)
+        is_peer = room is not None and message.peer in room.announcements
         # Told with the room's other decode ranks, once: a second message could meet a new request
         # of that number. Of a room that is complete the completion itself is the answer.
-        known, info = rooms.room(room), self._registered.get(message.peer)
-        is_peer = known is not None and message.peer in known.announcements
-        is_told = rooms.stopped(room) is None and is_peer
+        is_told = room is not None and room.reason is None and is_peer
         # One that has not announced it may be about to.
-        is_its_own = is_peer or (info is not None and (known is None or not known.is_announced))
+        is_its_own = is_peer or (info is not None and (room is None or not room.is_announced))
         if is_its_own:
-            rooms.fail(room, Reason.ABORTED, text)
+            self._rooms.withdraw(number, text)
         else:
-            text = f"room {room}: decode rank {message.peer} is not one of its peers"
-        if not message.wants_answer or is_told:
-            return
-        if not is_its_own or not rooms.is_under_way(room):
-            # Nothing is known of its room any more, or it ended before: nothing is under way.
-            self._answer(message, info, wire.Stopped(room, self._writer, text))
+            text = f"room {number}: decode rank {message.peer} is not one of its peers"
+        # It ended before, or nothing is known of it any more: nothing is under way.
+        is_written = is_its_own and room is not None and room.state in UNDER_WAY
+        if message.wants_answer and not is_told and not is_written:
+            self._answer(message, info, wire.Stopped(number, self._writer, text))
 
     # ---- liveness ----
 
@@ -180,23 +177,71 @@ class DecodeRanks:
         gone = [self._heard.pop(peer)[1] for peer in lost]
         self._gone = [(info.endpoint, int(info.dst_port)) for info in gone]
         for peer in lost:
-            for room in self._rooms.numbers(peer):
-                self._rooms.fail(
-                    room,
-                    Reason.PEER_LOST,
-                    f"decode rank {peer} was silent for {self._timeout_s} s",
-                )
-        return lost + self._too_many()
-
-    def _too_many(self) -> list[str]:
-        """Registrations beyond what is kept: of those that neither ping nor have rooms, the ones
-        that announced nothing for longest."""
+            for room in self._rooms.all():
+                if peer in room.announcements:
+                    text = f"decode rank {peer} was silent for {self._timeout_s} s"
+                    self._rooms.fail(room, Reason.PEER_LOST, text)
         registered, announced = list(self._registered), self._rooms.last_announced
         for peer in announced.keys() - registered:
             del announced[peer]
         excess = len(registered) - _MOST_REGISTERED
         if excess <= 0:
-            return []
-        in_use = self._heard.keys() | self._rooms.peers()
+            return lost
+        in_use = set(self._heard).union(*(room.announcements for room in self._rooms.all()))
         unused = [peer for peer in registered if peer not in in_use]
-        return sorted(unused, key=lambda peer: announced.get(peer, 0.0))[:excess]
+        return lost + sorted(unused, key=lambda peer: announced.get(peer, 0.0))[:excess]
+
+
+class ServedRooms:
+    """Tells the bootstrap server which data-parallel rank serves a room, for decode to ask there.
+    One for each prefill rank.
+
+    That is where ranks are chosen by load (``--load-balance-method``), and not by the room's
+    number, as SGLang does it for prefill servers by default. SGLang tells it in the scheduler's
+    thread, which stands still for up to 5 s where the address that the client has named does not
+    answer; each of the tensor-parallel ranks does; and without data-parallel attention all say that
+    they are rank 0.
+    """
+
+    def __init__(self, rank: RankView, args: ServerArgs) -> None:
+        self._rank = rank
+        self._args = args
+        self.pool = AddressPool("pd-served-rooms")
+
+    def tell(self, address: str, room: int) -> None:
+        """This rank serves ``room``: have the bootstrap server at ``address`` (host:port) know it.
+        Never waits. A rank that does not speak for its data-parallel group says nothing."""
+        if self._rank.writer_id == 0:
+            served = {"bootstrap_room": room, "dp_rank": self._rank.dp_rank}
+            url = f"http://{address}/register_dp_rank"
+            told = self.pool.submit(
+                address, partial(requests.post, url, json=served, timeout=_TELL_S)
+            )
+            told.add_done_callback(partial(self._log, address, room))
+
+    def _log(self, address: str, room: int, told: Future[requests.Response]) -> None:
+        try:
+            told.result().raise_for_status()
+        except Exception as error:  # the address is what the client says
+            logger.error(
+                "could not notify bootstrap server %s that data-parallel rank %d serves room %d "
+                "(%s): the decode server of this request waits for it until its deadline",
+                address,
+                self._rank.dp_rank,
+                room,
+                error,
+            )
+
+    def why_not_found(self, room: int) -> str:
+        """What may be why nobody announces ``room`` here, as the end of a sentence; empty where a
+        decode server finds this rank by itself."""
+        args, ours = self._args, self._rank.dp_rank
+        follows = args.dp_size > 1 and args.load_balance_method == "follow_bootstrap_room"
+        expected = room % args.dp_size if follows else ours
+        if expected == ours:
+            return ""
+        return (
+            f"; this is data-parallel rank {ours}, and without disagg_prefill_dp_rank decode "
+            f"looks for the room on rank {expected}, which follows from its number: check that the "
+            "router sends it"
+        )

@@ -14,19 +14,17 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any  # Any: a result of SGLang's; ids as it has them
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta import sparse_index, wire
+from sglang.srt.disaggregation.delta import sparse_index
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS
-from sglang.srt.disaggregation.delta.pages import DeltaMismatch, chunk_end, plan_delta
-from sglang.srt.disaggregation.delta.prefill.room import UNCLAIMED, Room
-from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
+from sglang.srt.disaggregation.delta.pages import DeltaMismatch
+from sglang.srt.disaggregation.delta.prefill.rooms import Announcement, Room
 from sglang.srt.disaggregation.delta.prefill.yielded import EndYielded, Frontend
-from sglang.srt.disaggregation.delta.rank_agreement import alone, minimum
+from sglang.srt.disaggregation.delta.rank_agreement import minimum
 
 if TYPE_CHECKING:
     import torch
@@ -38,9 +36,17 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_pp_mixin import SchedulerPPMixin
 else:
     CommonKVSender = SchedulerDisaggregationPrefillMixin = object
-    Scheduler = object
+    Scheduler = SchedulerPPMixin = object
+
+
+def prefill_manager(scheduler: Any) -> DeltaManager | None:
+    """The manager of a prefill server whose rooms are ours; None on another server."""
+    queue = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
+    manager = getattr(queue, "kv_manager", None)
+    return manager if getattr(manager, "rooms", None) is not None else None
 
 
 def ended(requests: Sequence[Req], groups: Sequence[ProcessGroup]) -> list[str]:
@@ -89,8 +95,10 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
             return
         page: int = self.token_to_kv_pool_allocator.page_size
         computed = min(len(req.fill_ids), len(req.origin_input_ids)) if end_idx is None else end_idx
-        start, end = max(req.start_send_idx, prefix), chunk_end(computed, page, last_chunk)
+        # The partly filled last page waits for the next chunk, unless there is none.
+        start, end = max(req.start_send_idx, prefix), computed // page * page
         if last_chunk:
+            end = computed
             self.disagg_metadata_buffers.set_buf(req)
             if prefix:
                 STATS.count("kv_transfer_skipped_tokens", prefix)
@@ -131,31 +139,19 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
                     rows[i] = row.tolist() if hasattr(row, "tolist") else row
         super().process_batch_result_disagg_prefill(batch, result)
 
-    @property
-    def _rooms(self) -> RoomTable | None:
-        """This rank's rooms; None on a backend of SGLang's that knows no delta."""
-        return getattr(self.disagg_prefill_bootstrap_queue.kv_manager, "rooms", None)
-
-    @override
-    def process_prefill_chunk(self) -> None:
-        # Each of SGLang's loops comes here once a turn, when it has taken the requests that came.
-        # While the engine is paused its frontend holds them back.
-        rooms = self._rooms
-        if rooms is not None and not getattr(self, "_engine_paused", False):
-            rooms.scheduler_time.turn()
-        super().process_prefill_chunk()
-
     @override
     def process_disagg_prefill_inflight_queue(
         self, rids_to_check: list[str] | None = None
     ) -> list[Req]:
+        import torch.distributed as dist
+
         queue: list[Req] = self.disagg_prefill_inflight_queue
         groups = self.attn_tp_cpu_group, self.attn_cp_cpu_group
         if (
             rids_to_check is None  # a pipeline stage has asked its ranks already
             and queue
-            and self._rooms is not None
-            and not all(alone(group) for group in groups)
+            and any(dist.get_world_size(group) > 1 for group in groups)
+            and prefill_manager(self) is not None
         ):
             rids_to_check = ended(queue, groups)
             if not rids_to_check:
@@ -174,15 +170,41 @@ def page_indices(row: torch.Tensor, start: int, end: int, page: int) -> npt.NDAr
     return (slots[::page] // page).astype(np.int32)
 
 
+class PrefillStages(SchedulerPPMixin):
+    """Pipeline stages take in the same requests, and end them together; each asks all of its ranks.
+
+    Each stage runs the batches of its own scheduler. What one of them knows of a room alone (decode
+    has withdrawn it, its own writes have failed) must not change which requests it runs.
+    """
+
+    @override
+    def process_bootstrapped_queue(self, bootstrapped_rids: list[list[str]] | None) -> Any:
+        # SGLang has each stage look once more, a turn of the loop after the one before it. A room
+        # may fail in between, on one stage or on all (decode withdraws it, and tells each stage by
+        # itself): a stage would run batches without a request that the others run.
+        if bootstrapped_rids is not None and prefill_manager(self) is not None:
+            good, bad = map(set, bootstrapped_rids)
+            for req in self.disagg_prefill_bootstrap_queue.queue:
+                if not isinstance(req.disagg_kv_sender, DeltaSender):
+                    continue  # a warm-up's
+                if req.rid in bad:
+                    req.disagg_kv_sender.fail_with_others()
+                elif req.rid in good and not self.pp_group.is_first_rank:
+                    req.disagg_kv_sender.is_taken_in = True
+        return super().process_bootstrapped_queue(bootstrapped_rids)
+
+    @override
+    def get_rids(
+        self, req_queue: list[Req], is_send: bool, *poll_statuses_group: list[int]
+    ) -> Any:  # a list of ids, or two of them, as SGLang's
+        is_ours = is_send and req_queue is self.disagg_prefill_inflight_queue
+        if is_ours and prefill_manager(self) is not None:
+            return ended(req_queue, (self.attn_tp_cpu_group, self.attn_cp_cpu_group))
+        return super().get_rids(req_queue, is_send, *poll_statuses_group)
+
+
 class DeltaScheduler(Scheduler):
     """Stock on a server that is no prefill server."""
-
-    @property
-    def _prefill_manager(self) -> DeltaManager | None:
-        """The manager of a prefill server whose rooms are ours."""
-        queue = getattr(self, "disagg_prefill_bootstrap_queue", None)
-        manager = getattr(queue, "kv_manager", None)
-        return manager if getattr(manager, "rooms", None) is not None else None
 
     @override
     def abort_request(self, recv_req: AbortReq) -> None:
@@ -191,8 +213,16 @@ class DeltaScheduler(Scheduler):
             return
         queued = list(self.waiting_queue)
         super().abort_request(recv_req)
-        if self._prefill_manager is not None:
-            close_rooms(queued, self.waiting_queue)
+        if prefill_manager(self) is None:
+            return
+        # SGLang drops such a request from the queue and forgets its sender: its room would stay in
+        # every table, and decode would wait for it until its deadline.
+        left = {id(req) for req in self.waiting_queue}
+        for req in queued:
+            if id(req) not in left and hasattr(req.disagg_kv_sender, "abort"):
+                req.disagg_kv_sender.abort()
+                if hasattr(req.disagg_kv_sender, "clear"):
+                    req.disagg_kv_sender.clear()
 
     def _end_yielded(self, rid: str) -> None:
         """Forget the request ``rid``, whose client was answered. On all ranks in one step.
@@ -215,12 +245,12 @@ class DeltaScheduler(Scheduler):
     @override
     def init_disaggregation(self) -> None:
         super().init_disaggregation()
-        manager = self._prefill_manager
+        manager = prefill_manager(self)
         if manager is None:
             return
-        if manager.decode_ranks is not None and self.send_to_tokenizer.socket is not None:
+        if self.send_to_tokenizer.socket is not None:
             address = self.send_to_tokenizer.socket.LAST_ENDPOINT
-            manager.decode_ranks.frontend = Frontend(address)
+            manager.decode_ranks.on_computed = Frontend(address).yielded
         if self.current_scheduler_metrics_enabled:
             STATS.bind(self.metrics_collector.labels, "prefill")
 
@@ -228,35 +258,51 @@ class DeltaScheduler(Scheduler):
     def maybe_sleep_on_idle(self) -> None:
         # What ends a handshake reaches a thread of ours and does not wake SGLang's sleeper, which
         # knows of requests and commands only: it would wait for up to a second.
-        is_ours = self.idle_sleeper is not None and self._prefill_manager is not None
+        is_ours = self.idle_sleeper is not None and prefill_manager(self) is not None
         if not is_ours or self.is_fully_idle():
             super().maybe_sleep_on_idle()
-
-
-def close_rooms(before: Iterable[Req], after: Iterable[Req]) -> None:
-    """Prefill: end the rooms of requests that an abort took out of the waiting queue.
-
-    SGLang drops such a request and forgets its sender: its room would stay in every table, and
-    decode would wait for it until its deadline.
-    """
-    left = {id(req) for req in after}
-    for req in before:
-        sender = req.disagg_kv_sender
-        if id(req) in left or not hasattr(sender, "abort"):
-            continue
-        sender.abort()
-        if hasattr(sender, "clear"):
-            sender.clear()
 
 
 # ---- prefill's end of a room ----
 
 
-class _Destination(msgspec.Struct, frozen=True):
-    """One real destination of a room, as the plan wants it."""
+def plan_delta(
+    room: int, listed: Iterable[tuple[int, int]], prompt_pages: int, page: int
+) -> tuple[int, int]:
+    """What ``room`` sends: from which token on, and how many pages. ``listed``: what each of its
+    decode ranks holds, in tokens, and how many destination pages it listed; ``prompt_pages``: those
+    of the whole prompt here.
 
-    decode_prefix_len: int
-    num_pages: int
+    Raises:
+        DeltaMismatch: destinations disagree about the prefix, or the prefix is negative, not a
+            whole number of pages or longer than the prompt, or the number of listed pages is not
+            the number that is left. Nothing is ever truncated to fit.
+    """
+    listed = list(listed)
+    prefixes = sorted({prefix for prefix, _ in listed}) or [0]
+    if len(prefixes) > 1:
+        raise DeltaMismatch(
+            f"room {room}: decode ranks announced different prefix lengths {prefixes}"
+        )
+    prefix = prefixes[0]
+    if prefix < 0 or prefix % page:
+        raise DeltaMismatch(
+            f"room {room}: decode_prefix_len {prefix} is not a multiple of the page size "
+            f"of {page} tokens"
+        )
+    left = prompt_pages - prefix // page
+    if left < 0:
+        raise DeltaMismatch(
+            f"room {room}: decode_prefix_len {prefix} is longer than the prompt's {prompt_pages} "
+            f"pages of {page} tokens"
+        )
+    for _, pages in listed:
+        if pages != left:
+            raise DeltaMismatch(
+                f"room {room}: decode listed {pages} destination pages, but {left} of the prompt's "
+                f"{prompt_pages} pages are left after its prefix of {prefix} tokens"
+            )
+    return prefix, left
 
 
 class DeltaSender(CommonKVSender):
@@ -277,10 +323,7 @@ class DeltaSender(CommonKVSender):
         super().__init__(mgr, bootstrap_addr, bootstrap_room, dest_tp_ranks, pp_rank)
         if mgr.rooms is None:
             return  # a backend of SGLang's that knows no delta
-        self._room, refused = mgr.rooms.claim(bootstrap_room)
-        if refused is not None:
-            self.fail(Reason.ABORTED, refused)
-        mgr.start_if_announced(bootstrap_room)
+        self._room = mgr.rooms.claim(bootstrap_room)
 
     @override
     def _register_prefill_dp_rank(self) -> None:
@@ -296,31 +339,26 @@ class DeltaSender(CommonKVSender):
             super().init(num_kv_indices, aux_index)
             return
         self.decode_prefix_len = 0
+        room, listed = self.bootstrap_room, []
         try:
-            plan = plan_delta(
-                self.bootstrap_room,
-                self._destinations(),
-                num_kv_indices,
-                self.kv_mgr.kv_args.page_size,
-            )
-        except (DeltaMismatch, wire.DeltaFrameError) as error:
+            for info in list(self._room.announcements.values()):
+                if info.delta_error:
+                    raise DeltaMismatch(f"room {room}: {info.delta_error}")
+                if not info.gets_nothing:
+                    frame = info.delta
+                    prefix = frame.decode_prefix_len if frame else info.later_prefix_len or 0
+                    listed.append((prefix, self.listed_pages(info)))
+            plan = plan_delta(room, listed, num_kv_indices, self.kv_mgr.kv_args.page_size)
+        except DeltaMismatch as error:
             super().init(num_kv_indices, aux_index)
             self.fail(Reason.MISMATCH, str(error))
             return
-        self.decode_prefix_len = plan.prefix_len
-        super().init(plan.num_pages, aux_index)
+        self.decode_prefix_len, num_pages = plan
+        super().init(num_pages, aux_index)
 
-    def _destinations(self) -> list[_Destination]:
-        found = []
-        for info in self.kv_mgr.rooms.destinations(self.bootstrap_room):
-            if info.delta_error:
-                raise wire.DeltaFrameError(f"room {self.bootstrap_room}: {info.delta_error}")
-            is_dummy = info.is_dummy() if callable(info.is_dummy) else info.is_dummy
-            if is_dummy:
-                continue
-            prefix = info.delta.decode_prefix_len if info.delta else info.later_prefix_len or 0
-            found.append(_Destination(prefix, self.kv_mgr.listed_pages(info)))
-        return found
+    def listed_pages(self, info: Announcement) -> int:
+        """How many pages of this prefill rank's size a decode rank listed."""
+        return len(info.dst_kv_indices)
 
     @property
     def is_stopped(self) -> bool:
@@ -339,8 +377,7 @@ class DeltaSender(CommonKVSender):
 
     def fail(self, kind: Reason, text: str) -> None:
         """Fail this room alone; its decode ranks are notified once what was posted has settled."""
-        # By name of the room: its number is another request's where this one was refused.
-        self.kv_mgr.rooms.fail(self.bootstrap_room, kind, text, meant=self._room)
+        self.kv_mgr.rooms.fail(self._room, kind, text)
 
     def fail_if_unannounced(self) -> None:
         """Decode announces a room when it has memory for it; it is not waited for without end."""
@@ -377,9 +414,4 @@ class DeltaSender(CommonKVSender):
 
     def forget(self) -> None:
         """Leave no entry of this request in the manager's tables."""
-        room, manager = self.bootstrap_room, self.kv_mgr
-        holder = manager.rooms.room(room)
-        # Before the room goes: from then on decode may announce another one of its number.
-        if holder is None or holder is self._room or holder.state in UNCLAIMED:
-            manager.statuses.forget(room)
-        manager.rooms.forget(self._room)
+        self.kv_mgr.rooms.forget(self._room)

@@ -18,7 +18,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any  # Any: handles are the backend's own
 
-from sglang.srt.disaggregation.delta.prefill.room import Room
+from sglang.srt.disaggregation.delta.prefill.rooms import Room
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
 
 

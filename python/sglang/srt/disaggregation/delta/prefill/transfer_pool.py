@@ -23,8 +23,7 @@ from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS, TransferReport
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch, share_of_chunk
 from sglang.srt.disaggregation.delta.prefill.batch_threads import use_batch_scheduling
-from sglang.srt.disaggregation.delta.prefill.room import Room
-from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
+from sglang.srt.disaggregation.delta.prefill.rooms import UNCLAIMED, Room, RoomTable
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Backend, Chunk, Settings
 from sglang.srt.disaggregation.delta.prefill.transfer_worker import Worker
 from sglang.srt.patchset import environment
@@ -270,10 +269,10 @@ class Watchdog:
         self._known = troubles
         if not troubles:
             return
-        for room in self._rooms.claimed():
-            why = troubles.get(self._pool.worker_of(room))
-            if why is not None:
-                text = f"room {room}: transfer worker {why}"
+        for room in self._rooms.all():
+            why = troubles.get(self._pool.worker_of(room.number))
+            if why is not None and room.state not in UNCLAIMED:
+                text = f"room {room.number}: transfer worker {why}"
                 self._rooms.abandon(room, Reason.INTERNAL, text)
 
 
@@ -312,6 +311,7 @@ class PooledManager(CommonKVManager):
             self.transfer_report,
             prepare_thread=self._prepare_thread,
         )
+        self.rooms.on_stopped = self.room_stopped
         self.watchdog = Watchdog(self.transfers, self.rooms)
         self.transfers.start()
         atexit.register(self.transfers.stop, _DRAIN_S)
@@ -331,7 +331,8 @@ class PooledManager(CommonKVManager):
         Raises:
             DeltaMismatch: as ``cut``, or no decode rank is known for the room.
         """
-        announcements = self.rooms.destinations(room)
+        known = self.rooms.room(room)
+        announcements = list(known.announcements.values()) if known is not None else []
         if not announcements:
             raise DeltaMismatch(f"room {room}: no decode rank's pages are known for it")
         payload = self.cut(
@@ -341,7 +342,6 @@ class PooledManager(CommonKVManager):
         peers = tuple(payload.destinations)
         self.transfers.submit(Chunk(room, peers, payload, is_last, now + self.transfer_s, now))
 
-    @override
     def room_stopped(self, room: Room, kind: Reason) -> None:
         """``room`` failed: what waits of it is dropped."""
         self.transfers.cancel(room)

@@ -16,8 +16,7 @@ from typing import Any  # Any: handles are the backend's own
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS, TransferReport
 from sglang.srt.disaggregation.delta.prefill import send_queue
-from sglang.srt.disaggregation.delta.prefill.room import Room
-from sglang.srt.disaggregation.delta.prefill.room_table import RoomTable
+from sglang.srt.disaggregation.delta.prefill.rooms import Room, RoomTable
 from sglang.srt.disaggregation.delta.prefill.send_queue import (
     ChunkSend,
     RoomQueue,
@@ -245,7 +244,7 @@ class Worker:
         send.transfers.remove(transfer)
         self._complete(room)
         if not room.posted:
-            self._call(self._table.leave, room.number)
+            self._call(self._table.leave, room.room)
         self._say_if_overdue(room)
         self._deliver(room)
 
@@ -327,7 +326,7 @@ class Worker:
         try:
             self._backend.complete(chunk)
         except Exception as error:
-            self._call(self._table.take_back, room.number)
+            self._call(self._table.take_back, room.room)
             text = f"{', '.join(chunk.peers)} could not be notified that it is complete"
             self._fail_because(room, text, error)
 
@@ -335,8 +334,8 @@ class Worker:
         """Report the chunks at the head of the room that are with all their peers."""
         while room.sends and not room.sends[0].transfers and not room.ended:
             send = room.sends.popleft()
-            self._call(self._table.chunk_done, send.chunk)
             if send.chunk.is_last:
+                self._call(self._table.deliver, room.room)
                 self._end(room)
 
     def _fail_because(self, room: RoomQueue, text: str, error: Exception | None) -> None:
@@ -370,7 +369,7 @@ class Worker:
 
     def _say_if_overdue(self, room: RoomQueue) -> None:
         if room.ended and room.posted and room.overdue == room.posted:
-            self._call(self._table.room_overdue, room.number)
+            self._call(self._table.room_overdue, room.room)
 
     def _call(self, callback: Callable[..., None], *arguments: object) -> None:
         """Whatever it raises must not keep the worker from other rooms."""

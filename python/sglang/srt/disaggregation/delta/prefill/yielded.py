@@ -168,16 +168,13 @@ class YieldingTokenizer(TokenizerManager):
                 del rooms.here[room]
             elif is_sent(state):
                 del rooms.here[room]
-                self._end_yielded(rid)
+                end = EndYielded(rid=rid)
+                self.send_to_scheduler.send_pyobj(end)
+                if self.server_args.enable_dp_attention:
+                    loop = asyncio.get_running_loop()
+                    loop.call_later(_AGAIN_S, self.send_to_scheduler.send_pyobj, end)
+                self._handle_batch_output(empty_answer(rid))
         return bool(rooms.absent or rooms.here)
-
-    def _end_yielded(self, rid: str) -> None:
-        self.send_to_scheduler.send_pyobj(EndYielded(rid=rid))
-        if self.server_args.enable_dp_attention:
-            again = EndYielded(rid=rid)
-            loop = asyncio.get_running_loop()
-            loop.call_later(_AGAIN_S, lambda: self.send_to_scheduler.send_pyobj(again))
-        self._handle_batch_output(empty_answer(rid))
 
 
 def empty_answer(rid: str) -> BatchStrOutput:

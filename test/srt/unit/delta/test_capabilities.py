@@ -9,12 +9,12 @@ import msgspec
 import pytest
 import requests
 
-from sglang.srt.disaggregation.delta import capability, wire
+from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.manager import DeltaManager
 
 ADDRESS = "10.0.0.1:8998"
-OURS = msgspec.json.encode(capability.OURS)
-YIELDS = msgspec.json.encode(msgspec.structs.replace(capability.OURS, yields=True))
+OURS = msgspec.json.encode(wire.OURS)
+YIELDS = msgspec.json.encode(msgspec.structs.replace(wire.OURS, yields=True))
 LATER = msgspec.json.encode({"delta": wire.VERSION, "abort": 1})
 
 
@@ -47,19 +47,19 @@ def test_what_a_server_takes(
     scheduler's thread."""
 
     def get(url: str, timeout: float) -> Any:
-        assert url == f"http://{ADDRESS}{capability.ROUTE}" and timeout == 5.0
+        assert url == f"http://{ADDRESS}{wire.ROUTE}" and timeout == 5.0
         if isinstance(answer, Exception):
             raise answer
         return SimpleNamespace(status_code=answer[0], content=answer[1])
 
     monkeypatch.setattr(requests, "get", get)
-    found = capability.fetch_capabilities(ADDRESS)
+    found = wire.fetch_capabilities(ADDRESS)
     assert (found and found.takes_delta) is takes_delta
 
 
 def test_address_that_is_none() -> None:
     """Guards against an exception where the load balancer sent an unusable host."""
-    assert capability.fetch_capabilities("not a host:port") is None
+    assert wire.fetch_capabilities("not a host:port") is None
 
 
 @pytest.mark.parametrize("offset", [-1, 1])
@@ -71,7 +71,7 @@ def test_another_version(
     theirs = wire.VERSION + offset
     answer = SimpleNamespace(status_code=200, content=msgspec.json.encode({"delta": theirs}))
     monkeypatch.setattr(requests, "get", lambda url, timeout: answer)
-    found = capability.fetch_capabilities(ADDRESS)
+    found = wire.fetch_capabilities(ADDRESS)
     assert found is not None and not found.takes_delta
     assert f"protocol {theirs}, this decode server {wire.VERSION}" in caplog.text
 
@@ -91,7 +91,7 @@ def test_another_version(
 def test_who_is_told_that_decode_computes(theirs: bytes, stages: int | None, told: bool) -> None:
     """Guards against a prefill server that does not know the message, or whose ranks cannot agree
     on it, and that keeps the request for ever."""
-    known = msgspec.json.decode(theirs, type=capability.Capabilities)
+    known = msgspec.json.decode(theirs, type=wire.Capabilities)
     manager: Any = SimpleNamespace(
         servers=SimpleNamespace(capabilities=lambda address: known),
         prefill_info_table={} if stages is None else {ADDRESS: SimpleNamespace(pp_size=stages)},
