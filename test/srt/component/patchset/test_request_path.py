@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[4]
 SAID = re.compile(r"at most (\d+) of our files on decode and (\d+) on prefill")
 
 #: Features that the traced servers were not asked for.
-OFF = re.compile("/local_|/turn_|without_prefill|speculation|retraction|/mooncake/|buffer_only/")
+OFF = re.compile("/local_|/turn_|speculation|retraction|/mooncake/|buffer_only/")
 #: So many files fewer are not worth a change of the text.
 SLACK = 3
 

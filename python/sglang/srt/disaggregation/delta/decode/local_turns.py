@@ -7,7 +7,7 @@ known: SGLang cannot retract a request before that, and nobody gives back pages 
 way still reads.
 
 So are requests whose prefill server is lost, or whose transfer failed, if they are short (fallback
-prefill: ``without_prefill``).
+prefill: ``answers.NoPrefill``).
 """
 
 from __future__ import annotations
@@ -180,11 +180,7 @@ class LocalTurns:
         STATS.count("decode_prefix_hit_tokens", req.cache_protected_len)
         record_of(req).hit_tokens = req.cache_protected_len
         self._queue.append(Turn(req, req.cache_protected_len))
-        self._placed(req, decision)
-
-    def announced(self, entry: DecodeRequest, decision: Decision) -> None:
-        """``entry`` was announced: prefill computes it."""
-        self._placed(entry.req, decision)
+        self.placed(req, decision)
 
     def shown(self, reqs: Sequence[Req]) -> None:
         """The first tokens of ``reqs`` are on their way to the client, or would be if there were a
@@ -200,7 +196,8 @@ class LocalTurns:
                 if not turn.decision.local:
                     self.measured.shown(turn.address, turn.tokens, now - turn.at)
 
-    def _placed(self, req: Req, decision: Decision) -> None:
+    def placed(self, req: Req, decision: Decision) -> None:
+        """``req`` was taken, or announced to prefill, which computes it then."""
         tokens = req.kv_allocated_len - req.cache_protected_len
         record_of(req).turn = Placed(decision, bootstrap_addr(req), tokens, self._clock())
         self.choice.made(decision)

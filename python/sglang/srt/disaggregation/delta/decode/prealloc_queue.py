@@ -396,7 +396,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
             pages = (slots[::page] // page).to(torch.int32).cpu().numpy()
             announce(entry, pages, self.kv_manager, self.step_writes)
             if admit.turn is not None:
-                self.local_turns.announced(entry, admit.turn)
+                self.local_turns.placed(entry.req, admit.turn)
         return True
 
     # ---- who leaves the line, or goes on without a prefill server ----
