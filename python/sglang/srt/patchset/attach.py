@@ -90,11 +90,18 @@ class Attachment:
         states = []
         for group in self._groups.values():
             how, reason = self._stock.get(group.name, (None, ""))
-            rows = tuple(self._row_state(row, how is not None) for row in group.rows)
+            rows = []
+            for row in group.rows:
+                became = RowStatus.PENDING if how is None else RowStatus.STOCK
+                if row in self._failed:
+                    became = RowStatus.FAILED
+                elif row in self.bound or row in self.optional:
+                    became = RowStatus.BOUND
+                rows.append(RowState(row, became, self._failed.get(row, "")))
             if how is None:
                 is_whole = all(row.status is RowStatus.BOUND for row in rows)
                 how = GroupStatus.ATTACHED if is_whole else GroupStatus.PENDING
-            states.append(GroupState(group, how, reason, rows))
+            states.append(GroupState(group, how, reason, tuple(rows)))
         return tuple(states)
 
     def examine(self, name: str) -> bool:
@@ -198,13 +205,6 @@ class Attachment:
         also = f" So do {', '.join(dependents)}, which need it." if dependents else ""
         if how is GroupStatus.STOCK or dependents:
             _report(group.name, f"feature group {group.name} stays stock: {reason}.{also}")
-
-    def _row_state(self, row: Replacement, is_stock: bool) -> RowState:
-        if row in self._failed:
-            return RowState(row, RowStatus.FAILED, self._failed[row])
-        if row in self.bound or row in self.optional:
-            return RowState(row, RowStatus.BOUND)
-        return RowState(row, RowStatus.STOCK if is_stock else RowStatus.PENDING)
 
 
 def _named(path: str) -> Any:
