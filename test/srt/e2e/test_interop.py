@@ -13,6 +13,7 @@ import pytest
 from benchmark.harness import metrics
 from benchmark.harness.pair import Pair
 from e2e.support import Ids, Reference, pair_config, prompt_maker, settle, take_turns
+from sglang.srt.disaggregation.delta.metrics import METRICS
 from sglang.srt.patchset import __version__
 
 TRANSFERS = (
@@ -27,16 +28,14 @@ TRANSFERS = (
     *(f"sglang:kv_transfer_{name}" for name in ("waiting", "in_flight", "overdue")),
 )
 """What our transfer workers report: histograms, and gauges of their queues."""
-NEW_METRICS = (
-    metrics.HIT_TOKENS,
-    metrics.PROMPT_TOKENS,
-    metrics.REQUESTED_BYTES,
-    metrics.SENT_BYTES,
-    metrics.SKIPPED_TOKENS,
-    metrics.FAILED_ROOMS,
-    "sglang:kv_transfer_stuck_workers_total",
+NEW_METRICS = {
     *TRANSFERS,
-)
+    *(
+        each.exported_name
+        for each in METRICS.values()
+        if each.kind == "counter" and each.side in ("prefill", "both")
+    ),
+}
 INFO = "sglang:disagg_patchset_info"
 """What every server with this package says of itself."""
 

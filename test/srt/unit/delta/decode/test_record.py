@@ -1,4 +1,4 @@
-"""The stages of a request on decode: the table is the picture in docs/request.md."""
+"""The stages of a request on decode: the table is the picture in docs/design.md."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import pytest
 
 from sglang.srt.disaggregation.delta.decode.record import NEXT, Record, Stage
 
-PAGE = Path(__file__).parents[5] / "docs/request.md"
+PAGE = Path(__file__).parents[5] / "docs/design.md"
 
 
 def test_every_step_is_drawn() -> None:
     """Guards against a step that a reader of the picture does not know, and against one that does
     not exist."""
-    (picture,) = re.findall(r"```mermaid\n(.*?handshake -->.*?)```", PAGE.read_text(), re.DOTALL)
+    pictures = re.findall(r"```mermaid\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (picture,) = [each for each in pictures if "handshake -->" in each]
     drawn = set(re.findall(r"^    (\w+) --> (\w+):", picture, re.MULTILINE))
     steps = {(before, after) for before, stages in NEXT.items() for after in stages}
     assert drawn == {(before.name.lower(), after.name.lower()) for before, after in steps}
