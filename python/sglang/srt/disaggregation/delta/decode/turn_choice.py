@@ -53,10 +53,12 @@ REASONS = {
 
 
 def only_prefill_can(req: Req) -> str | None:
-    """Why ``req`` is computed remotely whatever it costs; None if it may be computed locally.
+    """Why this server cannot compute ``req``; None if it can. Fallback prefill asks too
+    (``LocalTurns.may_save``), so a request with such a reason fails where its prefill server is lost.
 
-    One more such reason is a row here and one in ``REASONS`` (with its row in the docs), and a case
-    of ``test_what_goes_to_prefill``.
+    One more reason is a row here, or, where it is a policy that fallback ignores, a line of
+    ``LocalTurns.decide``; beside that a row of ``REASONS``, one of the docs, and a case of
+    ``test_what_goes_to_prefill``. SGLang 0.5.23 has a list of its own in ``lead/local.py``.
     """
     wants_input_logprobs = req.return_logprob and (
         0 <= req.logprob_start_len < len(req.origin_input_ids)
