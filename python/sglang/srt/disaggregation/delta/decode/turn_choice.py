@@ -53,8 +53,8 @@ REASONS = {
 
 
 def only_prefill_can(req: Req) -> str | None:
-    """Why this server cannot compute ``req``; None if it can. Fallback prefill asks too
-    (``LocalTurns.may_save``), so a request with such a reason fails where its prefill server is lost.
+    """Why this server cannot compute ``req``; None if it can. Fallback prefill asks too: a request
+    with such a reason fails where its prefill server is lost (``LocalTurns.may_save``).
 
     One more reason is a row here, or, where it is a policy that fallback ignores, a line of
     ``LocalTurns.decide``; beside that a row of ``REASONS``, one of the docs, and a case of
