@@ -71,9 +71,8 @@ def slots(*pages: int, page: int = PAGE) -> torch.Tensor:
 
 def content(pool: Any, page: int) -> bytes:
     """All bytes of a page, of all its parts."""
-    value = page_parts.Value("", page_parts.describe(pool))
-    found: bytes = value.gather(page).numpy().tobytes()
-    return found
+    parts = page_parts.describe(pool)
+    return b"".join(part.gather(page).numpy().tobytes() for part in parts)
 
 
 def hashes(count: int) -> list[str]:

@@ -135,7 +135,7 @@ class ScriptedStore(HiCacheStorage):
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
-        self.page = page_parts.Value("", page_parts.describe(mem_pool_host))
+        (self.page,) = page_parts.together(page_parts.describe(mem_pool_host))
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         def exists() -> int:

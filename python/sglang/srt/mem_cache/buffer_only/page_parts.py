@@ -1,10 +1,10 @@
 """The parts of a page: what a store has to keep of it, where that lies, and under which keys.
 
-A *part* is one tensor of the host pool seen as pages: keys, values, a latent, an index. A *value*
-is what a store keeps under one key: one part or several, one behind the other. A page's values come
-in one fixed order, and all lists here are page by page: every value of the first page, then those
-of the next. A page is there only if all its values are, and only leading pages count, since KV
-behind a gap is of no use.
+A *part* is one tensor of the host pool seen as pages: keys, values, a latent, an index; or several,
+one behind the other. A *value* is what a store keeps under one key: a part. A page's values come in
+one fixed order, and all lists here are page by page: every value of the first page, then those of
+the next. A page is there only if all its values are, and only leading pages count, since KV behind
+a gap is of no use.
 
 Everything here is pure: pools are looked at, never changed.
 """
@@ -27,11 +27,13 @@ _LAYOUTS = ("layer_first", "page_first", *_PAGE_ROWS)
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a page, in every page of a host pool."""
+    """One tensor of a page, or several, in every page of a host pool."""
 
-    #: What SGLang's keys call it: "k" and "v", also "k" for a latent; "index" for NSA's index.
+    #: What SGLang's keys call it: "k" and "v", also "k" for a latent; "index" for NSA's index; empty
+    #: for SGLang's flat page.
     label: str
-    #: Views of the pool's memory, uint8, (pages, bytes): one, or one a layer in layer_first.
+    #: Views of the pool's memory, uint8, (pages, bytes): of each tensor one, or one a layer in
+    #: layer_first.
     pieces: tuple[torch.Tensor, ...]
     #: All tensor parallel ranks hold the same: the key has no rank, and one rank writes.
     shared: bool = False
@@ -44,24 +46,6 @@ class Part:
     def size(self) -> int:
         """Bytes of one page."""
         return sum(piece.shape[1] for piece in self.pieces)
-
-
-@dataclass(frozen=True)
-class Value:
-    """What a store keeps under one key of a page: the bytes of its parts, one behind the other."""
-
-    label: str
-    parts: tuple[Part, ...]
-
-    @property
-    def pieces(self) -> tuple[torch.Tensor, ...]:
-        """All pieces of all parts, in their order."""
-        return tuple(piece for part in self.parts for piece in part.pieces)
-
-    @property
-    def size(self) -> int:
-        """Bytes of one page."""
-        return sum(part.size for part in self.parts)
 
     @property
     def in_place(self) -> bool:
@@ -148,15 +132,10 @@ def _rows(
 # ---- how a store keeps it ----
 
 
-def apart(parts: Sequence[Part]) -> tuple[Value, ...]:
-    """Every part under a key of its own."""
-    return tuple(Value(part.label, (part,)) for part in parts)
-
-
-def together(parts: Sequence[Part]) -> tuple[Value, ...]:
+def together(parts: Sequence[Part]) -> tuple[Part, ...]:
     """SGLang's flat page under one key, with an empty label; what it does not know apart."""
-    flat = Value("", tuple(part for part in parts if not part.extra))
-    return (flat, *apart([part for part in parts if part.extra]))
+    flat = tuple(piece for part in parts if not part.extra for piece in part.pieces)
+    return (Part("", flat), *(part for part in parts if part.extra))
 
 
 # ---- lists ----

@@ -52,13 +52,13 @@ class PartStore(HiCacheStorage):
     """
 
     #: Values of a page in their order; empty: everything goes SGLang's own way.
-    page_values: tuple[page_parts.Value, ...] = ()
+    page_values: tuple[page_parts.Part, ...] = ()
     #: Called for every value that was shorter in the store than it must be.
     on_short: Callable[[], None] | None = None
 
     # ---- what a backend answers ----
 
-    def value_key(self, page_hash: str, value: page_parts.Value) -> str:
+    def value_key(self, page_hash: str, value: page_parts.Part) -> str:
         """The name of a value of a page; SGLang's own where it knows the value."""
         raise NotImplementedError
 
@@ -146,7 +146,7 @@ class PartStore(HiCacheStorage):
 
     def _slots(
         self, keys: list[str], host_indices: torch.Tensor
-    ) -> list[tuple[page_parts.Value, int]]:
+    ) -> list[tuple[page_parts.Part, int]]:
         """All values of all pages, with the host page of each."""
         pages = page_parts.page_numbers(host_indices, self.mem_pool_host.page_size)
         if len(pages) != len(keys):
@@ -187,7 +187,7 @@ class FileParts(PartStore):
         if is_stage(mem_pool_host):
             self.page_values = page_parts.together(page_parts.describe(mem_pool_host))
 
-    def value_key(self, page_hash: str, value: page_parts.Value) -> str:
+    def value_key(self, page_hash: str, value: page_parts.Part) -> str:
         return self._get_component_path(page_hash, value.label or None)
 
     def has_values(self, keys: list[str], sizes: list[int]) -> list[bool]:
@@ -283,15 +283,12 @@ class MooncakeParts(PartStore):
             return
         for tensor in page_parts.tensors(mem_pool_host)[1:]:
             self.register_buffer(tensor)
-        described = page_parts.describe(mem_pool_host, self.split_factor or 1)
-        self.page_values = page_parts.apart(described)
+        self.page_values = page_parts.describe(mem_pool_host, self.split_factor or 1)
 
-    def value_key(self, page_hash: str, value: page_parts.Value) -> str:
-        (part,) = value.parts
-        if part.shared:
-            suffix = self.mla_suffix
-        else:
-            suffix = self.mha_suffix[part.group] if self.split_factor else self.mha_suffix
+    def value_key(self, page_hash: str, value: page_parts.Part) -> str:
+        suffix = self.mla_suffix if value.shared else self.mha_suffix
+        if self.split_factor and not value.shared:
+            suffix = suffix[value.group]
         tag = "" if self.extra_backend_tag is None else f"{self.extra_backend_tag}_"
         return f"{tag}{page_hash}_{suffix}_{value.label}"
 
@@ -303,17 +300,10 @@ class MooncakeParts(PartStore):
         return [code == 1 for code in codes]
 
     def get_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[int]:
-        start = time.perf_counter()
-        counts = self._get_batch_zero_copy_impl(keys, *_addresses(memory))
-        if self.enable_storage_metrics:
-            self._measured(self.prefetch_pgs, self.prefetch_bandwidth, memory, start)
-        return list(counts)
+        return self._move("prefetch", self._get_batch_zero_copy_impl, keys, memory)
 
     def put_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[bool]:
-        start = time.perf_counter()
-        codes = self._put_batch_zero_copy_impl(keys, *_addresses(memory))
-        if self.enable_storage_metrics:
-            self._measured(self.backup_pgs, self.backup_bandwidth, memory, start)
+        codes = self._move("backup", self._put_batch_zero_copy_impl, keys, memory)
         # Failed writes cost hits, whatever the reason; the codes are what tells full from gone.
         refused, now = [code for code in codes if code], time.monotonic()
         if refused and now >= self._next_log:
@@ -325,16 +315,21 @@ class MooncakeParts(PartStore):
             )
         return [code == 0 for code in codes]
 
-    def _measured(
-        self, pages: list[float], bandwidth: list[float], memory: Sequence[torch.Tensor], at: float
-    ) -> None:
-        size = sum(view.numel() for view in memory)
-        pages.append(len(memory) / len(self.page_values))
-        bandwidth.append(size / (1 << 30) / max(time.perf_counter() - at, 1e-9))
-
-
-def _addresses(memory: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-    return [view.data_ptr() for view in memory], [view.numel() for view in memory]
+    def _move(
+        self,
+        way: str,
+        call: Callable[[list[str], list[int], list[int]], Sequence[int]],
+        keys: list[str],
+        memory: Sequence[torch.Tensor],
+    ) -> list[int]:
+        """``call``, timed for SGLang's metrics; ``way``: "prefetch" or "backup", as they name it."""
+        start, sizes = time.perf_counter(), [view.numel() for view in memory]
+        answers = call(keys, [view.data_ptr() for view in memory], sizes)
+        if self.enable_storage_metrics:
+            rate = sum(sizes) / (1 << 30) / max(time.perf_counter() - start, 1e-9)
+            getattr(self, f"{way}_pgs").append(len(memory) / len(self.page_values))
+            getattr(self, f"{way}_bandwidth").append(rate)
+        return list(answers)
 
 
 # ---- the factory ----
