@@ -31,6 +31,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
 )
 from sglang.srt.mem_cache.buffer_only.context import Context
+from sglang.srt.mem_cache.buffer_only.nodes import page_hashes
 from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines
 from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, State
 from sglang.srt.mem_cache.buffer_only.settings import BATCH_PAGES, StoreClientSettings
@@ -149,11 +150,11 @@ class Cache:
         ):
             return hiradix_cache.HiRadixCache(params, args)
 
-    def _wait(self, call: Any, seconds: float) -> None:
+    def _wait(self, calls: Any, seconds: float) -> None:
         """The deadline of a call is over as soon as it hangs at one of the store's gates."""
         self.waits.append(seconds)
-        while not call.done():
-            concurrent.futures.wait([call], timeout=0.001)
+        while not all(call.done() for call in calls):
+            concurrent.futures.wait(calls, timeout=0.001)
             hanging = [gate for gate in self.store.hanging() if gate not in self._given_up]
             if hanging:
                 self._given_up += hanging
@@ -238,7 +239,11 @@ class Cache:
     def keys(self, tokens: Sequence[int], extra_key: str | None = None) -> list[str]:
         """Keys of all whole pages of a prompt that the tree has."""
         node = self.match([*tokens, 0], extra_key).last_device_node
-        return self.buffer.context.store.path_keys(node)
+        hashes, extra_key = list[str](), node.key.extra_key
+        while node.parent is not None:
+            hashes[:0] = page_hashes(node, PAGE)
+            node = node.parent
+        return self.buffer.context.store.keys(hashes, extra_key)
 
     def admit(
         self, rid: str | None, tokens: Sequence[int], extra_key: str | None = None

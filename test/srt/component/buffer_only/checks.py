@@ -45,7 +45,7 @@ def check_idle(cache: Cache) -> None:
     assert not cache.buffer.busy
     prefetches = cache.buffer.prefetches
     assert not prefetches.calls.fetches and not prefetches.calls.queries
-    assert not prefetches.calls._brought and not cache.buffer.backups.running
+    assert not prefetches.calls.brought and not cache.buffer.backups.running
     assert cache.stage.used() == 0 and not cache.stage.allocated
     assert cache.tree.protected_size() == 0
     assert all(node.host_ref_counter == 0 for node in nodes(cache.tree))
@@ -69,13 +69,20 @@ def _check_tree(cache: Cache) -> None:
     assert len(slots) == len(set(slots)), "a device slot in two nodes"
 
 
+def loading_back(cache: Cache) -> list[Any]:
+    """Copies to the device that have not been seen to end."""
+    all_of_them = cache.buffer.prefetches.load_backs
+    launched = [load_back for _, copied in all_of_them.copies.launches for load_back in copied]
+    return [*launched, *(load_back for load_back, _ in all_of_them.queued)]
+
+
 def _check_locks(cache: Cache) -> None:
     locks: Counter[Any] = Counter()
-    prefetches, backups = cache.buffer.prefetches, cache.buffer.backups
-    for load_back in prefetches.load_backs.under_way:
+    backups = cache.buffer.backups
+    for load_back in loading_back(cache):
         locks.update(path(load_back.node))
-    for backup in backups._copies.owners:
-        for segment in backup.segments:
+    for _, copied in backups.copies.launches:
+        for segment in (segment for backup in copied for segment in backup.segments):
             locks.update(path(segment.node))
     for node in nodes(cache.tree):
         assert node.lock_ref == locks[node], (node.lock_ref, locks[node])
@@ -92,7 +99,7 @@ def _check_stage(cache: Cache) -> None:
     assert set(calls.reserved) == set(reserved) and len(calls.reserved) == len(reserved)
     staging = [piece.staging for piece in pieces.union(calls.fetches)] + cache.hogs
     staging += [first.staging for first in reserved]
-    staging += [one for load_back in prefetches.load_backs.under_way for one in load_back.staging]
+    staging += [one for load_back in loading_back(cache) for one in load_back.staging]
     staging += [backup.staging for backup in backups.running]
     assert len(staging) == len(set(staging)) and set(staging) == stage.allocated
     for direction, share in stage.shares.items():
@@ -104,7 +111,7 @@ def _check_stage(cache: Cache) -> None:
         for piece in prefetch.pieces:
             assert len(piece.staging.pages) == len(piece.keys) > 0
     brought = [key for piece in pieces for key in piece.keys]
-    assert set(calls._brought) <= set(brought)
+    assert set(calls.brought) <= set(brought)
 
 
 def _check_queue(cache: Cache) -> None:
@@ -121,7 +128,7 @@ def _check_queue(cache: Cache) -> None:
 
 
 def _check_content(cache: Cache) -> None:
-    loading = {load_back.node for load_back in cache.buffer.prefetches.load_backs.under_way}
+    loading = {load_back.node for load_back in loading_back(cache)}
     for node in nodes(cache.tree):
         if node.children or any(above in loading for above in path(node)):
             continue

@@ -107,7 +107,7 @@ def holder_hangs(master: Master) -> None:
         assert outcome.fault is Fault.DEADLINE and outcome.overdue is not None
         before = content(pool, 2)
         other.send_signal(signal.SIGCONT)
-        outcome.overdue.returned.result(30)
+        outcome.overdue.result(30)
         assert content(pool, 2) == expected != before, "this is why the pages stay out of use"
         until(lambda: client.query(keys).fault is None, "up again")
         other.kill()

@@ -166,7 +166,7 @@ def test_only_leading_durable_pages_count(good: int):
     cache.compute(PROMPT)
     cache.settle()
     (node,) = nodes(cache.tree)
-    assert node.stored == node.launched == good * PAGE and not node.storage_ready
+    assert node.stored == node.launched == good * PAGE and not node.storage_backed
     cache.now += 2.0
     cache.compute(PROMPT)
     cache.settle()
@@ -252,7 +252,7 @@ def test_the_store_is_cleared(how: str):
     cache.compute(prompt(1, 2))
     cache.settle()
     assert set(cache.keys(prompt(1, 2))) <= set(cache.store.content)
-    assert cache.match(prompt(1, 2)).last_device_node.storage_ready
+    assert cache.match(prompt(1, 2)).last_device_node.storage_backed
 
 
 # ---- a store that takes little ----

@@ -55,15 +55,6 @@ class Backup:
     overdue: bool = False
 
 
-class _Copied:
-    """The finish event of a copy that is not made."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None: ...
-
-
 class Backups:
     """All backups of one rank."""
 
@@ -71,7 +62,7 @@ class Backups:
         self._context = context
         self._thread = context.threads("backup")
         self.queue = BackupQueue(QUEUE_POOLS * context.settings.device_tokens)
-        self._copies: Copies[Backup] = Copies()
+        self.copies: Copies[Backup] = Copies()
         #: In flight, oldest first.
         self.running: list[Backup] = []
         # Half of what backups may have: one is copied while another one is stored.
@@ -89,8 +80,8 @@ class Backups:
     def busy(self) -> bool:
         """Whether anything can be done, or is on its way; what the store was given up for does not
         count, nor what waits for a store that takes nothing."""
-        more = self._store_up and self._partly.failing
-        return bool((self.queue and (more or not self._held_back)) or self._under_way)
+        writes = self._store_up and (self._partly.failing or not self._waits)
+        return bool((self.queue and writes) or self._under_way)
 
     @property
     def _under_way(self) -> bool:
@@ -101,11 +92,6 @@ class Backups:
         """Whether nothing is to be tried yet, since the store refused."""
         now_ms = self._context.now_ms
         return self._refused.waits(now_ms) or self._partly.waits(now_ms)
-
-    @property
-    def _held_back(self) -> bool:
-        """Whether a copy to the staging buffer would be for nothing."""
-        return not self._store_up or self._waits
 
     def request(self, node: TreeNode) -> None:
         """Have ``node`` written, and before it all above it that is neither stored nor waiting."""
@@ -121,7 +107,7 @@ class Backups:
         """Copies that have ended, and what is known of each backup, on this rank."""
         jobs = [(backup.job, backup.overdue) for backup in self.running]
         outcomes = [job.outcome(overdue) if job else PENDING for job, overdue in jobs]
-        return self._copies.ended(), tuple(outcomes)
+        return self.copies.ended(), tuple(outcomes)
 
     def apply(self, agreed: TransferVote) -> None:
         """Act on what has ended on all ranks."""
@@ -130,8 +116,8 @@ class Backups:
             if durable != PENDING:
                 self._answered(backup, durable)
             elif backup.overdue:
-                self._context.strand(backup.staging)
-        for backup in self._copies.pop(agreed.backup_copies):
+                backup.staging.strand()
+        for backup in self.copies.pop(agreed.backup_copies):
             self._unlock(backup)
             self._write(backup)
 
@@ -143,7 +129,7 @@ class Backups:
         if stranded >= BACKUP_SLOTS or not stage.capacity(Direction.BACKUP, eventually=True):
             self.queue.clear(STUCK)  # nothing can be written until an overdue call returns
         one = self._refused.failing or self._partly.failing
-        if self._held_back or (one and self._under_way):
+        if not self._store_up or self._waits or (one and self._under_way):
             return
         started, pairs = list[Backup](), list[Pair]()
         while len(self.running) < BACKUP_SLOTS and not (started and one):
@@ -153,13 +139,13 @@ class Backups:
                 break
             started.append(self._start(segments, pairs))
         if started:
-            copied = self._context.copier.to_stage(pairs) if pairs else _Copied()
-            self._copies.add(copied, started)
+            copied = self._context.copier.to_stage(pairs) if pairs else None
+            self.copies.add(copied, started)
 
     def reset(self) -> None:
         """The tree is about to be emptied: forget it, but keep what the store still reads."""
         self.queue.clear(FLUSHED)
-        for backup in self._copies.pop(len(self._copies)):
+        for backup in self.copies.pop(len(self.copies)):
             self._unlock(backup)
             backup.staging.release()
             self.running.remove(backup)
@@ -179,7 +165,7 @@ class Backups:
     def _next_segments(self, pages: int) -> list[Segment]:
         """At most ``pages`` pages from the head of the queue; they count as launched."""
         page, found = self._context.page_size, []
-        while pages > 0 and (pending := self.queue.head()) is not None:
+        while pages > 0 and (pending := next(iter(self.queue), None)) is not None:
             for node in pending.pieces():
                 if not (covered(node.parent) and has_own_images(node)):
                     self.queue.drop(pending, UNCOVERED)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.delta.rank_agreement import FETCH_SLOTS, PENDING, QUERY_SLOTS
+from sglang.srt.disaggregation.delta.rank_agreement import FETCH_SLOTS, PENDING
 from sglang.srt.mem_cache.buffer_only.nodes import hashes_of
 from sglang.srt.mem_cache.buffer_only.prefetch import Piece, Prefetch, Query
 from sglang.srt.mem_cache.buffer_only.settings import minimal_transfer
@@ -44,7 +44,7 @@ class Calls:
         #: Pieces that the store works for, or may still write into; the same.
         self.fetches: list[Piece] = []
         #: Who brings a page, or has it in the staging buffer.
-        self._brought: dict[str, Prefetch] = {}
+        self.brought: dict[str, Prefetch] = {}
         #: Grows whenever there may be something else to fetch for somebody; and when somebody does
         #: not bring pages any more, or brings them later than others.
         self.changes = self.let_go = 0
@@ -81,11 +81,6 @@ class Calls:
     def most(self) -> int:
         """Pages that could be fetched if nothing else were in the staging buffer."""
         return self._context.stage.capacity(Direction.PREFETCH, eventually=True)
-
-    @property
-    def can_ask(self) -> bool:
-        """Whether another query may be started."""
-        return len(self.queries) < QUERY_SLOTS
 
     @property
     def can_fetch(self) -> bool:
@@ -167,7 +162,7 @@ class Calls:
             return "", None  # the other half of the slots is for what was found
         hashes = hashes_of(key.token_ids[begin * page : (begin + 1) * page], last_hash, page)
         (first_key,) = context.store.keys(hashes, key.extra_key, begin)
-        if first_key in self._brought or first_key in [query.first_key for query in self.queries]:
+        if first_key in self.brought or first_key in [query.first_key for query in self.queries]:
             return "", None
         staging = context.stage.allocate(Direction.PREFETCH, pages)
         return first_key, Piece(None, begin, [], staging, None)
@@ -219,16 +214,6 @@ class Calls:
 
     # ---- pieces ----
 
-    def comes_before(self, prefetch: Prefetch) -> Callable[[str], bool]:
-        """Whether somebody earlier in line brings a page, or has it in the staging buffer: a burst
-        of requests with one prefix would fetch it once for each of them."""
-
-        def comes(key: str) -> bool:
-            other = self._brought.get(key)
-            return other is not None and other.place < prefetch.place
-
-        return comes
-
     def fetch(self, prefetch: Prefetch, start: int, stop: int) -> None:
         """Fetch the pages ``start .. stop`` of a prompt, for which there is capacity."""
         staging = self._context.stage.allocate(Direction.PREFETCH, stop - start)
@@ -252,7 +237,7 @@ class Calls:
         prefetch.pieces.sort(key=lambda one: one.start)
         self.fetches.append(piece)
         for key in piece.keys:
-            self._brought.setdefault(key, prefetch)
+            self.brought.setdefault(key, prefetch)
         self.changes += 1
 
     def fetched(self, outcomes: Sequence[int]) -> list[tuple[Prefetch, int | None]]:
@@ -266,7 +251,7 @@ class Calls:
         for piece, pages in zip(list(self.fetches), outcomes, strict=True):
             if pages == PENDING:
                 if piece.overdue:
-                    self._context.strand(piece.staging)
+                    piece.staging.strand()
                 continue
             self.changes += 1
             if piece.overdue:
@@ -324,5 +309,5 @@ class Calls:
     def _forget(self, prefetch: Prefetch, keys: Iterable[str]) -> None:
         self.let_go += 1
         for key in keys:
-            if self._brought.get(key) is prefetch:
-                del self._brought[key]
+            if self.brought.get(key) is prefetch:
+                del self.brought[key]

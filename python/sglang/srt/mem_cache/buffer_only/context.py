@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,16 +10,15 @@ from typing import TYPE_CHECKING
 from sglang.srt.disaggregation.delta.rank_agreement import Checksum
 from sglang.srt.mem_cache.buffer_only.jobs import Threads
 from sglang.srt.mem_cache.buffer_only.metrics import Times
+from sglang.srt.mem_cache.buffer_only.nodes import page_hashes
 from sglang.srt.mem_cache.buffer_only.settings import Settings
-from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage, StagingPages
+from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage
 from sglang.srt.mem_cache.buffer_only.store_client import PageStore
 from sglang.srt.mem_cache.buffer_only.worth import Choice
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
     from sglang.srt.mem_cache.radix_cache import TreeNode
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -62,20 +60,12 @@ class Context:
         """Tokens in a page."""
         return self.settings.page_size
 
-    def strand(self, staging: StagingPages) -> None:
-        """A call is overdue on some rank: ``staging`` stays out of use until it has returned."""
-        if staging.stranded:
-            return
-        staging.strand()
-        logger.warning(
-            "HiCache: a call of the store that was given up may still use %d staging pages. They "
-            "stay out of use until it returns, as do %d of %d (--hicache-buffer-pages) in all; if "
-            "it never does, restart the server. Look at sglang:hicache_buffer_store_overdue_calls",
-            len(staging.pages),
-            self.stage.stranded,
-            self.stage.pages,
-        )
-
     def prefix_keys(self, node: TreeNode) -> list[str] | None:
         """Keys of all pages up to the end of ``node``, where the backend wants them."""
-        return self.store.path_keys(node) if self.settings.pass_prefix_keys else None
+        if not self.settings.pass_prefix_keys:
+            return None
+        extra_key, hashes = node.key.extra_key, list[str]()
+        while node.parent is not None:
+            hashes[:0] = page_hashes(node, self.page_size)
+            node = node.parent
+        return self.store.keys(hashes, extra_key)

@@ -37,18 +37,13 @@ class LoadBacks:
     def __init__(self, context: Context) -> None:
         self._context = context
         #: For the next launch.
-        self._queued: list[tuple[LoadBack, Pair]] = []
+        self.queued: list[tuple[LoadBack, Pair]] = []
         self.copies: Copies[LoadBack] = Copies()
         #: The layer events of the last launch.
         self._layers = -1
 
     def __len__(self) -> int:
-        return len(self._queued) + len(self.copies)
-
-    @property
-    def under_way(self) -> list[LoadBack]:
-        """Those that have not been seen to end."""
-        return [*self.copies.owners, *(load_back for load_back, _ in self._queued)]
+        return len(self.queued) + len(self.copies)
 
     def add(
         self, prefetch: Prefetch, start: int, stop: int, staging: list[StagingPages]
@@ -95,7 +90,7 @@ class LoadBacks:
         tree.inserts += 1
         tree.inc_lock_ref(node)
         pair = slots_of(pages, page), slots
-        self._queued.append((LoadBack(node, staging, context.now_ms), pair))
+        self.queued.append((LoadBack(node, staging, context.now_ms), pair))
         context.counters["prefetch_loaded_tokens"] += new
         hits = tree.prefetch_loaded_tokens_by_reqid
         hits[prefetch.rid] = hits.get(prefetch.rid, 0) + new
@@ -111,11 +106,11 @@ class LoadBacks:
         loaded, and one without any prefix reads no KV (FlashInfer, MLA). Where it has, this is no
         wait.
         """
-        if self._queued and not (apart and len(self.copies)):
-            pairs = [pair for _, pair in self._queued]
+        if self.queued and not (apart and len(self.copies)):
+            pairs = [pair for _, pair in self.queued]
             finished, self._layers = self._context.copier.to_device(pairs)
-            self.copies.add(finished, [load_back for load_back, _ in self._queued])
-            self._queued.clear()
+            self.copies.add(finished, [load_back for load_back, _ in self.queued])
+            self.queued.clear()
         return self._layers if len(self.copies) else -1
 
     def finish(self, launches: int) -> None:
@@ -127,9 +122,9 @@ class LoadBacks:
     def reset(self) -> None:
         """The tree is about to be emptied."""
         self.finish(len(self.copies))
-        for load_back, _ in self._queued:
+        for load_back, _ in self.queued:
             self._release(load_back)
-        self._queued.clear()
+        self.queued.clear()
 
     def _release(self, load_back: LoadBack) -> None:
         self._context.tree.dec_lock_ref(load_back.node)

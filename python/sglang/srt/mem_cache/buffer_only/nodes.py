@@ -52,11 +52,6 @@ class StoredNode(TreeNode):
         """Whether all of this node is durable in the store, on every rank."""
         return self.key is not None and self.stored >= len(self.key)
 
-    @property
-    def storage_ready(self) -> bool:
-        """Whether the node can be evicted from the device without losing its KV."""
-        return bool(self.backuped or self.storage_backed)
-
 
 @dataclass(frozen=True)
 class Segment:
@@ -143,11 +138,7 @@ class BackupQueue:
         return len(self._queue)
 
     def __iter__(self) -> Iterator[PendingBackup]:
-        return iter(list(self._queue))
-
-    def head(self) -> PendingBackup | None:
-        """The oldest entry."""
-        return next(iter(self._queue), None)
+        return iter(self._queue)
 
     def add(self, node: TreeNode) -> bool:
         """Queue ``node``, which has no entry; False where the queue has no room for it."""
@@ -189,7 +180,7 @@ class BackupQueue:
 
     def clear(self, reason: str) -> None:
         """Drop everything."""
-        for pending in self:
+        for pending in list(self):
             self.drop(pending, reason)
 
 

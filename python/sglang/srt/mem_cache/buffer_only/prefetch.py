@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -205,20 +205,28 @@ class Prefetch:
                 at = piece.stop
         return max(0, min(at, self.end) - held)
 
-    def missing(self, held: int, most: int, comes: Callable[[str], bool]) -> tuple[int, int] | None:
+    def missing(
+        self, held: int, most: int, brought: Mapping[str, Prefetch]
+    ) -> tuple[int, int] | None:
         """The first pages that somebody has to fetch: from where, and behind where; at most
         ``most``. None if there are none.
 
         Args:
             held: pages that the tree has.
-            comes: whether another request brings the page of a key.
+            brought: who brings the page of a key. What somebody earlier in line does is not
+                missing: a burst of requests with one prefix would fetch it once for each of them.
         """
+
+        def comes(page: int) -> bool:
+            other = brought.get(self.keys[page - self.begin])
+            return other is not None and other.place < self.place
+
         at = held
         while at < self.end:
             mine = [piece.stop for piece in self.pieces if piece.start <= at < piece.stop]
             if mine:
                 at = max(mine)
-            elif comes(self.keys[at - self.begin]):
+            elif comes(at):
                 at += 1
             else:
                 break
@@ -226,7 +234,7 @@ class Prefetch:
             return None
         ahead = [piece.start for piece in self.pieces if piece.start > at]
         limit, stop = min([at + most, self.end, *ahead]), at + 1
-        while stop < limit and not comes(self.keys[stop - self.begin]):
+        while stop < limit and not comes(stop):
             stop += 1
         return at, stop
 

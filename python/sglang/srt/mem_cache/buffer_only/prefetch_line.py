@@ -100,7 +100,8 @@ class PrefetchLine(PrefetchStates):
             return True
         if prefetch.asked_ms is None:
             prefetch.asked_ms, prefetch.all_comes = self._context.now_ms, None
-            self.line.wake(prefetch, prefetch.asked_ms + int(self._limit_ms(prefetch)) + 1)
+            limit_ms = self._context.settings.timeout_ms(len(prefetch.key))
+            self.line.wake(prefetch, prefetch.asked_ms + int(limit_ms) + 1)
             self.calls.changes += 1
         return False
 
@@ -145,11 +146,11 @@ class PrefetchLine(PrefetchStates):
         )
         self._came(agreed.fetches)
         self._take_answers(agreed.queries)
-        now_ms = self._context.now_ms
+        now_ms, limit_ms = self._context.now_ms, self._context.settings.timeout_ms
         for prefetch in self.line.due(now_ms):
             asked_ms, again_ms = prefetch.asked_ms, prefetch.again_ms
             known = prefetch.state not in (State.WAITING, State.QUERYING)
-            if asked_ms is not None and now_ms - asked_ms > self._limit_ms(prefetch):
+            if asked_ms is not None and now_ms - asked_ms > limit_ms(len(prefetch.key)):
                 self._time_is_over(prefetch)
             elif again_ms is not None and now_ms >= again_ms and known and prefetch.query is None:
                 self._to_ask_again[prefetch] = None
@@ -216,11 +217,6 @@ class PrefetchLine(PrefetchStates):
             # One rank: what followed a query may have come by now.
             self._came(self.calls.votes()[1])
 
-    def _limit_ms(self, prefetch: Prefetch) -> float:
-        """How long the scheduler waits for it."""
-        settings = self._context.settings
-        return settings.timeout_ms(len(prefetch.key) // settings.page_size)
-
     # ---- who is fetched for ----
 
     def _fetch_in_line(self) -> None:
@@ -263,8 +259,8 @@ class PrefetchLine(PrefetchStates):
         if prefetch.choice is Choice.SLOWER:
             self._settle(prefetch)
             return True
-        comes, whole = calls.comes_before(prefetch), True
-        while (gap := prefetch.missing(held, calls.piece_pages, comes)) is not None:
+        whole = True
+        while (gap := prefetch.missing(held, calls.piece_pages, calls.brought)) is not None:
             start, stop = gap
             least = min(stop - start, calls.least_pages)
             if calls.capacity < least and self._is_next(prefetch):
@@ -275,7 +271,7 @@ class PrefetchLine(PrefetchStates):
             calls.fetch(prefetch, start, min(stop, start + calls.capacity))
         self._look(prefetch, held)
         if whole:
-            own = prefetch.missing(held, 1, lambda key: False) is None
+            own = prefetch.missing(held, 1, {}) is None
             prefetch.all_comes = OWN if own else calls.let_go
         elif not prefetch.deferred:
             prefetch.deferred = True

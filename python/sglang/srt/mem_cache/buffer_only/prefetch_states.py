@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from sglang.srt.disaggregation.delta.rank_agreement import QUERY_SLOTS
 from sglang.srt.mem_cache.buffer_only.calls import QUERY_THREADS, Calls
 from sglang.srt.mem_cache.buffer_only.nodes import page_hashes
 from sglang.srt.mem_cache.buffer_only.prefetch import Event, Prefetch, Query, State, WaitingLine
@@ -51,12 +52,12 @@ class PrefetchStates:
         if self._to_ask_again and not self.calls.queries:
             again = next(iter(self._to_ask_again))
             self._query(again, next(at for one, at in self.line.ahead(page) if one is again))
-        if self._to_ask and self.calls.can_ask:
+        if self._to_ask and len(self.calls.queries) < QUERY_SLOTS:
             for prefetch, ahead in self.line.ahead(page):
                 if prefetch in self._to_ask:
                     self._query(prefetch, ahead)
-                    if not self.calls.can_ask:
-                        break
+                if len(self.calls.queries) == QUERY_SLOTS:
+                    break
 
     def _asks_no_more(self, prefetch: Prefetch) -> None:
         self._to_ask.pop(prefetch, None)

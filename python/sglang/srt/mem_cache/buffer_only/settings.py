@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from sglang.srt.patchset import environment
@@ -123,13 +124,10 @@ class Settings:
     #: A path in use is looked up in the store once in so long, which keeps it there.
     touch_ms: int = 10_000
 
-    def timeout_ms(self, pages: int) -> float:
-        """How long a request waits for a prefetch of ``pages`` pages."""
-        if self.policy == "timeout":
-            return min(
-                self.prefetch_timeout_ms, self.timeout_base_ms + pages * self.timeout_page_ms
-            )
-        return self.prefetch_timeout_ms
+    def timeout_ms(self, tokens: int) -> float:
+        """How long a request waits for a prefetch of ``tokens`` tokens."""
+        limit_ms = self.timeout_base_ms + tokens // self.page_size * self.timeout_page_ms
+        return min(self.prefetch_timeout_ms, limit_ms if self.policy == "timeout" else math.inf)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Pages are given back once.
 from __future__ import annotations
 
 import enum
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from torch import Event, Stream
 
     from sglang.srt.managers.cache_controller import CacheOperation, HiCacheController
+
+
+logger = logging.getLogger(__name__)
 
 
 class Direction(enum.Enum):
@@ -39,10 +43,20 @@ class StagingPages:
         stage.allocated.add(self)
 
     def strand(self) -> None:
-        """A call of the store that uses the pages was given up."""
-        if self._stage is not None and not self.stranded:
-            self.stranded = True
-            self._stage.kept[self.direction] += len(self.pages)
+        """A call of the store that uses the pages was given up, on some rank: they stay out of use
+        until it has returned."""
+        if self._stage is None or self.stranded:
+            return
+        self.stranded = True
+        self._stage.kept[self.direction] += len(self.pages)
+        logger.warning(
+            "HiCache: a call of the store that was given up may still use %d staging pages. They "
+            "stay out of use until it returns, as do %d of %d (--hicache-buffer-pages) in all; if "
+            "it never does, restart the server. Look at sglang:hicache_buffer_store_overdue_calls",
+            len(self.pages),
+            self._stage.stranded,
+            self._stage.pages,
+        )
 
     def split(self, pages: int) -> StagingPages:
         """Keep the first ``pages`` pages; the result has the rest."""
@@ -136,25 +150,21 @@ class Copies(Generic[Owner]):
     """Launches of one direction that have not been seen to end, oldest first."""
 
     def __init__(self) -> None:
-        self._launches: deque[tuple[Event, tuple[Owner, ...]]] = deque()
+        self.launches: deque[tuple[Event | None, tuple[Owner, ...]]] = deque()
 
     def __len__(self) -> int:
-        return len(self._launches)
+        return len(self.launches)
 
-    @property
-    def owners(self) -> list[Owner]:
-        """What is being copied, in order of launch."""
-        return [owner for _, owners in self._launches for owner in owners]
-
-    def add(self, finish_event: Event, owners: Iterable[Owner]) -> None:
-        """A copy for ``owners`` was launched, and has ended when ``finish_event`` says so."""
-        self._launches.append((finish_event, tuple(owners)))
+    def add(self, finish_event: Event | None, owners: Iterable[Owner]) -> None:
+        """A copy for ``owners`` was launched, and has ended when ``finish_event`` says so; None: at
+        once, since nothing is copied."""
+        self.launches.append((finish_event, tuple(owners)))
 
     def ended(self) -> int:
         """Launches that have ended on this rank, up to the first that has not."""
         count = 0
-        for finish_event, _ in self._launches:
-            if not finish_event.query():
+        for finish_event, _ in self.launches:
+            if finish_event is not None and not finish_event.query():
                 break
             count += 1
         return count
@@ -163,8 +173,9 @@ class Copies(Generic[Owner]):
         """The owners of the first ``launches`` launches, which have ended."""
         owners: list[Owner] = []
         for _ in range(launches):
-            finish_event, some = self._launches.popleft()
-            finish_event.synchronize()
+            finish_event, some = self.launches.popleft()
+            if finish_event is not None:
+                finish_event.synchronize()
             owners.extend(some)
         return owners
 

@@ -30,13 +30,12 @@ import torch
 
 from sglang.srt.mem_cache.buffer_only.jobs import BackOff, Job, Threads
 from sglang.srt.mem_cache.buffer_only.namespaces import Namespace
-from sglang.srt.mem_cache.buffer_only.nodes import hashes_of, images_before, page_hashes
+from sglang.srt.mem_cache.buffer_only.nodes import hashes_of, images_before
 from sglang.srt.mem_cache.buffer_only.page_parts import leading
 from sglang.srt.mem_cache.buffer_only.settings import BATCH_PAGES, StoreClientSettings
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
-    from sglang.srt.mem_cache.radix_cache import TreeNode
 
 logger = logging.getLogger(__name__)
 
@@ -63,16 +62,6 @@ class Fault(enum.Enum):
     SHORT = "short"
 
 
-@dataclass(frozen=True, eq=False)
-class OverdueCall:
-    """A call that was given up, and the memory that it may still use."""
-
-    #: Host slots, 1-D.
-    host_indices: torch.Tensor
-    #: Done when the call has returned. Its callbacks run on a thread of the client.
-    returned: Future[Any]
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What became of a call for some pages in a row."""
@@ -81,12 +70,9 @@ class Outcome:
     pages: int
     #: Why there are no more; None also for a query that found less than all.
     fault: Fault | None = None
-    #: Set if the call was given up.
-    overdue: OverdueCall | None = None
-
-
-def _wait(call: Future[Any], seconds: float) -> None:
-    concurrent.futures.wait([call], timeout=seconds)
+    #: Set if the call was given up: done when it has returned, on a thread of the client. Until
+    #: then it may use the host memory that it was handed.
+    overdue: Future[Any] | None = None
 
 
 class StoreClient:
@@ -95,7 +81,7 @@ class StoreClient:
     Args:
         store: a ``HiCacheStorage`` with the ``_v1`` calls.
         name: what messages call it.
-        clock, wait: for tests; ``wait`` returns when the call is done or its time is over.
+        clock, wait: for tests; ``wait`` returns when the calls are done or their time is over.
     """
 
     def __init__(
@@ -104,7 +90,7 @@ class StoreClient:
         name: str,
         settings: StoreClientSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
-        wait: Callable[[Future[Any], float], None] = _wait,
+        wait: Callable[[list[Future[Any]], float], object] = concurrent.futures.wait,
     ) -> None:
         self.store, self.name = store, name
         self.settings = settings or StoreClientSettings()
@@ -221,7 +207,7 @@ class StoreClient:
 
         results, fault, given_up = self._call(method, move)
         if given_up is not None:
-            return Outcome(0, fault, OverdueCall(host_indices, given_up))
+            return Outcome(0, fault, given_up)
         if fault is not None:
             return Outcome(0, fault)
         pages, there = leading(results), sum(results)
@@ -239,7 +225,7 @@ class StoreClient:
             self._count(Fault.DOWN)
             return None, Fault.DOWN, None
         seconds = max(0.0, min(self.settings.deadline, most_s))
-        self._wait(future, seconds)
+        self._wait([future], seconds)
         if not future.done():
             with self._lock:
                 self._overdue.add(future)
@@ -356,14 +342,6 @@ class PageStore:
             keys += own.within(images, b"images").keys([page_hash])
         return keys
 
-    def path_keys(self, node: TreeNode) -> list[str]:
-        """Keys of all pages up to the end of ``node``, in the order of the prompt."""
-        extra_key, hashes = node.key.extra_key, list[str]()
-        while node.parent is not None:
-            hashes[:0] = page_hashes(node, self._page_size)
-            node = node.parent
-        return self.keys(hashes, extra_key)
-
     def call(
         self,
         job: Job,
@@ -392,7 +370,7 @@ class PageStore:
             outcome = call(*arguments, HiCacheStorageExtraInfo(prefix_keys=before))
             done += outcome.pages
             if outcome.overdue is not None:
-                job.overdue_calls.append(outcome.overdue.returned)
+                job.overdue_calls.append(outcome.overdue)
             if outcome.pages < len(batch):
                 job.fault = None if outcome.fault is None else outcome.fault.value
                 break

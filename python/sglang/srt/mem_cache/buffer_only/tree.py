@@ -146,7 +146,7 @@ class BufferOnlyTree(HiRadixCache):
         if not chunked:
             node.hit_count += 1
             self.buffer.touches.used(node)
-            if not node.storage_ready and node.hit_count >= self.write_through_threshold:
+            if not node.storage_backed and node.hit_count >= self.write_through_threshold:
                 self.buffer.backups.request(node)
 
     @override
@@ -298,5 +298,5 @@ class PendingLast:
 
     def get_priority(self, node: TreeNode) -> Any:
         """The order of eviction, smallest first."""
-        pending = node.pending is not None and not node.storage_ready
+        pending = node.pending is not None and not node.storage_backed
         return (pending, self._strategy.get_priority(node))

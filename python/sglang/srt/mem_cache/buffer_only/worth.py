@@ -111,19 +111,15 @@ class Mean:
     """A mean in which what is old fades: each entry counts for ``1 - keep``."""
 
     def __init__(self, keep: float = 0.9) -> None:
-        self._keep = keep
-        self._weight = self._value = 0.0
+        self._keep, self._weight = keep, 0.0
+        #: 0 before the first.
+        self.value = 0.0
 
     def add(self, value: float, weight: float = 1.0) -> None:
         """One more, that counts ``weight`` times."""
         kept = self._weight * self._keep**weight
         self._weight = kept + weight
-        self._value += (value - self._value) * weight / self._weight
-
-    @property
-    def value(self) -> float:
-        """0 before the first."""
-        return self._value
+        self.value += (value - self.value) * weight / self._weight
 
 
 class Chooser:
