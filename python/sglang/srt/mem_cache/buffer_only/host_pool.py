@@ -14,7 +14,6 @@ import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any  # Any: what SGLang's pools have and answer
 
 from typing_extensions import override
@@ -44,23 +43,16 @@ else:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """The size of a staging buffer: one of the two."""
-
-    pages: int
-    gigabytes: float
-
-
-#: Of what is built now; None where that belongs to no staging buffer.
-_WANTED: ContextVar[_Wanted | None] = ContextVar("size of the pool that is built", default=None)
+#: Size of the staging buffer that is built now, in pages or, if these are 0, in gigabytes; None
+#: where what is built belongs to no staging buffer.
+_WANTED: ContextVar[tuple[int, float] | None] = ContextVar("size of the pool", default=None)
 
 
 @contextmanager
 def staging_buffer(pages: int = 0, gigabytes: float = 0) -> Iterator[None]:
     """Host pools that are built inside have so many pages, or so much memory in units of 10**9
     bytes."""
-    token = _WANTED.set(_Wanted(pages, gigabytes))
+    token = _WANTED.set((pages, gigabytes))
     try:
         yield
     finally:
@@ -106,10 +98,11 @@ def _sized(
     wanted = _WANTED.get()
     if wanted is None:
         return pool, ratio, gigabytes
-    if wanted.gigabytes:  # SGLang knows the bytes of a token, and demands more than a device pool
-        return _Sized(pool, 0), ratio, wanted.gigabytes
+    pages, gigabytes = wanted
+    if gigabytes:  # SGLang knows the bytes of a token, and demands more than a device pool
+        return _Sized(pool, 0), ratio, gigabytes
     # One page less: SGLang always adds one, and so its size check is met as well.
-    return _Sized(pool, (physical_pages(wanted.pages, pool.layer_num) - 1) * page_size), 1.0, 0
+    return _Sized(pool, (physical_pages(pages, pool.layer_num) - 1) * page_size), 1.0, 0
 
 
 def _finish(host: HostKVCache, device_pool: KVCache) -> None:
@@ -121,7 +114,7 @@ def _finish(host: HostKVCache, device_pool: KVCache) -> None:
     logger.info(
         "HiCache host memory is a staging buffer of %d pages of %d tokens (%.1f MB of host "
         "memory; the device pool has %d tokens)",
-        wanted.pages or host.page_num,
+        wanted[0] or host.page_num,
         host.page_size,
         host.size * host.size_per_token / 1e6,
         device_pool.size,
@@ -138,10 +131,10 @@ class _StagePool(_Pool):
     @override
     def init_kv_buffer(self) -> Any:
         wanted = _WANTED.get()
-        if wanted is not None and wanted.gigabytes:
+        if wanted is not None and wanted[1]:
             # Before memory is taken: the page-first layouts want at least a page a layer.
             needed = physical_pages(1, self.layer_num)
-            check_size(wanted.gigabytes, self.page_num, self.page_size, needed)
+            check_size(wanted[1], self.page_num, self.page_size, needed)
         return super().init_kv_buffer()
 
     @override

@@ -122,7 +122,14 @@ class BufferOnlyScheduler(Scheduler):
         if batch is not None:
             for req in batch.reqs:
                 prefetches.cancel(req.rid)  # it runs
-                report_storage_hit(req, self.tree_cache.take_storage_hit(req.rid))
+                tokens = self.tree_cache.take_storage_hit(req.rid)
+                # SGLang counts every cached token that is in the device tree as a device hit. What
+                # was evicted again since it was fetched, and what a retracted request finds, is not
+                # counted.
+                if not req.retracted_stain:
+                    storage = min(tokens, req.cached_tokens_device)
+                    req.cached_tokens_device -= storage
+                    req.cached_tokens_storage += storage
         return batch
 
     @property
@@ -306,16 +313,3 @@ class BufferOnlyScheduler(Scheduler):
             nonces = gathered(uuid.uuid4().hex, self.tp_cpu_group)
             self.tree_cache.buffer.hide(nonces[0])
         return answer
-
-
-def report_storage_hit(req: Req, tokens: int) -> None:
-    """``req`` starts to run, with ``tokens`` of its prefix fetched for it from the store.
-
-    SGLang counts every cached token that is in the device tree as a device hit. What was evicted
-    again since it was fetched, and what a retracted request finds, is not counted.
-    """
-    if req.retracted_stain:
-        return
-    storage = min(tokens, req.cached_tokens_device)
-    req.cached_tokens_device -= storage
-    req.cached_tokens_storage += storage

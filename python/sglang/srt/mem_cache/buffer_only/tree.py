@@ -97,20 +97,12 @@ class BufferOnlyTree(HiRadixCache):
             pages = self.token_to_kv_pool_host.page_num
             needed = minimum_pages(self.page_size, self.prefetch_threshold)
             check_size(gigabytes, pages, self.page_size, needed)
-        self.buffer = Pipelines(self._build_context(pages), over(self.tp_group))
-        self.token_to_kv_pool_host.used_pages = self.buffer.context.stage.used
-        if self.enable_storage_metrics:
-            told = self.storage_metrics_collector
-            self._buffer_metrics = metrics.BufferMetrics(told.labels, told, self.page_size)
-        self.eviction_strategy: EvictionStrategy = PendingLast(self.eviction_strategy)
-
-    def _build_context(self, pages: int) -> Context:
-        controller, device = self.cache_controller, self.token_to_kv_pool_allocator
-        host = self.token_to_kv_pool_host
+        controller, host = self.cache_controller, self.token_to_kv_pool_host
+        page_bytes = host.size_per_token * self.page_size
         settings = Settings(
             page_size=self.page_size,
             prefetch_threshold=controller.prefetch_threshold,
-            device_tokens=device.size,
+            device_tokens=self.token_to_kv_pool_allocator.size,
             policy=self.prefetch_stop_policy,
             prefetch_timeout_ms=int(environment.BUFFER_READ_TIMEOUT.read() * 1000),
             timeout_base_ms=self.prefetch_timeout_base * 1000,
@@ -118,21 +110,27 @@ class BufferOnlyTree(HiRadixCache):
             pass_prefix_keys=self.hicache_storage_pass_prefix_keys,
             always_fetch=environment.BUFFER_ALWAYS_FETCH.read(),
         )
-        return Context(
+        context = Context(
             tree=self,
             stage=Stage(pages, *shares(pages)),
             store=PageStore(
                 StoreClient(controller.storage_backend, controller.storage_backend_type),
                 self.page_size,
-                call_pages(host.size_per_token * self.page_size),
+                call_pages(page_bytes),
                 namespace=Namespace.of(self.pool_identity()),
             ),
             copier=Copier(controller, lambda: self.forward_stream, lambda: self.written),
             settings=settings,
             skip_backup=controller.backup_skip,
             alone=alone(self.tp_group),
-            page_bytes=self.token_to_kv_pool_host.size_per_token * self.page_size,
+            page_bytes=page_bytes,
         )
+        self.buffer = Pipelines(context, over(self.tp_group))
+        host.used_pages = context.stage.used
+        if self.enable_storage_metrics:
+            told = self.storage_metrics_collector
+            self._buffer_metrics = metrics.BufferMetrics(told.labels, told, self.page_size)
+        self.eviction_strategy: EvictionStrategy = PendingLast(self.eviction_strategy)
 
     def pool_identity(self) -> dict[str, Any]:
         """How the KV of this server lies in a page (``namespaces``)."""
@@ -205,7 +203,7 @@ class BufferOnlyTree(HiRadixCache):
     def init_load_back(self, params: Any) -> Any:
         req: Req = params.req
         held, tokens = len(req.prefix_indices), params.host_hit_length
-        # Not a hit in host memory: ``report_storage_hit`` says what it is.
+        # Not a hit in host memory: the scheduler says what it is.
         req.host_hit_length = 0
         loaded = self.buffer.prefetches.load(req.rid, held, tokens)
         return loaded or (req.prefix_indices[:0], req.last_node)
