@@ -29,8 +29,8 @@ _LAYOUTS = ("layer_first", "page_first", *_PAGE_ROWS)
 class Part:
     """One tensor of a page, or several, in every page of a host pool."""
 
-    #: What SGLang's keys call it: "k" and "v", also "k" for a latent; "index" for NSA's index; empty
-    #: for SGLang's flat page.
+    #: What SGLang's keys call it: "k" and "v", also "k" for a latent; "index" for NSA's index; ""
+    #: for a flat page.
     label: str
     #: Views of the pool's memory, uint8, (pages, bytes): of each tensor one, or one a layer in
     #: layer_first.

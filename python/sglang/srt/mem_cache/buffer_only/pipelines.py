@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.rank_agreement import Reduce, TransferVote, agree
-from sglang.srt.mem_cache.buffer_only import metrics
 from sglang.srt.mem_cache.buffer_only.backup import Backups, Touches
+from sglang.srt.mem_cache.buffer_only.metrics import COUNTERS
 from sglang.srt.mem_cache.buffer_only.namespaces import Namespace
 from sglang.srt.mem_cache.buffer_only.prefetch_line import PrefetchLine
 from sglang.srt.mem_cache.buffer_only.stage import Direction
@@ -51,17 +51,16 @@ class Pipelines:
         """Whether anything waits or is on its way, apart from what was given up."""
         return self.backups.busy or self.prefetches.busy
 
-    def totals(self) -> dict[tuple[str, str, str], int]:
+    def totals(self) -> dict[tuple[str, str], int]:
         """For ``BufferMetrics.update``."""
         context, dropped = self.context, self.backups.queue.dropped
-        name, label, _ = metrics.DROPPED
-        found = {(name, label, reason): tokens for reason, tokens in dropped.items()}
-        found |= {(name, "", ""): context.counters[name] for name in metrics.COUNTERS}
-        name, label, _ = metrics.FAULTS
         faults = context.store.client.faults
-        found |= {(name, label, fault.value): faults[fault] for fault in Fault}
-        name, label, _ = metrics.CHOICES
-        return found | {(name, label, each.value): context.choices[each] for each in Choice}
+        return {
+            **{(name, ""): context.counters[name] for name in COUNTERS},
+            **{("dropped_tokens", reason): tokens for reason, tokens in dropped.items()},
+            **{("store_faults", fault.value): faults[fault] for fault in Fault},
+            **{("prefetch_choices", each.value): context.choices[each] for each in Choice},
+        }
 
     def gauges(self) -> dict[str, int]:
         """For ``BufferMetrics.update``."""

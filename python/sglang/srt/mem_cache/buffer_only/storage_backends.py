@@ -322,7 +322,7 @@ class MooncakeParts(PartStore):
         keys: list[str],
         memory: Sequence[torch.Tensor],
     ) -> list[int]:
-        """``call``, timed for SGLang's metrics; ``way``: "prefetch" or "backup", as they name it."""
+        """``call``, timed for SGLang's metrics, which name the ``way`` "prefetch" or "backup"."""
         start, sizes = time.perf_counter(), [view.numel() for view in memory]
         answers = call(keys, [view.data_ptr() for view in memory], sizes)
         if self.enable_storage_metrics:
