@@ -161,7 +161,7 @@ class Backups:
     def reset(self) -> None:
         """The tree is about to be emptied: forget it, but keep what the store still reads."""
         self.queue.clear(FLUSHED)
-        for backup in self.copies.pop(len(self.copies)):
+        for backup in self.copies.pop(len(self.copies.launches)):
             self._unlock(backup)
             backup.staging.release()
             self.running.remove(backup)

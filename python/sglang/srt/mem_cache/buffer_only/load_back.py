@@ -43,7 +43,7 @@ class LoadBacks:
         self._layers = -1
 
     def __len__(self) -> int:
-        return len(self.queued) + len(self.copies)
+        return len(self.queued) + len(self.copies.launches)
 
     def add(
         self, prefetch: Prefetch, start: int, stop: int, staging: list[StagingPages]
@@ -106,12 +106,12 @@ class LoadBacks:
         loaded, and one without any prefix reads no KV (FlashInfer, MLA). Where it has, this is no
         wait.
         """
-        if self.queued and not (apart and len(self.copies)):
+        if self.queued and not (apart and len(self.copies.launches)):
             pairs = [pair for _, pair in self.queued]
             finished, self._layers = self._context.copier.to_device(pairs)
             self.copies.add(finished, [load_back for load_back, _ in self.queued])
             self.queued.clear()
-        return self._layers if len(self.copies) else -1
+        return self._layers if len(self.copies.launches) else -1
 
     def finish(self, launches: int) -> None:
         """The first ``launches`` launches have ended on all ranks, or are waited for now."""
@@ -121,7 +121,7 @@ class LoadBacks:
 
     def reset(self) -> None:
         """The tree is about to be emptied."""
-        self.finish(len(self.copies))
+        self.finish(len(self.copies.launches))
         for load_back, _ in self.queued:
             self._release(load_back)
         self.queued.clear()

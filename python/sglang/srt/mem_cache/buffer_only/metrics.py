@@ -8,7 +8,7 @@ import time
 from collections import Counter as Counts
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.metrics import Metric, declare
@@ -173,21 +173,21 @@ class BufferMetrics:
             self._seen[name, key] = total
 
 
+@dataclass
 class Times:
     """Durations of one rank, in the order in which they ended; seconds."""
 
-    def __init__(self) -> None:
-        self._kept: deque[tuple[str, float]] = deque(maxlen=MOST_KEPT)
+    kept: deque[tuple[str, float]] = field(default_factory=lambda: deque(maxlen=MOST_KEPT))
 
     def take(self) -> list[tuple[str, float]]:
         """Name of the histogram and seconds of all that ended since the last call."""
-        found = list(self._kept)
-        self._kept.clear()
+        found = list(self.kept)
+        self.kept.clear()
         return found
 
     def loaded(self, milliseconds: int) -> None:
         """A copy to the device has ended."""
-        self._kept.append((LOAD, milliseconds / 1000))
+        self.kept.append((LOAD, milliseconds / 1000))
 
     def ended(self, prefetch: Prefetch, now_ms: int) -> None:
         """A request runs, or is gone. A state that it was never in does not count."""
@@ -196,7 +196,7 @@ class Times:
         spent[State.QUERYING] = spent.get(State.QUERYING, 0) + spent.pop(State.WAITING, 0)
         for state, name in STATES.items():
             if state in spent:
-                self._kept.append((name, spent[state] / 1000))
+                self.kept.append((name, spent[state] / 1000))
         record(
             "hicache",
             lambda: Prefetched(

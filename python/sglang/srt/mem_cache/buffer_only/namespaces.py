@@ -87,16 +87,6 @@ def pool_identity(pool: HostKVCache, tp_size: int) -> dict[str, Any]:
     }
 
 
-def config_identity(config: Mapping[str, Any]) -> str:
-    """Digest of a model's configuration (``PretrainedConfig.to_dict``), which has what the weights
-    do not say, such as the base of the rotary embedding.
-
-    Where the model was loaded from, and by which version of a library, is left out.
-    """
-    text = json.dumps(_lasting(config), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _lasting(value: Any) -> Any:
     """``value`` as JSON that is the same on every server: ``str`` of an object may hold an address,
     and that of a set has another order in every process."""
@@ -196,5 +186,10 @@ def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def model_identity(config: Mapping[str, Any], fingerprints: Iterable[str]) -> dict[str, Any]:
-    """Of a server's model: its configuration, and what each rank holds of its weights."""
-    return {"config": config_identity(config), "weights": list(fingerprints)}
+    """Of a server's model: its configuration (``PretrainedConfig.to_dict``), and what each rank
+    holds of its weights. The configuration has what the weights do not say, such as the base of the
+    rotary embedding; where the model was loaded from, and by which version of a library, is left
+    out."""
+    text = json.dumps(_lasting(config), sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return {"config": digest, "weights": list(fingerprints)}

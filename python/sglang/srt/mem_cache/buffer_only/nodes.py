@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any  # Any: tokens, or pairs of them
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ class PendingBackup:
         return [node for node, _ in path_pieces(self.node, self.tokens)][::-1]
 
 
+@dataclass(eq=False)
 class BackupQueue:
     """First in, first out; at most one entry a node; at most ``max_tokens`` tokens.
 
@@ -128,17 +129,16 @@ class BackupQueue:
     in ``dropped``, in tokens by reason.
     """
 
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
-        self.tokens = 0
-        self.dropped: Counter[str] = Counter()
-        self._queue: dict[PendingBackup, None] = {}
+    max_tokens: int
+    tokens: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    entries: dict[PendingBackup, None] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self.entries)
 
     def __iter__(self) -> Iterator[PendingBackup]:
-        return iter(self._queue)
+        return iter(self.entries)
 
     def add(self, node: TreeNode) -> bool:
         """Queue ``node``, which has no entry; False where the queue has no room for it."""
@@ -147,13 +147,13 @@ class BackupQueue:
             self.dropped[FULL] += tokens
             return False
         node.pending = PendingBackup(node, tokens)
-        self._queue[node.pending] = None
+        self.entries[node.pending] = None
         self.tokens += tokens
         return True
 
     def done(self, pending: PendingBackup) -> None:
         """All of ``pending`` was launched."""
-        del self._queue[pending]
+        del self.entries[pending]
         self.tokens -= pending.tokens
         for node in pending.pieces():
             node.pending = None

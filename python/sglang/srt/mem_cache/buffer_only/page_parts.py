@@ -52,14 +52,10 @@ class Part:
         """Whether it lies in one piece, so that a store can read and write the pool's memory."""
         return len(self.pieces) == 1
 
-    def memory(self, page: int) -> torch.Tensor:
-        """The pool's own bytes of ``page``, 1-D uint8; only where it is ``in_place``."""
-        (piece,) = self.pieces
-        return piece[page]
-
     def gather(self, page: int) -> torch.Tensor:
-        """A copy of the bytes of ``page``, 1-D uint8."""
-        return torch.cat([piece[page] for piece in self.pieces])
+        """The bytes of ``page``, 1-D uint8: a copy unless it is ``in_place``."""
+        rows = [piece[page] for piece in self.pieces]
+        return rows[0] if self.in_place else torch.cat(rows)
 
     def scatter(self, page: int, content: torch.Tensor) -> None:
         """Write ``content``, 1-D uint8 of ``size`` bytes, into ``page``."""

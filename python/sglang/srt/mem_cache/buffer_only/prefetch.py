@@ -172,10 +172,9 @@ class Prefetch:
     #: Set while all that is missing is on its way: by its own pieces, or with those of others, and
     #: then until somebody lets go of pages (``Calls.let_go`` is another number).
     all_comes: int | None = None
-    #: ``inserts`` of the tree when it was last not ready, and how far the tree reached for it:
-    #: pages, and the node in which they end.
-    unready: int | None = None
-    reached: tuple[int, TreeNode] | None = None
+    #: Of when it was last not ready: ``inserts`` of the tree, and how far the tree reached for it,
+    #: pages and the node in which they end.
+    unready: tuple[int, int, TreeNode] | None = None
     #: Tokens that came into the tree for it.
     loaded: int = 0
 

@@ -362,23 +362,23 @@ class PrefetchLine(PrefetchStates):
         if prefetch.state in (State.MISSED, State.WAITING, State.QUERYING):
             return prefetch.state is State.MISSED
         inserts = self._context.tree.inserts  # nothing else makes the tree grow
-        before, prefetch.unready = prefetch.unready, inserts
-        known = before is not None and prefetch.state is not State.STAGED
-        if known and (before == inserts or self._reaches_no_further(prefetch)):
-            return False
+        if prefetch.unready is not None and prefetch.state is not State.STAGED:
+            before, held, node = prefetch.unready
+            if before == inserts or self._reaches_no_further(prefetch, held, node):
+                prefetch.unready = inserts, held, node
+                return False
         held, node = self._match(prefetch)
-        prefetch.reached = held, node
         if held + prefetch.staged_from(held) >= prefetch.end:
             prefetch.unready = None
             return True
+        prefetch.unready = inserts, held, node
         return prefetch.state is State.STAGED and not self._ask_anew(prefetch)
 
-    def _reaches_no_further(self, prefetch: Prefetch) -> bool:
+    def _reaches_no_further(self, prefetch: Prefetch, held: int, node: TreeNode) -> bool:
         """Whether the tree still ends for it where it did when it was last not ready: many wait,
         and matching all their prompts after each insert may take longer than a step."""
-        assert prefetch.reached is not None, "it was matched when it was not ready"
-        (held, node), page = prefetch.reached, self._context.page_size
-        child_key, now = self._context.tree.get_child_key_fn, time.monotonic()
+        page, now = self._context.page_size, time.monotonic()
+        child_key = self._context.tree.get_child_key_fn
         if child_key(prefetch.key[held * page : (held + 1) * page]) in node.children:
             return False
         if node.parent is not None and node.parent.children.get(child_key(node.key)) is not node:

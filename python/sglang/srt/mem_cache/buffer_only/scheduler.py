@@ -72,7 +72,7 @@ class BufferOnlyScheduler(Scheduler):
     def run_event_loop(self) -> None:
         # Made after the cache: what is written to the store must have been computed on it.
         self.tree_cache.forward_stream = getattr(self, "forward_stream", None)
-        self.tree_cache.admission_room = self._admission_room
+        self.tree_cache.room = self._admission_room
         if self._bootstrap_queue is not None:
             # There a request waits for its decode server, and not for the store alone.
             self.tree_cache.buffer.prefetches.patience.most_s = 0.0

@@ -9,6 +9,7 @@ import enum
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from sglang.srt.mem_cache.buffer_only.settings import Share
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Event, Stream
 
-    from sglang.srt.managers.cache_controller import CacheOperation, HiCacheController
+    from sglang.srt.managers.cache_controller import HiCacheController
 
 
 logger = logging.getLogger(__name__)
@@ -146,14 +147,11 @@ def slots_of(pages: Sequence[int], page_size: int) -> torch.Tensor:
     return (starts[:, None] + torch.arange(page_size, dtype=torch.int64)).flatten()
 
 
+@dataclass(eq=False)
 class Copies(Generic[Owner]):
     """Launches of one direction that have not been seen to end, oldest first."""
 
-    def __init__(self) -> None:
-        self.launches: deque[tuple[Event | None, tuple[Owner, ...]]] = deque()
-
-    def __len__(self) -> int:
-        return len(self.launches)
+    launches: deque[tuple[Event | None, tuple[Owner, ...]]] = field(default_factory=deque)
 
     def add(self, finish_event: Event | None, owners: Iterable[Owner]) -> None:
         """A copy for ``owners`` was launched, and has ended when ``finish_event`` says so; None: at
@@ -180,6 +178,7 @@ class Copies(Generic[Owner]):
         return owners
 
 
+@dataclass(eq=False)
 class Copier:
     """Device-to-stage and stage-to-device copies, one launch for all of a step.
 
@@ -191,21 +190,17 @@ class Copier:
             not known. A request that finished meanwhile may have given one of them back.
     """
 
-    def __init__(
-        self,
-        controller: HiCacheController,
-        forward_stream: Callable[[], Stream | None],
-        written: Callable[[], torch.Tensor | None] = lambda: None,
-    ) -> None:
-        self._controller = controller
-        self._forward_stream = forward_stream
-        self._written = written
+    controller: HiCacheController
+    forward_stream: Callable[[], Stream | None]
+    written: Callable[[], torch.Tensor | None] = lambda: None
 
     def to_stage(self, pairs: Sequence[Pair]) -> Event:
         """Launch a copy from the device; its finish event."""
-        controller = self._controller
+        from sglang.srt.managers.cache_controller import CacheOperation
+
+        controller = self.controller
         self._after_forward(controller.write_stream)
-        controller.write_queue.extend(self._operations(pairs))
+        controller.write_queue.extend(CacheOperation(*pair, node_id=-1) for pair in pairs)
         controller.start_writing()
         return controller.ack_write_queue.pop().finish_event
 
@@ -216,21 +211,17 @@ class Copier:
         """
         import torch
 
-        controller, written = self._controller, self._written()
+        from sglang.srt.managers.cache_controller import CacheOperation
+
+        controller, written = self.controller, self.written()
         if written is None or any(bool(torch.isin(slots, written).any()) for _, slots in pairs):
             self._after_forward(controller.load_stream)
-        controller.load_queue.extend(self._operations(pairs))
+        controller.load_queue.extend(CacheOperation(*pair, node_id=-1) for pair in pairs)
         consumer_index = controller.start_loading()
         finish_event: Event = controller.ack_load_queue.pop().finish_event
         return finish_event, consumer_index
 
     def _after_forward(self, stream: Stream) -> None:
-        forward = self._forward_stream()
+        forward = self.forward_stream()
         if forward is not None:
             stream.wait_stream(forward)
-
-    @staticmethod
-    def _operations(pairs: Sequence[Pair]) -> list[CacheOperation]:
-        from sglang.srt.managers.cache_controller import CacheOperation
-
-        return [CacheOperation(host, device, node_id=-1) for host, device in pairs]

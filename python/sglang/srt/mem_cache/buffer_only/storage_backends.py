@@ -96,7 +96,7 @@ class PartStore(HiCacheStorage):
             return super().batch_get_v1(keys, host_indices, extra_info)
         slots = self._slots(keys, host_indices)
         memory = [
-            value.memory(page) if value.in_place else torch.empty(value.size, dtype=torch.uint8)
+            value.gather(page) if value.in_place else torch.empty(value.size, dtype=torch.uint8)
             for value, page in slots
         ]
         whole = []
@@ -123,10 +123,7 @@ class PartStore(HiCacheStorage):
             if not found
         ]
         if absent:
-            memory = [
-                value.memory(page) if value.in_place else value.gather(page)
-                for _, value, page in absent
-            ]
+            memory = [value.gather(page) for _, value, page in absent]
             done = self.put_values([names[at] for at, _, _ in absent], memory)
             for (at, _, _), good in zip(absent, done, strict=True):
                 there[at] = good

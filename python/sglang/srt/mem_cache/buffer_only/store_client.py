@@ -305,6 +305,7 @@ class _Malformed(Exception):
     """An answer that means nothing."""
 
 
+@dataclass(eq=False)
 class PageStore:
     """One store, behind its client, by the pages of prompts: their keys, and calls of at most
     ``batch_pages`` pages.
@@ -313,17 +314,11 @@ class PageStore:
     place a page by them.
     """
 
-    def __init__(
-        self,
-        client: StoreClient,
-        page_size: int,
-        batch_pages: int = BATCH_PAGES,
-        namespace: Namespace = Namespace.of({}),  # noqa: B008
-    ) -> None:
-        self.client = client
-        #: Of all keys that are made now; requests have parts of it.
-        self.namespace = namespace
-        self._page_size, self.batch_pages = page_size, batch_pages
+    client: StoreClient
+    page_size: int
+    batch_pages: int = BATCH_PAGES
+    #: Of all keys that are made now; requests have parts of it.
+    namespace: Namespace = Namespace.of({})  # noqa: RUF009
 
     def keys(
         self,
@@ -338,7 +333,7 @@ class PageStore:
         if not getattr(extra_key, "images", ()):
             return own.keys(hashes)
         for page, page_hash in enumerate(hashes, begin + 1):
-            images = images_before(extra_key, page * self._page_size)
+            images = images_before(extra_key, page * self.page_size)
             keys += own.within(images, b"images").keys([page_hash])
         return keys
 
@@ -358,16 +353,13 @@ class PageStore:
         """
         from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
-        done, most = 0, BATCH_PAGES if slots is None else self.batch_pages
+        page, done, most = self.page_size, 0, BATCH_PAGES if slots is None else self.batch_pages
         while done < len(keys) and not job.cancelled:
             batch = list(keys[done : done + most])
             # A list of its own for each call: backends are known to extend what they are given.
             before = None if prefix_keys is None else [*prefix_keys, *keys[:done]]
-            arguments: list[Any] = [batch]
-            if slots is not None:
-                page = self._page_size
-                arguments.append(slots[done * page : (done + len(batch)) * page])
-            outcome = call(*arguments, HiCacheStorageExtraInfo(prefix_keys=before))
+            part = () if slots is None else (slots[done * page : (done + len(batch)) * page],)
+            outcome = call(batch, *part, HiCacheStorageExtraInfo(prefix_keys=before))
             done += outcome.pages
             if outcome.overdue is not None:
                 job.overdue_calls.append(outcome.overdue)
@@ -393,7 +385,7 @@ class PageStore:
             first_pages: that the store is asked for first. Of most prompts it has nothing: the rest
                 need not be hashed to know that.
         """
-        namespace, page = self.namespace, self._page_size
+        namespace, page = self.namespace, self.page_size
 
         def work(job: Job) -> int:
             found_hashes, found_keys = job.found

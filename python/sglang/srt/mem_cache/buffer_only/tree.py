@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any  # Any: values of an identity; what overrides hand on
 
 from typing_extensions import override
@@ -80,8 +81,8 @@ class BufferOnlyTree(HiRadixCache):
     forward_stream: Stream | None = None
     #: Device slots that the batch launched last writes to, None where they are not known.
     written: torch.Tensor | None = None
-    #: Tokens that a request could take which is admitted now, set by the scheduler.
-    admission_room: Callable[[], int] | None = None
+    #: Tokens that a request could take which is admitted now; the scheduler sets a better count.
+    room: Callable[[], int]
     _closing: bool = False
 
     @override
@@ -98,11 +99,13 @@ class BufferOnlyTree(HiRadixCache):
             needed = minimum_pages(self.page_size, self.prefetch_threshold)
             check_size(gigabytes, pages, self.page_size, needed)
         controller, host = self.cache_controller, self.token_to_kv_pool_host
+        device = self.token_to_kv_pool_allocator
+        self.room = lambda: int(device.available_size() + self.evictable_size())
         page_bytes = host.size_per_token * self.page_size
         settings = Settings(
             page_size=self.page_size,
             prefetch_threshold=controller.prefetch_threshold,
-            device_tokens=self.token_to_kv_pool_allocator.size,
+            device_tokens=device.size,
             policy=self.prefetch_stop_policy,
             prefetch_timeout_ms=int(environment.BUFFER_READ_TIMEOUT.read() * 1000),
             timeout_base_ms=self.prefetch_timeout_base * 1000,
@@ -217,12 +220,6 @@ class BufferOnlyTree(HiRadixCache):
         """Tokens that were loaded from the store for a request; the next answer is 0."""
         return int(self.prefetch_loaded_tokens_by_reqid.pop(rid, 0))
 
-    def room(self) -> int:
-        """Tokens that a request could take which is admitted now."""
-        if self.admission_room is not None:
-            return self.admission_room()
-        return int(self.token_to_kv_pool_allocator.available_size() + self.evictable_size())
-
     @override
     def release_aborted_request(self, rid: str) -> None:
         self.buffer.prefetches.cancel(rid)
@@ -287,14 +284,14 @@ class BufferOnlyTree(HiRadixCache):
         super().shutdown()
 
 
+@dataclass
 class PendingLast:
     """SGLang's eviction order, but nodes that wait to be written go last: only they would be
     lost."""
 
-    def __init__(self, strategy: EvictionStrategy) -> None:
-        self._strategy = strategy
+    strategy: EvictionStrategy
 
     def get_priority(self, node: TreeNode) -> Any:
         """The order of eviction, smallest first."""
         pending = node.pending is not None and not node.storage_backed
-        return (pending, self._strategy.get_priority(node))
+        return (pending, self.strategy.get_priority(node))

@@ -107,19 +107,19 @@ def choose(speeds: Speeds, hit: Hit, side_by_side: int, slower_in_a_row: int) ->
     return Choice.TRIAL if slower_in_a_row + 1 >= TRIAL_EVERY else Choice.SLOWER
 
 
+@dataclass
 class Mean:
     """A mean in which what is old fades: each entry counts for ``1 - keep``."""
 
-    def __init__(self, keep: float = 0.9) -> None:
-        self._keep, self._weight = keep, 0.0
-        #: 0 before the first.
-        self.value = 0.0
+    keep: float = 0.9
+    weight: float = 0.0
+    #: 0 before the first.
+    value: float = 0.0
 
     def add(self, value: float, weight: float = 1.0) -> None:
         """One more, that counts ``weight`` times."""
-        kept = self._weight * self._keep**weight
-        self._weight = kept + weight
-        self.value += (value - self.value) * weight / self._weight
+        self.weight = self.weight * self.keep**weight + weight
+        self.value += (value - self.value) * weight / self.weight
 
 
 class Chooser:
