@@ -222,7 +222,7 @@ _NIXL_ASYNC = (
     Replacement(
         module=f"{_DISAGG}.nixl.conn",
         name="NixlKVReceiver",
-        mixin=f"{_DISAGG}.delta.nixl.decode:DeltaNixlReceiver",
+        mixin=f"{_DISAGG}.delta.decode.receiver:RoomReceiver",
         why="a finished or failed room leaves no table entries",
     ),
 )
@@ -248,7 +248,7 @@ _MOONCAKE_DELTA = (
     Replacement(
         module=f"{_DISAGG}.mooncake.conn",
         name="MooncakeKVReceiver",
-        mixin=f"{_DISAGG}.delta.mooncake.decode:DeltaMooncakeReceiver",
+        mixin=f"{_DISAGG}.delta.decode.receiver:RoomReceiver",
         why="a finished or failed room leaves no table entries",
     ),
 )

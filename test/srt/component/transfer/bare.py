@@ -131,7 +131,7 @@ def _nixl() -> Any:
 def _mooncake() -> Any:
     return without_engine(
         mooncake.MooncakeKVManager,
-        _progress={},
+        transfer_statuses={},
     )
 
 
@@ -180,7 +180,7 @@ def decode(backend: str, *rooms: int, writers: int = 1, **own: Any) -> Any:
     manager = bare(backend, DisaggregationMode.DECODE, **own)
     for room in rooms:
         if backend == "mooncake":
-            manager.open_progress(room).slot = room % SLOTS
+            manager.expect_metadata(room, room % SLOTS)
         manager.update_status(room, KVPoll.WaitingForInput)
         manager.required_prefill_response_num_table[room] = writers
         manager.addr_to_rooms_tracker[ADDRESS].add(room)

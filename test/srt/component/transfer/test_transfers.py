@@ -290,8 +290,9 @@ def test_a_library_that_raises_fails_its_room_alone(pair: Pair) -> None:
 
 
 @pytest.mark.hazard("slow-peer", "source-given-away")
-def test_a_write_that_does_not_end(pair: Pair) -> None:
-    """A decode rank that is frozen. Guards against a request that waits for it for ever, against
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_write_that_does_not_end(pair: Pair, is_aborted: bool) -> None:
+    """A decode rank that is frozen, of a room that its client has left or not. Guards against a request that waits for it for ever, against
     pages given away while they are written to, and against a late write that completes the room.
     Over NIXL decode waits until the write has settled; over Mooncake its client is answered at
     once."""
@@ -300,6 +301,9 @@ def test_a_write_that_does_not_end(pair: Pair) -> None:
     with pair.allowing(0.1), pair.held_up() as hold:
         sender.send(pages(30))
         hold.wait()
+        if is_aborted:
+            sender.abort()
+            assert sender.poll() == KVPoll.Transferring
         until(lambda: sender.poll() == KVPoll.Failed, "deadline")
         if pair.tells_at_once:
             until(lambda: receiver.poll() == KVPoll.Failed, "word")
@@ -313,7 +317,10 @@ def test_a_write_that_does_not_end(pair: Pair) -> None:
             until(deferred.is_drained, "drained")
     assert pair.arrived([30], [4])
     text = pair.reason(sender)
-    assert "SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT" in text and pair.peer in text, text
+    if is_aborted:
+        assert "aborted" in text
+    else:
+        assert "SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT" in text and pair.peer in text, text
     assert pair.reason(receiver)
     if deferred is not None:
         deferred.free(lambda entry: None)

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers, Tables
+from sglang.srt.disaggregation.delta.decode.transfer_queue import Progress
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks, ServedRooms
 from sglang.srt.disaggregation.delta.prefill.rooms import GONE, RoomTable, State
@@ -82,7 +83,7 @@ class DeltaBootstrapServer(CommonKVBootstrapServer):
 class DeltaManager(CommonKVManager):
     """Owns what this rank knows of its rooms and peers, and keeps a failed room failed.
 
-    A backend's manager adds ``peer_name``, ``forget_peer``, ``progress``, ``take_progress`` and
+    A backend's manager adds ``peer_name``, ``forget_peer``, ``transfer_statuses`` and
     ``collect_arrivals``, and starts the reader thread: how bytes move is all that is its own.
     """
 
@@ -93,6 +94,8 @@ class DeltaManager(CommonKVManager):
     decode_ranks: Any = None
     #: Of a decode rank with the radix cache that does: ``PrefillServers``.
     servers: Any = None
+    #: Of a decode rank: ``Progress`` by room.
+    transfer_statuses: dict[int, Any]
 
     def __init__(
         self, args: KVArgs, disaggregation_mode: DisaggregationMode, server_args: ServerArgs,
@@ -144,6 +147,11 @@ class DeltaManager(CommonKVManager):
             target=reader.serve, args=(self.server_socket, tick), name="pd-reader", daemon=True
         ).start()
 
+    def start_decode(self, take_other: Callable[[list[bytes]], None] | None = None) -> None:
+        """The threads of a decode rank with the radix cache."""
+        self.start_reader(take_other)
+        self.servers.start_heartbeat(self.heartbeat_interval, self.max_failures)
+
     def forget_silent_peers(self) -> None:
         """Prefill, every second or so: drop the decode ranks that gave no sign for too long."""
         for peer in self.decode_ranks.tick():
@@ -163,6 +171,16 @@ class DeltaManager(CommonKVManager):
     def collect_arrivals(self, asker: int) -> None:
         """Read what the transport says has arrived, for room ``asker``; nothing where it says so by
         itself."""
+
+    def progress(self, room: int) -> Progress:
+        """What the writers of ``room`` have said, whose request is here."""
+        return self.transfer_statuses[room]
+
+    def take_progress(self, room: int) -> Progress:
+        """The same; it is not kept any longer."""
+        progress = self.progress(room)
+        self.transfer_statuses.pop(room, None)
+        return progress
 
     def expect_metadata(self, room: int, slot: int) -> bool:
         """``room`` is being announced with this metadata slot: whether its metadata may come in the

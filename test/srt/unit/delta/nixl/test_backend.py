@@ -211,9 +211,9 @@ def assert_told(rank: PrefillRank, has_state: bool, in_note: bool) -> None:
     told, status = list(map(parse, rank.agent.notes["decode"])), TransferStatus()
     status.expects_state = has_state
     for note in told:
-        assert not status.finished_writers() and note.room == ROOM
+        assert not status.done_writers and note.room == ROOM
         status.take(note, 1)
-    assert status.finished_writers() == {rank.side.rank}
+    assert status.done_writers == {rank.side.rank}
     if in_note:
         (note,) = told
         assert note.kind == "done"

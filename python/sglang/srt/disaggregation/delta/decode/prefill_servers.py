@@ -414,11 +414,11 @@ class PrefillServers:
         with self._lock:
             deferred = self._deferred.get(message.room)
             if deferred is not None and deferred.progress is not None:
-                deferred.progress.stop(message.writer)
+                deferred.progress.stopped_writers.add(message.writer)
                 return
             if message.room not in self._statuses:
                 return
-            self._transport.progress(message.room).stop(message.writer)
+            self._transport.progress(message.room).stopped_writers.add(message.writer)
             tracked = list(self._tables.rooms.items())
             addresses = [address for address, rooms in tracked if message.room in rooms]
         self.fail(message.room, Reason.PEER_FAILED, f"prefill reported: {message.reason}")

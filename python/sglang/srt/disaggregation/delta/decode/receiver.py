@@ -24,10 +24,12 @@ from sglang.srt.disaggregation.delta.decode.prefill_servers import Connections, 
 from sglang.srt.disaggregation.delta.decode.record import Stage, bootstrap_addr, record_of
 from sglang.srt.disaggregation.delta.decode.transfer_queue import DeferredFree
 from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.observability import Arrived, now, record
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from sglang.srt.disaggregation.base.conn import KVPoll
     from sglang.srt.disaggregation.common.conn import CommonKVReceiver
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.disaggregation.delta.manager import DeltaManager
@@ -236,11 +238,53 @@ class DeltaReceiver(CommonKVReceiver):
         room, manager = self.bootstrap_room, self.kv_mgr
         manager.statuses.forget(room)
         manager.required_prefill_response_num_table.pop(room, None)
-        if self._servers is not None:
-            manager.take_progress(room)
+        manager.take_progress(room)
         rooms = manager.addr_to_rooms_tracker.get(self.bootstrap_addr)
         if rooms is not None:
             rooms.discard(room)
+
+
+class RoomReceiver(CommonKVReceiver):
+    """The receiver of a backend that moves deltas: leaves nothing of its room behind, and says why
+    it failed."""
+
+    @override
+    def poll(self) -> KVPoll:
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        if self.conclude_state is not None:
+            return self.conclude_state
+        manager, room = self.kv_mgr, self.bootstrap_room
+        ended = KVPoll.Success, KVPoll.Failed
+        # Without the flag requests of a number share its entries, as in SGLang, and the first that
+        # ends takes them along.
+        status = manager.request_status.get(room, KVPoll.Failed)
+        if status not in ended and self.init_time is not None:  # announced
+            manager.collect_arrivals(room)
+            status = manager.request_status.get(room, KVPoll.Failed)
+            if status not in ended and self.fail_if_overdue():
+                return self.conclude_state
+        if status in ended:
+            self.conclude_state = status
+            if status == KVPoll.Success:
+                record("decode", lambda: Arrived(at=now(), room=room))
+        return status
+
+    @override
+    def abort(self) -> None:
+        from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+
+        CommonKVReceiver.abort(self)  # Mooncake's own does not call what is common to all backends
+
+    @override
+    def failure_exception(self) -> None:
+        reason = self.kv_mgr.statuses.failure_of(self.bootstrap_room)
+        self.clear()
+        raise RuntimeError(reason)
+
+    @override
+    def clear(self) -> None:
+        self.forget()
 
 
 # ---- handshakes ----

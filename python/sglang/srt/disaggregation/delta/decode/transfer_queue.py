@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, TypeAlias  # Any: SGLang's manager, batches and results
+from typing import TYPE_CHECKING, Any  # Any: SGLang's manager, batches and results
 
 import numpy as np
 import numpy.typing as npt
@@ -40,10 +41,6 @@ logger = logging.getLogger(__name__)
 
 #: What a metadata slot says where no room's metadata are in it.
 EMPTY = 0
-#: What the prefill ranks that write for a room have said so far, kept by the backend:
-#: ``stop(writer)`` notes that one writes no more, ``is_drained(writers)`` says whether so many of
-#: them delivered everything or stopped.
-Progress: TypeAlias = Any
 _NO_PAGES: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
@@ -171,6 +168,22 @@ def announce(
     writes.after(pages, notify)
 
 
+@dataclass
+class Progress:
+    """What the prefill ranks that write for a room have said so far."""
+
+    #: Those that delivered everything: KV, metadata, and state where it is due.
+    done_writers: set[int] = field(default_factory=set)
+    #: Those that said that they write no more, whatever they have written.
+    stopped_writers: set[int] = field(default_factory=set)
+    #: Where the metadata belong that come in a message; None where none was announced.
+    metadata_slot: int | None = None
+
+    def is_drained(self, writers: int) -> bool:
+        """Whether each of ``writers`` ranks has delivered everything or stopped."""
+        return len(self.done_writers | self.stopped_writers) >= writers
+
+
 # ---- transfers that ended early ----
 
 
@@ -186,7 +199,7 @@ class DeferredFree:
         self,
         room: int = -1,
         address: str = "",
-        progress: Progress = None,
+        progress: Progress | None = None,
         writers: int = 0,
         collect: Callable[[int], None] = lambda room: None,
         forget: Callable[[DeferredFree], None] = lambda deferred: None,

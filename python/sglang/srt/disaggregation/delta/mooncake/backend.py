@@ -13,8 +13,11 @@ whole group stays stock.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, NamedTuple  # Any: SGLang's registrations and announcements
 
 import msgspec
@@ -63,6 +66,22 @@ class _Call(NamedTuple):
     future: Future[State]
 
 
+#: A call that waits, or None: the thread that takes it ends.
+_Calls = SimpleQueue[tuple["Future[State]", Callable[[], State]] | None]
+
+
+def _serve(calls: _Calls) -> None:
+    """Make the calls of one decode rank. On daemon threads: a process that ends does not wait for a
+    call that hangs, as it would for an executor's."""
+    while (item := calls.get()) is not None:
+        future, call = item
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+
 class MooncakeBackend:
     """``transfer_backend.Backend``. A decode rank to which a transfer failed gets nothing more
     until it registers again."""
@@ -86,19 +105,29 @@ class MooncakeBackend:
         self._is_stopped = is_stopped
         self._registered = registered
         self._threads = threads
-        self._lines: dict[str, ThreadPoolExecutor] = {}
+        self._lines: dict[str, _Calls] = {}
+        self._lines_lock = threading.Lock()
         self._failed: set[str] = set()
 
     def post(self, chunk: Chunk, peer: str) -> Iterator[_Call]:
         """KV, state and metadata of one chunk to one peer, in this order."""
         if peer in self._failed or peer not in self._registered:
             raise TransferError(Reason.PEER_LOST, _SHUT_OUT.format(peer))
-        line = self._lines.setdefault(peer, ThreadPoolExecutor(self._threads, "kv-mooncake"))
+        with self._lines_lock:
+            line = self._lines.get(peer)
+            if line is None:
+                line = self._lines[peer] = SimpleQueue()
+                for _ in range(self._threads):
+                    threading.Thread(
+                        target=_serve, args=(line,), name="kv-mooncake", daemon=True
+                    ).start()
         rows = moved = 0
         for what, batch in self._describe(chunk.payload, peer):
             rows, moved = rows + len(batch), moved + int(batch[:, 2].sum())
             to = chunk.payload.destinations[peer]
-            yield _Call(chunk.room, line.submit(self._write, to, what, batch))
+            call = _Call(chunk.room, Future())
+            line.put((call.future, partial(self._write, to, what, batch)))
+            yield call
         STATS.observe("kv_transfer_descriptors", rows)
         STATS.observe("kv_transfer_bytes", moved)
 
@@ -147,6 +176,7 @@ class MooncakeBackend:
     def forget(self, peer: str) -> None:
         """It is gone."""
         self._failed.discard(peer)
-        line = self._lines.pop(peer, None)
-        if line is not None:
-            line.shutdown(wait=False)
+        with self._lines_lock:
+            line = self._lines.pop(peer, None)
+        for _ in range(self._threads if line is not None else 0):
+            line.put(None)  # behind what waits

@@ -26,7 +26,7 @@ from sglang.srt.disaggregation.delta.peer_messages import (
     DeltaTransferInfo,
     check_registration,
 )
-from sglang.srt.disaggregation.delta.prefill.rooms import Room
+from sglang.srt.disaggregation.delta.prefill.rooms import UNDER_WAY, Room
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings, TransferError
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import PooledManager, PooledSender
 
@@ -256,13 +256,13 @@ class DeltaMooncakeManager(PooledManager, MooncakeDecode):
     # ---- messages to decode ranks, over sockets that never block a worker ----
 
     def room_stopped(self, room: Room, kind: Reason) -> None:
-        """Ours learn it by ``Stopped`` when nothing of it is under way. Those whose transfer broke
-        or is late, which may take long, and stock ones get SGLang's own status at once."""
+        """Ours learn it by ``Stopped`` when nothing of it is under way. Where a transfer broke or is
+        late, that may take long: they and stock ones get SGLang's own status at once."""
         super().room_stopped(room, kind)
         is_broken = kind in (Reason.TRANSPORT, Reason.TIMEOUT)
         for info in list(room.announcements.values()):
             if info.is_ours:
-                is_due = is_broken and not room.is_over
+                is_due = is_broken and room.state in UNDER_WAY
             else:
                 is_due = is_broken or kind is Reason.PEER_LOST
             if is_due and not info.is_dummy and not info.is_told:

@@ -1,6 +1,6 @@
-"""NIXL's part of a decode rank: its half of SGLang's manager, the receiver, and what has arrived.
+"""NIXL's part of a decode rank: its half of SGLang's manager, and what has arrived.
 
-NIXL's notifications say what has arrived, writer by writer.
+NIXL's notifications say that, writer by writer.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta.decode.transfer_queue import Progress
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.observability import Arrived, RateLimitedLog, now, record
+from sglang.srt.disaggregation.delta.observability import RateLimitedLog
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.nixl.conn import (
-        NixlKVManager,
-        NixlKVReceiver,
-        TransferStatus,
-    )
+    from sglang.srt.disaggregation.nixl.conn import NixlKVManager, TransferStatus
 else:
-    NixlKVManager = NixlKVReceiver = TransferStatus = object
+    NixlKVManager = TransferStatus = object
 
 logger = logging.getLogger(__name__)
 
@@ -83,49 +80,32 @@ def parse(raw: bytes) -> Notification:
 
 
 @dataclasses.dataclass
-class DeltaTransferStatus(TransferStatus):
+class DeltaTransferStatus(Progress, TransferStatus):
     """SGLang's record of a room, keyed by writer where SGLang keys by pipeline stage."""
 
     #: Writers whose metadata has arrived. (A stock prefill does not say whose it was.)
     aux_writers: set[int] = dataclasses.field(default_factory=set)
-    #: Writers that said with one note that all they write for the room is here.
-    done_writers: set[int] = dataclasses.field(default_factory=set)
-    #: Where the metadata go that come in such a note; None where none was announced.
-    metadata_slot: int | None = None
-    #: Writers that said that they write no more, whatever they have written.
-    stopped_writers: set[int] = dataclasses.field(default_factory=set)
-    #: What ``is_done`` last said; None where something has arrived since. Every room is asked in
-    #: every step, and few of them get anything in it.
-    _was_done: bool | None = None
 
     def take(self, note: Notification, num_writers: int) -> None:
         """Record one notification. Idempotent.
 
         ``num_writers`` is the number of prefill ranks that write for the room.
         """
-        self._was_done = None
-        if note.kind == "aux":
-            if note.writer is None:
-                self.received_aux = True
-            else:
-                self.aux_writers.add(note.writer)
-            return
-        assert note.writer is not None
-        if note.kind == "done":
+        if note.kind == "aux" and note.writer is None:
+            self.received_aux = True
+        elif note.kind == "aux":
+            self.aux_writers.add(note.writer)
+        elif note.kind == "done":
             self.done_writers.add(note.writer)
             self.num_pp_ranks_expected = num_writers
-            return
-        if note.kind == "state":
+        elif note.kind == "state":
             self.received_state_per_pp.add(note.writer)
-            return
-        self.received_kvs_per_pp[note.writer].add(note.chunk)
-        if note.is_last:
-            self.expected_kvs_per_pp[note.writer] = note.chunk + 1
-            self.num_pp_ranks_expected = num_writers
-
-    def finished_writers(self) -> set[int]:
-        """Writers from which everything has arrived: KV, metadata, and state where it is due."""
-        return self.done_writers | {
+        else:
+            self.received_kvs_per_pp[note.writer].add(note.chunk)
+            if note.is_last:
+                self.expected_kvs_per_pp[note.writer] = note.chunk + 1
+                self.num_pp_ranks_expected = num_writers
+        self.done_writers |= {
             writer
             for writer, chunks in self.expected_kvs_per_pp.items()
             if len(self.received_kvs_per_pp[writer]) == chunks
@@ -137,20 +117,8 @@ class DeltaTransferStatus(TransferStatus):
     def is_done(self) -> bool:
         # Stock also calls a failed room done, and asks afterwards whether it failed. Its heartbeat
         # says so here before the room's status does: between the two, the room is neither.
-        if self._was_done is None:
-            expected = self.num_pp_ranks_expected
-            self._was_done = expected is not None and len(self.finished_writers()) >= expected
-        return self._was_done
-
-    # ---- decode/transfer_queue.py: Progress ----
-
-    def stop(self, writer: int) -> None:
-        """The rank ``writer`` said that it writes no more."""
-        self.stopped_writers.add(writer)
-
-    def is_drained(self, writers: int) -> bool:
-        """Whether each of ``writers`` ranks has delivered everything or stopped."""
-        return len(self.finished_writers() | self.stopped_writers) >= writers
+        expected = self.num_pp_ranks_expected
+        return expected is not None and len(self.done_writers) >= expected
 
 
 class NixlDecode(NixlKVManager):
@@ -160,21 +128,12 @@ class NixlDecode(NixlKVManager):
     def _start_heartbeat_checker_thread(self) -> None:
         if self.servers is None:
             super()._start_heartbeat_checker_thread()
-            return
-        self.start_reader()
-        self.servers.start_heartbeat(self.heartbeat_interval, self.max_failures)
+        else:
+            self.start_decode()
 
     @property
     def peer_name(self) -> str:
         return str(self.agent.name)
-
-    def progress(self, room: int) -> DeltaTransferStatus:
-        return self.transfer_statuses[room]
-
-    def take_progress(self, room: int) -> DeltaTransferStatus:
-        from sglang.srt.disaggregation.nixl.conn import TransferStatus
-
-        return self.transfer_statuses.pop(room, None) or TransferStatus()
 
     @override
     def expect_metadata(self, room: int, slot: int) -> bool:
@@ -192,6 +151,8 @@ class NixlDecode(NixlKVManager):
         if not self._asked:
             self.update_transfer_status()
         self._asked.add(asker)
+        if self.check_transfer_done(asker):
+            self.statuses.advance(asker, KVPoll.Success)
 
     @cached_property
     def _asked(self) -> set[int]:
@@ -227,7 +188,7 @@ class NixlDecode(NixlKVManager):
                     continue
                 status: Any = deferred.progress if deferred else self.progress(note.room)
                 if note.kind == "done" and not (deferred or self._store_metadata(status, note)):
-                    status.stop(note.writer)
+                    status.stopped_writers.add(note.writer)
                     continue
                 writers = self.required_prefill_response_num_table.get(note.room, 1)
                 status.take(note, deferred.writers if deferred else writers)
@@ -255,41 +216,3 @@ class NixlDecode(NixlKVManager):
     @cached_property
     def _log(self) -> RateLimitedLog:
         return RateLimitedLog(logger)
-
-
-class DeltaNixlReceiver(NixlKVReceiver):
-    """Leaves nothing of its room behind, and says why a room failed."""
-
-    conclude_state: KVPoll | None  # of the upstream class; named for the type checker
-
-    @override
-    def poll(self) -> KVPoll:
-        if self.conclude_state is not None:
-            return self.conclude_state
-        manager, room = self.kv_mgr, self.bootstrap_room
-        # Without the flag requests of a number share its entries, as in SGLang, and the first that
-        # ends takes them along.
-        status = manager.request_status.get(room, KVPoll.Failed)
-        if self.started_transfer and status not in (KVPoll.Success, KVPoll.Failed):
-            manager.collect_arrivals(room)
-            status = KVPoll.WaitingForInput
-            if manager.check_transfer_done(room):
-                status = KVPoll.Success
-                record("decode", lambda: Arrived(at=now(), room=room))
-            elif self.fail_if_overdue():
-                return self.conclude_state
-        if status in (KVPoll.Success, KVPoll.Failed):
-            self.conclude_state = status
-            manager.update_status(room, status)
-        return status
-
-    @override
-    def failure_exception(self) -> None:
-        reason = self.kv_mgr.statuses.failure_of(self.bootstrap_room)
-        self.clear()
-        raise RuntimeError(reason)
-
-    @override
-    def clear(self) -> None:
-        self.kv_mgr.transfer_statuses.pop(self.bootstrap_room, None)
-        self.forget()
