@@ -230,19 +230,19 @@ _MOONCAKE_DELTA = (
     Replacement(
         module=f"{_DISAGG}.mooncake.conn",
         name="TransferInfo",
-        mixin=f"{_DISAGG}.delta.mooncake.prefill:MooncakeTransferInfo",
+        mixin=f"{_DISAGG}.delta.mooncake.conn:MooncakeTransferInfo",
         why="reads the delta frame, and whether the rank is a dummy",
     ),
     Replacement(
         module=f"{_DISAGG}.mooncake.conn",
         name="MooncakeKVManager",
-        mixin=f"{_DISAGG}.delta.mooncake.prefill:DeltaMooncakeManager",
+        mixin=f"{_DISAGG}.delta.mooncake.conn:DeltaMooncakeManager",
         why="full prefix hits, head slices of any sizes, counted bytes, transfer workers",
     ),
     Replacement(
         module=f"{_DISAGG}.mooncake.conn",
         name="MooncakeKVSender",
-        mixin=f"{_DISAGG}.delta.mooncake.prefill:DeltaMooncakeSender",
+        mixin=f"{_DISAGG}.delta.mooncake.conn:DeltaMooncakeSender",
         why="an error fails its own room and not the scheduler",
     ),
     Replacement(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmark.harness import without_engine
-from sglang.srt.disaggregation.delta.sparse_index import ATTRIBUTE
+from sglang.srt.disaggregation.delta.pages import INDEX
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
 _MODULUS = 2**61 - 1
@@ -83,7 +83,7 @@ def _index(pool: Any) -> list[torch.Tensor]:
     """Of each layer a number a token (pages, tokens of a page), in the first of a token's bytes; no
     layers where the pool has no index."""
     parts = []
-    for buffer in getattr(pool, ATTRIBUTE, ()):
+    for buffer in getattr(pool, INDEX, ()):
         tokens = buffer[:, : pool.page_size * pool.index_head_dim]
         parts.append(tokens.view(torch.int64).view(len(buffer), pool.page_size, -1)[:, :, 0])
     return parts

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang.srt.disaggregation.delta.pages import heads_of
-from sglang.srt.disaggregation.delta.sparse_index import index_buffers
+from sglang.srt.disaggregation.delta.pages import heads_of, index_buffers
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 
 PAGES = 40

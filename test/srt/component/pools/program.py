@@ -28,8 +28,7 @@ from component.pools.memory import (
     snapshot,
 )
 from component.transfer.pair import ADDRESS, DONE, pages
-from sglang.srt.disaggregation.delta.pages import sources_of
-from sglang.srt.disaggregation.delta.sparse_index import index_buffers
+from sglang.srt.disaggregation.delta.pages import index_buffers, sources_of
 from sglang.srt.patchset.environment import DESCRIPTOR_COSTS
 
 PROMPT, PREFIX = 11, 4

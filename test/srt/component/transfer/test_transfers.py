@@ -292,8 +292,9 @@ def test_a_library_that_raises_fails_its_room_alone(pair: Pair) -> None:
 @pytest.mark.hazard("slow-peer", "source-given-away")
 @pytest.mark.parametrize("is_aborted", [False, True])
 def test_a_write_that_does_not_end(pair: Pair, is_aborted: bool) -> None:
-    """A decode rank that is frozen, of a room that its client has left or not. Guards against a request that waits for it for ever, against
-    pages given away while they are written to, and against a late write that completes the room.
+    """A decode rank that is frozen, of a room that its client has left or not. Guards against a
+    request that waits for it for ever, against pages given away while they are written to, and
+    against a late write that completes the room.
     Over NIXL decode waits until the write has settled; over Mooncake its client is answered at
     once."""
     sender, receiver = pair.ready_room(4)

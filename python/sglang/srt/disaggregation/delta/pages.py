@@ -1,4 +1,4 @@
-"""Arithmetic of pages and KV heads: pure functions over numbers, no engine and no transport.
+"""Pages, KV heads, and the index cache of sparse attention: no engine and no transport.
 
 Pages: of those that a prompt lies in only the last may be partly filled. The decode server holds
 the first ``prefix`` tokens, a whole number of pages, so that both sides cut the prompt at the same
@@ -9,6 +9,11 @@ than ranks: then several ranks hold a replica of the same head. SGLang connects 
 the prefill ranks of its share: one prefill rank serves ``decode size // prefill size`` decode
 ranks, or ``prefill size // decode size`` of them serve one decode rank. All that are connected
 report completion, so every one has to be told what to send, also where that is nothing.
+
+Sparse attention (DSA: DeepSeek V3.2, GLM-5) has an index cache beside the KV: an index page has the
+number of a KV page, and the index of the same tokens. Where a page is shared, moved or given back,
+so is its index. What SGLang calls the *state* of such a model is that index; other models' state
+(sliding window, state space) has slots of its own.
 """
 
 from __future__ import annotations
@@ -16,9 +21,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang.srt.mem_cache.memory_pool import KVCache
 
 #: Page indices into a pool, 1-D.
 Pages = npt.NDArray[np.int32]
@@ -160,3 +171,45 @@ def of_one_shape(item_lens: Sequence[int], *, latent: bool) -> bool:
     return len({(key[0], value[0]) for key, value in pairs}) == 1 and all(
         key[1] == value[1] for key, value in pairs
     )
+
+
+# ---- the index cache of sparse attention ----
+
+#: Where SGLang's pools have it: a list of the layers' buffers. Others lack the attribute.
+INDEX = "index_k_with_scale_buffer"
+
+
+def index_buffers(pool: KVCache) -> Sequence[torch.Tensor]:
+    """The index cache of each layer (pages, bytes of a page); none where ``pool`` has no index."""
+    return getattr(pool, INDEX, ())
+
+
+def has_other_state(pool: KVCache) -> bool:
+    """Whether ``pool`` has state that is not an index of its pages."""
+    return hasattr(pool, "get_state_buf_infos") and not index_buffers(pool)
+
+
+def copy_index(pool: KVCache, slots: torch.Tensor) -> list[torch.Tensor]:
+    """The index of the tokens in ``slots`` (1-D, from the beginning of a page on) on the CPU: a
+    tensor (pages, bytes of a page) for each layer.
+
+    SGLang's own copy of a retracted request, ``NSATokenToKVPool.get_cpu_copy``, is that of latent
+    KV and leaves the index out: who resumes would select tokens by the index of another text.
+    """
+    pages = _pages(pool, slots)
+    return [buffer[pages].cpu() for buffer in index_buffers(pool)]
+
+
+def load_index(
+    pool: KVCache, copy: Sequence[torch.Tensor], slots: torch.Tensor, shared: int
+) -> None:
+    """Put what ``copy_index`` copied behind ``shared`` tokens, whole pages, into the pages of
+    ``slots`` (1-D), which are whole pages too, but for the last."""
+    pages = _pages(pool, slots)
+    first = shared // pool.page_size
+    for buffer, saved in zip(index_buffers(pool), copy, strict=True):
+        buffer[pages] = saved[first : first + len(pages)].to(buffer.device)
+
+
+def _pages(pool: KVCache, slots: torch.Tensor) -> torch.Tensor:
+    return slots[:: pool.page_size].long() // pool.page_size

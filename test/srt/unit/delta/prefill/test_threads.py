@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang.srt.disaggregation.delta.prefill.batch_threads import use_batch_scheduling
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings, use_batch_scheduling
 from sglang.srt.patchset.environment import QUEUES, THREADS
 
 
@@ -89,7 +88,7 @@ ON_LINUX = pytest.mark.skipif(
 
 _PROGRAM = """
 import ctypes, os, threading
-from sglang.srt.disaggregation.delta.prefill.batch_threads import (
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     batch_scheduling,
     use_batch_scheduling,
 )

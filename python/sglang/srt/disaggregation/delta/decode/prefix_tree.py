@@ -17,8 +17,7 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.decode.claims import Claims, upwards
 from sglang.srt.disaggregation.delta.decode.record import Stage, may_insert, may_match, record_of
-from sglang.srt.disaggregation.delta.pages import page_floor
-from sglang.srt.disaggregation.delta.sparse_index import copy_index, index_buffers
+from sglang.srt.disaggregation.delta.pages import copy_index, index_buffers, page_floor
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_schedule_batch_mixin import (

@@ -19,12 +19,11 @@ import numpy.typing as npt
 import zmq
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta import observability, wire
 from sglang.srt.disaggregation.delta.decode.prefill_servers import Connections, PrefillServers
 from sglang.srt.disaggregation.delta.decode.record import Stage, bootstrap_addr, record_of
 from sglang.srt.disaggregation.delta.decode.transfer_queue import DeferredFree
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.observability import Arrived, now, record
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -248,6 +247,8 @@ class RoomReceiver(CommonKVReceiver):
     """The receiver of a backend that moves deltas: leaves nothing of its room behind, and says why
     it failed."""
 
+    conclude_state: KVPoll | None  # of the upstream class; named for the type checker
+
     @override
     def poll(self) -> KVPoll:
         from sglang.srt.disaggregation.base.conn import KVPoll
@@ -267,7 +268,9 @@ class RoomReceiver(CommonKVReceiver):
         if status in ended:
             self.conclude_state = status
             if status == KVPoll.Success:
-                record("decode", lambda: Arrived(at=now(), room=room))
+                observability.record(
+                    "decode", lambda: observability.Arrived(at=observability.now(), room=room)
+                )
         return status
 
     @override

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple  # Any: a chunk of KV, a tenso
 
 import torch
 
-from sglang.srt.disaggregation.delta.sparse_index import load_index
+from sglang.srt.disaggregation.delta.pages import load_index
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.decode.turn_choice import Placed
@@ -189,7 +189,7 @@ class Record:
     pairs: list[tuple[int, int]] = field(default_factory=list)
     #: While it is retracted: the draft model's KV, in the form of ``Req.kv_cache_cpu``.
     draft_copy: Any = None
-    #: Likewise the index of sparse attention, in the form of ``sparse_index.copy_index``.
+    #: Likewise the index of sparse attention, in the form of ``pages.copy_index``.
     index_copy: list[torch.Tensor] | None = None
     #: Slots that were its own when it last gave them back (1-D int64), those ahead of its text too.
     slots_at_end: torch.Tensor | None = None

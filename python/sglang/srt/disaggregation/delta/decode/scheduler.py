@@ -18,8 +18,7 @@ from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.speculation import check_draft_pool, draft_pool
 from sglang.srt.disaggregation.delta.decode.step import Limits
 from sglang.srt.disaggregation.delta.observability import STATS, Telemetry
-from sglang.srt.disaggregation.delta.pages import page_ceil
-from sglang.srt.disaggregation.delta.sparse_index import has_other_state
+from sglang.srt.disaggregation.delta.pages import has_other_state, page_ceil
 from sglang.srt.patchset.flags import FLAG
 
 if TYPE_CHECKING:

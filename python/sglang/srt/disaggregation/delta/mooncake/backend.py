@@ -178,5 +178,6 @@ class MooncakeBackend:
         self._failed.discard(peer)
         with self._lines_lock:
             line = self._lines.pop(peer, None)
-        for _ in range(self._threads if line is not None else 0):
-            line.put(None)  # behind what waits
+        if line is not None:
+            for _ in range(self._threads):
+                line.put(None)  # behind what waits

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from typing import Any  # Any: NIXL's binding has no types
 
-from sglang.srt.disaggregation.delta.prefill.batch_threads import batch_scheduling
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import batch_scheduling
 from sglang.srt.patchset import environment
 from sglang.srt.patchset.attach import exchanged
 

@@ -91,7 +91,7 @@ class DeltaTransferStatus(Progress, TransferStatus):
 
         ``num_writers`` is the number of prefill ranks that write for the room.
         """
-        if note.kind == "aux" and note.writer is None:
+        if note.writer is None:
             self.received_aux = True
         elif note.kind == "aux":
             self.aux_writers.add(note.writer)

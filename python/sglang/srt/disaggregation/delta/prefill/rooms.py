@@ -183,8 +183,8 @@ class RoomTable:
         self._statuses = statuses
         self._clock = clock
         self._remembered = remembered
-        #: Called, on the thread that made it so, when a room has failed (whoever has chunks of it in
-        #: a queue drops them), and once more when it is overdue.
+        #: Called, on the thread that made it so, when a room has failed (whoever has chunks of it
+        #: in a queue drops them), and once more when it is overdue.
         self.on_stopped: Callable[[Room, Reason], None] = lambda room, kind: None
         #: The same when nothing is written for a room that was given up, now and later: these
         #: decode ranks may have their pages back. Each is told once. (number, reason, whom)

@@ -18,10 +18,9 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta import sparse_index
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS
-from sglang.srt.disaggregation.delta.pages import DeltaMismatch
+from sglang.srt.disaggregation.delta.pages import INDEX, DeltaMismatch
 from sglang.srt.disaggregation.delta.prefill.rooms import Announcement, Room
 from sglang.srt.disaggregation.delta.prefill.yielded import EndYielded, Frontend
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
@@ -86,7 +85,7 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
         sender = req.disagg_kv_sender
         prefix: int | None = getattr(sender, "decode_prefix_len", None)
         pool = self.token_to_kv_pool_allocator.get_kvcache()
-        has_index = hasattr(pool, sparse_index.ATTRIBUTE)
+        has_index = hasattr(pool, INDEX)
         has_state = hasattr(pool, "get_state_buf_infos") and not has_index
         if prefix is None or (last_chunk and has_state):
             # The backend is SGLang's own; or the model has state, of which SGLang says what goes

@@ -1,4 +1,5 @@
-"""What transfer workers are given and attached to: settings, chunks, and how their bytes move.
+"""What transfer workers are given and attached to: settings, chunks, how their bytes move, and how
+their threads are scheduled.
 
 A third backend implements ``Backend`` and puts its own data into ``Chunk.payload``. Payload and
 handles are ``Any``: they are the backend's own.
@@ -6,9 +7,11 @@ handles are ``Any``: they are the backend's own.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol  # Any: payload and handles are the backend's own
 
@@ -131,3 +134,42 @@ class Backend(Protocol):
         """Notify all peers of a room's last chunk that everything of the room is with them. Called
         once for a room, when all its handles are ``DONE`` and its room said yes; returns without
         waiting for anybody. An exception fails the room, as one of ``post`` does."""
+
+
+# ---- threads that take no core from a running one when they wake up: Linux' SCHED_BATCH ----
+
+
+def use_batch_scheduling() -> None:
+    """From now on this thread, and those that it starts, take no core from a running thread when
+    they wake up; they wait for a free one, or for their turn.
+
+    Without that, waking a worker may cost the scheduler its core for milliseconds, in the middle of
+    ``send``. (Linux' SCHED_BATCH; elsewhere, or where it is forbidden, nothing happens.)
+    """
+    _set_batch(0)
+
+
+@contextlib.contextmanager
+def batch_scheduling(nice: int = 0) -> Iterator[None]:
+    """For native threads that a library starts meanwhile: they get SCHED_BATCH, and are so much
+    nicer than this one. Threads of Python's are left alone, whoever starts them: they take the
+    interpreter's lock, and whoever holds it must not wait for a core.
+    """
+    before = _threads()
+    yield
+    for thread in _threads() - before - {each.native_id for each in threading.enumerate()}:
+        _set_batch(thread)
+        with contextlib.suppress(AttributeError, OSError):  # it may have ended
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)
+
+
+def _set_batch(thread: int) -> None:
+    with contextlib.suppress(AttributeError, OSError):
+        os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+
+
+def _threads() -> set[int]:
+    """The threads of this process, as Linux numbers them; none elsewhere."""
+    with contextlib.suppress(OSError):
+        return {int(name) for name in os.listdir("/proc/self/task")}
+    return set()

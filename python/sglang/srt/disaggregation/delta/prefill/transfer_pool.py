@@ -22,9 +22,13 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS, TransferReport
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch, share_of_chunk
-from sglang.srt.disaggregation.delta.prefill.batch_threads import use_batch_scheduling
 from sglang.srt.disaggregation.delta.prefill.rooms import UNCLAIMED, Room, RoomTable
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import Backend, Chunk, Settings
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
+    Backend,
+    Chunk,
+    Settings,
+    use_batch_scheduling,
+)
 from sglang.srt.disaggregation.delta.prefill.transfer_worker import Worker
 from sglang.srt.patchset import environment
 

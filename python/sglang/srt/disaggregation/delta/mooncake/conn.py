@@ -1,9 +1,16 @@
-"""Mooncake's part of a prefill rank: SGLang's manager, announcements and the sender."""
+"""Mooncake's part of a rank: SGLang's manager, announcements and the sender.
+
+Prefill ranks say how a room ended for one writer, and send metadata that the engine cannot carry:
+
+<room> <status> <writer>                                     KVPoll.Success or KVPoll.Failed
+AUX_DATA <room> <buffer> <slot> <length, 4 bytes> <data>
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
@@ -13,9 +20,9 @@ import numpy as np
 from typing_extensions import Self, override
 
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta.decode.transfer_queue import Progress
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.mooncake.backend import Batch, MooncakeBackend, Part
-from sglang.srt.disaggregation.delta.mooncake.decode import MooncakeDecode
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.nixl.layout import Layout
 from sglang.srt.disaggregation.delta.observability import count_sent
@@ -29,12 +36,17 @@ from sglang.srt.disaggregation.delta.peer_messages import (
 from sglang.srt.disaggregation.delta.prefill.rooms import UNDER_WAY, Room
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings, TransferError
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import PooledManager, PooledSender
+from sglang.srt.disaggregation.delta.wire import metadata_fit
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.utils import FastQueue
-    from sglang.srt.disaggregation.mooncake.conn import KVArgsRegisterInfo, MooncakeKVSender
+    from sglang.srt.disaggregation.mooncake.conn import (
+        KVArgsRegisterInfo,
+        MooncakeKVManager,
+        MooncakeKVSender,
+    )
 else:
-    MooncakeKVSender = object
+    MooncakeKVManager = MooncakeKVSender = object
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +122,7 @@ class _Inline(Executor):
 _INLINE = _Inline()
 
 
-class DeltaMooncakeManager(PooledManager, MooncakeDecode):
+class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
     """The manager of a prefill or a decode rank. SGLang's methods describe what is sent."""
 
     moves_deltas = True
@@ -256,8 +268,8 @@ class DeltaMooncakeManager(PooledManager, MooncakeDecode):
     # ---- messages to decode ranks, over sockets that never block a worker ----
 
     def room_stopped(self, room: Room, kind: Reason) -> None:
-        """Ours learn it by ``Stopped`` when nothing of it is under way. Where a transfer broke or is
-        late, that may take long: they and stock ones get SGLang's own status at once."""
+        """Ours learn it by ``Stopped`` when nothing of it is under way. Where a transfer broke or
+        is late, that may take long: they and stock ones get SGLang's own status at once."""
         super().room_stopped(room, kind)
         is_broken = kind in (Reason.TRANSPORT, Reason.TIMEOUT)
         for info in list(room.announcements.values()):
@@ -292,6 +304,84 @@ class DeltaMooncakeManager(PooledManager, MooncakeDecode):
         numbers = [b"%d" % number for number in (room, buffer_index, aux_index)]
         frames = [self.AUX_DATA_HEADER, *numbers, len(data).to_bytes(4, "big"), data]
         self.decode_ranks.sockets.send_frames(remote, dst_port, frames)
+
+    # ---- on a decode rank ----
+
+    @override
+    def start_decode_thread(self) -> None:
+        if self.servers is None:
+            self.transfer_statuses = self.prefill_response_tracker
+            super().start_decode_thread()
+            return
+        self.transfer_statuses = {}
+        self.start_decode(self.take_status)
+
+    def take_status(self, frames: list[bytes]) -> None:
+        """Take one message of a prefill rank, of SGLang's own kinds, on the reader thread.
+
+        Raises:
+            BadMessage: it cannot be served; any other exception: it cannot even be parsed.
+        """
+        if frames and frames[0] == self.AUX_DATA_HEADER:
+            self._take_metadata(frames)
+            return
+        if len(frames) != 3:
+            raise BadMessage(f"{len(frames)} frames, a status has 3")
+        room, status, writer = (int(frame) for frame in frames)
+        if writer < 0 or status not in (KVPoll.Success, KVPoll.Failed):
+            raise BadMessage(f"room {room}: status {status} of writer {writer} is invalid")
+        if status == KVPoll.Failed:
+            self.servers.fail(
+                room, Reason.PEER_FAILED, f"room {room}: prefill could not deliver it (its log "
+                f"says why)",
+            )  # fmt: skip
+            return
+        # Everything of this writer is here; the last one completes the room.
+        delivered = self.servers.progress_of(room).done_writers
+        delivered.add(writer)
+        wanted = self.required_prefill_response_num_table.get(room)
+        if wanted is None:
+            logger.debug("late completion of room %s by writer %s", room, writer)
+        elif len(delivered) >= wanted:
+            self.statuses.advance(room, KVPoll.Success)
+
+    def _take_metadata(self, frames: list[bytes]) -> None:
+        """Write one metadata buffer of a room, if it is the room's own slot and of its size."""
+        from sglang.srt.disaggregation.mooncake.conn import AuxDataCodec
+
+        if len(frames) != 6:
+            raise BadMessage(f"metadata of {len(frames)} frames, 6 expected")
+        room, buffer, slot = (int(frame) for frame in frames[1:4])
+        (length,) = struct.unpack(">I", frames[4])
+        data, ours = frames[5], self.kv_args
+        if not 0 <= buffer < len(ours.aux_data_ptrs):
+            raise BadMessage(f"room {room}: metadata buffer {buffer} of {len(ours.aux_data_ptrs)}")
+        item_len = ours.aux_item_lens[buffer]
+        if not 0 <= slot < ours.aux_data_lens[buffer] // item_len:
+            raise BadMessage(f"room {room}: there is no metadata slot {slot}")
+        if len(data) != length or not metadata_fit(buffer, length, item_len):
+            raise BadMessage(
+                f"room {room}: {len(data)} bytes of metadata, {length} were sent, {item_len} "
+                "expected"
+            )
+        if room not in self.request_status or self.progress(room).metadata_slot != slot:
+            logger.debug("late metadata of room %s for slot %s", room, slot)
+            return
+        AuxDataCodec.deserialize_data_to_buffer(ours, buffer, slot, data)
+
+    @property
+    def peer_name(self) -> str:
+        return str(self.get_session_id())
+
+    @override
+    def progress(self, room: int) -> Progress:
+        # Nothing is kept for a room that is not announced.
+        return self.transfer_statuses.get(room) or Progress()
+
+    @override
+    def expect_metadata(self, room: int, slot: int) -> bool:
+        self.transfer_statuses[room] = Progress(metadata_slot=slot)
+        return False
 
 
 class DeltaMooncakeSender(PooledSender, MooncakeKVSender):
