@@ -119,12 +119,6 @@ _DELTA = (
         why="decode announces its prefix in an additional frame",
     ),
     Replacement(
-        module=f"{_DISAGG}.common.conn",
-        name="CommonKVSender",
-        mixin=f"{_DISAGG}.delta.prefill.scheduler:DeltaSender",
-        why="prefill checks the announcement and expects only the delta's pages",
-    ),
-    Replacement(
         module=f"{_DISAGG}.prefill",
         name="SchedulerDisaggregationPrefillMixin",
         mixin=f"{_DISAGG}.delta.prefill.scheduler:DeltaPrefill",
@@ -217,7 +211,7 @@ _NIXL_ASYNC = (
         module=f"{_DISAGG}.nixl.conn",
         name="NixlKVSender",
         mixin=f"{_DISAGG}.delta.nixl.prefill:DeltaNixlSender",
-        why="an error fails its own room and not the scheduler",
+        why="prefill checks the announcement and sends the delta; an error fails its own room",
     ),
     Replacement(
         module=f"{_DISAGG}.nixl.conn",
@@ -243,7 +237,7 @@ _MOONCAKE_DELTA = (
         module=f"{_DISAGG}.mooncake.conn",
         name="MooncakeKVSender",
         mixin=f"{_DISAGG}.delta.mooncake.conn:DeltaMooncakeSender",
-        why="an error fails its own room and not the scheduler",
+        why="prefill checks the announcement and sends the delta; an error fails its own room",
     ),
     Replacement(
         module=f"{_DISAGG}.mooncake.conn",

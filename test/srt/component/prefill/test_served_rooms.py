@@ -10,7 +10,7 @@ import pytest
 import requests
 
 from component.transfer import bare
-from sglang.srt.disaggregation.common.conn import CommonKVSender
+from sglang.srt.disaggregation.nixl.conn import NixlKVSender
 
 ADDRESS, ROOM = "10.0.0.1:8998", 7
 
@@ -59,7 +59,7 @@ def test_decode_is_told_in_the_background(
     ranks, for each room."""
     bootstrap = Bootstrap(monkeypatch)
     manager = rank(**attributes)
-    CommonKVSender(manager, ADDRESS, ROOM, [0], 0)
+    NixlKVSender(manager, ADDRESS, ROOM, [0], 0)
     bootstrap.answers.set()
     manager.served_rooms.pool.shutdown()
     assert bootstrap.blocked == []
@@ -78,7 +78,7 @@ def test_a_bootstrap_server_that_is_not_there(
 
     monkeypatch.setattr(requests, "post", refuse)
     manager = rank()
-    CommonKVSender(manager, ADDRESS, ROOM, [0], 0)
+    NixlKVSender(manager, ADDRESS, ROOM, [0], 0)
     manager.served_rooms.pool.shutdown()
     assert f"room {ROOM}" in caplog.text and ADDRESS in caplog.text
 
@@ -96,6 +96,6 @@ def test_a_router_that_names_another_rank(method: str, here: int, says: bool) ->
     manager.bootstrap_timeout = 0
     manager.served_rooms.pool.shutdown()
     manager.served_rooms.tell = lambda *_: None
-    sender = CommonKVSender(manager, ADDRESS, ROOM, [0], 0)
+    sender = NixlKVSender(manager, ADDRESS, ROOM, [0], 0)
     sender.fail_if_unannounced()
     assert ("disagg_prefill_dp_rank" in manager.failure_records[ROOM]) == says

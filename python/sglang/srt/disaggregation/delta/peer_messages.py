@@ -224,9 +224,19 @@ class Announcements:
         self._registered = registered
         self._keep = register
 
-    def take_message(self, conn: Any, frames: list[bytes], registration_frames: int) -> None:
+    #: Under which attribute an announcement has the name that its decode rank registered under.
+    peer_name = ""
+
+    def take_message(
+        self,
+        conn: Any,
+        frames: list[bytes],
+        registration_frames: int,
+        register: Callable[[Any], None],
+    ) -> None:
         """Take one registration or announcement. ``conn``: SGLang's module of the backend, which
-        parses them.
+        parses them. ``register`` checks and keeps what a decode rank registered: its
+        ``KVArgsRegisterInfo``.
 
         Raises:
             BadMessage: it cannot be served; any other exception: it cannot even be parsed.
@@ -240,19 +250,11 @@ class Announcements:
             raise BadMessage(
                 f"a registration of {len(frames)} frames, {registration_frames} expected"
             )
-        self._register(conn.KVArgsRegisterInfo.from_zmq(frames))
-
-    def _register(self, info: Any) -> None:
-        """Check and keep what a decode rank registered: the backend's ``KVArgsRegisterInfo``."""
-        raise NotImplementedError
-
-    def _peer(self, info: Any) -> str:
-        """The name under which the decode rank of an announcement registered."""
-        raise NotImplementedError
+        register(conn.KVArgsRegisterInfo.from_zmq(frames))
 
     def _announce(self, info: Any) -> None:
         """Record one decode rank's announcement; the last one of a room makes it ready."""
-        peer = self._peer(info)
+        peer = str(getattr(info, self.peer_name))
         check_announcement(info)
         if peer not in self._registered:
             self._decode_ranks.refuse_stranger(info)

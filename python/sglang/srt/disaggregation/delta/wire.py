@@ -21,16 +21,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import requests
 import zmq
 
 from sglang.srt.patchset import environment
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 

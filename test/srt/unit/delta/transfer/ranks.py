@@ -128,6 +128,9 @@ class Line(ThreadPoolExecutor):
         future.add_done_callback(self._done)
         return future
 
+    def close(self) -> None:
+        self.shutdown(wait=False)
+
     def _done(self, future: Future[Any]) -> None:
         with self._engine.changed:
             self._open.discard(future)
@@ -173,7 +176,7 @@ class MooncakeRank:
         self.decode = {"decode": theirs}
         self.engine = Engine(self.side, theirs)
         without_threads(patch, self.clock)
-        patch.setattr(backend, "ThreadPoolExecutor", functools.partial(Line, self.engine))
+        patch.setattr(backend, "Line", functools.partial(Line, self.engine))
         Line.made = []
         self.sockets = Sockets(lambda room: any(call.room == room for call in self.under_way()))
         for side in (self.side, theirs):
@@ -272,7 +275,7 @@ class MooncakeRank:
         while self.under_way():
             self.settle()
         for line in Line.made:
-            line.shutdown(wait=False)
+            line.close()
 
 
 RANKS = {"nixl": NixlRank, "mooncake": MooncakeRank}

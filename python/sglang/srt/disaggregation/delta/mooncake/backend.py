@@ -66,20 +66,35 @@ class _Call(NamedTuple):
     future: Future[State]
 
 
-#: A call that waits, or None: the thread that takes it ends.
-_Calls = SimpleQueue[tuple["Future[State]", Callable[[], State]] | None]
+class Line:
+    """The threads of one decode rank. Daemons: a process that ends does not wait for a call that
+    hangs, as it would for an executor's."""
 
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        #: Calls that wait. None: the thread that takes it ends.
+        self._calls: SimpleQueue[tuple[Future[State], Callable[[], State]] | None] = SimpleQueue()
+        for _ in range(threads):
+            threading.Thread(target=self._run, name="kv-mooncake", daemon=True).start()
 
-def _serve(calls: _Calls) -> None:
-    """Make the calls of one decode rank. On daemon threads: a process that ends does not wait for a
-    call that hangs, as it would for an executor's."""
-    while (item := calls.get()) is not None:
-        future, call = item
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
+    def submit(self, call: Callable[..., State], *arguments: Any) -> Future[State]:
+        future: Future[State] = Future()
+        self._calls.put((future, partial(call, *arguments)))
+        return future
+
+    def close(self) -> None:
+        """The threads end when what waits is done."""
+        for _ in range(self._threads):
+            self._calls.put(None)
+
+    def _run(self) -> None:
+        while (item := self._calls.get()) is not None:
+            future, call = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:
+                    future.set_exception(error)
 
 
 class MooncakeBackend:
@@ -105,7 +120,7 @@ class MooncakeBackend:
         self._is_stopped = is_stopped
         self._registered = registered
         self._threads = threads
-        self._lines: dict[str, _Calls] = {}
+        self._lines: dict[str, Line] = {}
         self._lines_lock = threading.Lock()
         self._failed: set[str] = set()
 
@@ -116,18 +131,12 @@ class MooncakeBackend:
         with self._lines_lock:
             line = self._lines.get(peer)
             if line is None:
-                line = self._lines[peer] = SimpleQueue()
-                for _ in range(self._threads):
-                    threading.Thread(
-                        target=_serve, args=(line,), name="kv-mooncake", daemon=True
-                    ).start()
+                line = self._lines[peer] = Line(self._threads)
         rows = moved = 0
         for what, batch in self._describe(chunk.payload, peer):
             rows, moved = rows + len(batch), moved + int(batch[:, 2].sum())
             to = chunk.payload.destinations[peer]
-            call = _Call(chunk.room, Future())
-            line.put((call.future, partial(self._write, to, what, batch)))
-            yield call
+            yield _Call(chunk.room, line.submit(self._write, to, what, batch))
         STATS.observe("kv_transfer_descriptors", rows)
         STATS.observe("kv_transfer_bytes", moved)
 
@@ -179,5 +188,4 @@ class MooncakeBackend:
         with self._lines_lock:
             line = self._lines.pop(peer, None)
         if line is not None:
-            for _ in range(self._threads):
-                line.put(None)  # behind what waits
+            line.close()

@@ -73,13 +73,14 @@ class MooncakeTransferInfo(DeltaTransferInfo):
 class MooncakeAnnouncements(Announcements):
     """Feeds one prefill rank's manager; a decode rank's name is its Mooncake session."""
 
+    peer_name = "mooncake_session_id"
+
     def take(self, frames: list[bytes]) -> None:
         """Take one message of a decode rank; raises as ``take_message`` does."""
         from sglang.srt.disaggregation.mooncake import conn
 
-        self.take_message(conn, frames, _REGISTRATION_FRAMES)
+        self.take_message(conn, frames, _REGISTRATION_FRAMES, self._register)
 
-    @override
     def _register(self, info: KVArgsRegisterInfo) -> None:
         session = info.mooncake_session_id
         _, colon, port = session.rpartition(":")
@@ -98,10 +99,6 @@ class MooncakeAnnouncements(Announcements):
         info.decode_tp_size, info.decode_tp_rank = info.dst_attn_tp_size, info.dst_tp_rank
         info.gpu_id = 0
         self._keep(info)
-
-    @override
-    def _peer(self, info: MooncakeTransferInfo) -> str:
-        return str(info.mooncake_session_id)
 
     @override
     def _announce(self, info: MooncakeTransferInfo) -> None:
@@ -387,7 +384,6 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
 class DeltaMooncakeSender(PooledSender, MooncakeKVSender):
     """Fails its own room, never the scheduler, and not while a worker is still at it."""
 
-    @override
     def listed_pages(self, info: MooncakeTransferInfo) -> int:
         listed: int = super().listed_pages(info)
         known = self.kv_mgr.decode_kv_args_table.get(info.mooncake_session_id)
@@ -401,10 +397,6 @@ class DeltaMooncakeSender(PooledSender, MooncakeKVSender):
 
         error: Exception = KVTransferError(self.bootstrap_room, text)
         return error
-
-    @override
-    def abort(self) -> None:
-        self.fail(Reason.ABORTED, "aborted on the prefill server")
 
     @override
     def clear(self) -> None:

@@ -24,7 +24,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any  # Any: NIXL's binding has no types
+from typing import Any  # Any: NIXL's binding has no types
 
 import msgspec
 import numpy as np
@@ -48,9 +48,6 @@ from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     State,
     TransferError,
 )
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -284,24 +281,19 @@ class NixlBackend:
             rows = descriptors.ranges(pair.source, pair.destination, runs)
             sides = [self._agent.get_xfer_descs(side, memory) for side in rows]
             handle = self._agent.initialize_xfer("WRITE", *sides, peer.name)
-            yield from self._start(handle, peer, transfer, began, ())
-            return
-        handle = self._agent.make_prepped_xfer(
-            "WRITE",
-            ours,
-            descriptors.select(pair.source, source),
-            theirs,
-            descriptors.select(pair.destination, destination),
-        )
-        yield from self._start(handle, peer, transfer, began, (ours, theirs))
-
-    def _start(
-        self, handle: Any, peer: Peer, transfer: _Transfer, began: float, lists: tuple[Any, ...]
-    ) -> Iterator[_Posted]:
+        else:
+            handle = self._agent.make_prepped_xfer(
+                "WRITE",
+                ours,
+                descriptors.select(pair.source, source),
+                theirs,
+                descriptors.select(pair.destination, destination),
+            )
         if not handle:
             raise TransferError(Reason.TRANSPORT, f"NIXL made no transfer to {peer.name}")
         built = self._clock()
         transfer.build_s += built - began
+        lists = () if form is Form.RANGES else (ours, theirs)
         posted = _Posted(handle, self._peers.share(peer), transfer, lists)
         transfer.open += 1
         # First: what is in flight is waited for and released, also if posting raises half way.

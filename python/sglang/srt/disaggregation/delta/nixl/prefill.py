@@ -123,15 +123,16 @@ def _copy(pages: Sequence[Any] | Pages) -> Pages:
 class NixlAnnouncements(Announcements):
     """SGLang's NIXL messages begin with a guard."""
 
+    peer_name = "agent_name"
+
     def take(self, frames: list[bytes]) -> None:
         """Take one message of a decode rank; raises as ``take_message`` does."""
         from sglang.srt.disaggregation.nixl import conn
 
         if not frames or frames[0] != conn.GUARD:
             raise BadMessage("it does not start like a NIXL message of SGLang")
-        self.take_message(conn, frames[1:], _REGISTRATION_FRAMES)
+        self.take_message(conn, frames[1:], _REGISTRATION_FRAMES, self._register)
 
-    @override
     def _register(self, info: KVArgsRegisterInfo) -> None:
         check_registration(
             self._rank,
@@ -143,10 +144,6 @@ class NixlAnnouncements(Announcements):
             item_len=info.dst_kv_item_len,
         )
         self._keep(info)
-
-    @override
-    def _peer(self, info: NixlTransferInfo) -> str:
-        return str(info.agent_name)
 
     @override
     def _announce(self, info: NixlTransferInfo) -> None:

@@ -305,14 +305,14 @@ def plan_delta(
 
 
 class DeltaSender(CommonKVSender):
-    """Prefill's side of a room: starts at the prefix that decode holds."""
+    """Prefill's side of a room: starts at the prefix that decode holds. Other backends' senders
+    stay SGLang's."""
 
-    #: Tokens that decode holds and that are not sent; None where SGLang's own sender is at work.
-    decode_prefix_len: int | None = None
+    #: Tokens that decode holds and that are not sent.
+    decode_prefix_len = 0
     #: The pipeline stage before has taken its request in: so does this one, whatever has become of
     #: the room meanwhile, and ends it in flight like the others.
     is_taken_in = False
-    _room: Room
 
     def __init__(
         self, mgr: DeltaManager, bootstrap_addr: str, bootstrap_room: int, dest_tp_ranks: list[int],
@@ -320,24 +320,15 @@ class DeltaSender(CommonKVSender):
     ) -> None:  # fmt: skip
         self._created_at = time.monotonic()
         super().__init__(mgr, bootstrap_addr, bootstrap_room, dest_tp_ranks, pp_rank)
-        if mgr.rooms is None:
-            return  # a backend of SGLang's that knows no delta
-        self._room = mgr.rooms.claim(bootstrap_room)
+        self._room: Room = mgr.rooms.claim(bootstrap_room)
 
     @override
     def _register_prefill_dp_rank(self) -> None:
-        if self.kv_mgr.rooms is None:
-            super()._register_prefill_dp_rank()
-        else:
-            self.kv_mgr.served_rooms.tell(self.bootstrap_server_url, self.bootstrap_room)
+        self.kv_mgr.served_rooms.tell(self.bootstrap_server_url, self.bootstrap_room)
 
     @override
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         # Runs when the metadata of every decode rank is in, before the first chunk is computed.
-        if self.kv_mgr.rooms is None:
-            super().init(num_kv_indices, aux_index)
-            return
-        self.decode_prefix_len = 0
         room, listed = self.bootstrap_room, []
         try:
             for info in list(self._room.announcements.values()):
@@ -369,11 +360,6 @@ class DeltaSender(CommonKVSender):
         """The scheduler has taken it from its bootstrap queue, and does not expect it there."""
         return getattr(self, "num_kv_indices", None) is not None
 
-    @property
-    def is_due(self) -> bool:
-        """The scheduler takes it from its bootstrap queue now, as the stage before has."""
-        return self.is_taken_in and not self.is_initialised
-
     def fail(self, kind: Reason, text: str) -> None:
         """Fail this room alone; its decode ranks are notified once what was posted has settled."""
         self.kv_mgr.rooms.fail(self._room, kind, text)
@@ -400,16 +386,8 @@ class DeltaSender(CommonKVSender):
 
     @override
     def abort(self) -> None:
-        if self.kv_mgr.rooms is None:
-            super().abort()
-            return
         # SGLang's would write over the reason of a room that has failed already.
         self.fail(Reason.ABORTED, "aborted on the prefill server")
-
-    @property
-    def failure(self) -> str:
-        """Why the room failed, for its client and the log."""
-        return self._room.reason or self.kv_mgr.statuses.failure_of(self.bootstrap_room)
 
     def forget(self) -> None:
         """Leave no entry of this request in the manager's tables."""

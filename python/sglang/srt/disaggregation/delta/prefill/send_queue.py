@@ -44,12 +44,6 @@ class RoomQueue:
         """The room's."""
         return self.room.number
 
-    @property
-    def has_landed(self) -> bool:
-        """All its chunks were submitted, and are with all their peers."""
-        chunks = self.sends
-        return bool(chunks) and chunks[-1].chunk.is_last and not any(s.transfers for s in chunks)
-
 
 @dataclass(eq=False)
 class ChunkSend:

@@ -23,6 +23,7 @@ from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS, TransferReport
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch, share_of_chunk
 from sglang.srt.disaggregation.delta.prefill.rooms import UNCLAIMED, Room, RoomTable
+from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaSender
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     Backend,
     Chunk,
@@ -35,9 +36,9 @@ from sglang.srt.patchset import environment
 if TYPE_CHECKING:
     import numpy as np
 
-    from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
+    from sglang.srt.disaggregation.common.conn import CommonKVManager
 else:
-    CommonKVManager = CommonKVSender = object
+    CommonKVManager = object
 
 logger = logging.getLogger(__name__)
 
@@ -65,17 +66,8 @@ class _Thread:
         #: To be done in order. To put one wakes the thread; no lock of it is ever held for long.
         self.commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         #: Since when it has something to do and has not finished a step; None while it waits.
-        self._busy_since: float | None = None
+        self.busy_since: float | None = None
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def trouble(self, now: float, limit_s: float) -> str | None:
-        """What is wrong with it, if its rooms cannot wait for it; of a thread that was started."""
-        since = self._busy_since
-        if not self.thread.is_alive():
-            return f"{self.thread.name} has ended"
-        if since is None or now - since < limit_s:
-            return None
-        return f"{self.thread.name} hangs in a call of the transport for {now - since:.0f} s"
 
     def _run(self) -> None:
         use_batch_scheduling()
@@ -100,8 +92,8 @@ class _Thread:
         """Wait so long for a command, and do all there are; not None at that to end."""
         try:
             command = self.commands.get(timeout=wait)
-            if self._busy_since is None:
-                self._busy_since = self._clock()
+            if self.busy_since is None:
+                self.busy_since = self._clock()
             while not isinstance(command, float):
                 try:
                     command(self._worker)
@@ -114,14 +106,14 @@ class _Thread:
 
     def _step(self) -> float | None:
         now = self._clock()
-        if self._busy_since is None:
-            self._busy_since = now
+        if self.busy_since is None:
+            self.busy_since = now
         try:
             wait = self._worker.step(now)
         except Exception:
             logger.exception("%s: a step failed", self.thread.name)
             return _AFTER_A_BUG_S
-        self._busy_since = None
+        self.busy_since = None
         return wait
 
 
@@ -216,13 +208,16 @@ class TransferPool:
         """Workers whose rooms cannot wait for them any longer, by index, and what is wrong."""
         if self._stopped:
             return {}
-        now, limit_s = self._clock(), self._settings.stuck_s
-        found = {
-            index: each.trouble(now, limit_s)
-            for index, each in enumerate(self._threads)
-            if each.thread.ident is not None
-        }
-        return {index: text for index, text in found.items() if text is not None}
+        found, now = {}, self._clock()
+        for index, each in enumerate(self._threads):
+            name, since = each.thread.name, each.busy_since
+            if each.thread.ident is None:
+                continue  # not started
+            if not each.thread.is_alive():
+                found[index] = f"{name} has ended"
+            elif since is not None and now - since >= self._settings.stuck_s:
+                found[index] = f"{name} hangs in a call of the transport for {now - since:.0f} s"
+        return found
 
     def worker_of(self, room: int) -> int:
         """The index of the worker that a room belongs to."""
@@ -357,10 +352,10 @@ class PooledManager(CommonKVManager):
         self.forget_silent_peers()
 
 
-class PooledSender(CommonKVSender):
+class PooledSender(DeltaSender):
     """Queues a room's chunks, and says what became of them. Holds no transfer itself."""
 
-    curr_idx: int  # of the upstream class; named for the type checker
+    curr_idx: int  # of the upstream class, as others; named for the type checker
 
     def __init__(
         self, mgr: PooledManager, bootstrap_addr: str, bootstrap_room: int,
@@ -406,8 +401,8 @@ class PooledSender(CommonKVSender):
         room = self._room  # without a lock: the scheduler asks of every request, in every step
         if room.delivered or self._is_left_out:
             return KVPoll.Success  # also if it was stopped after that: decode has it
-        if self.is_due:
-            return KVPoll.WaitingForInput
+        if self.is_taken_in and not self.is_initialised:
+            return KVPoll.WaitingForInput  # the scheduler takes it in now, as the stage before has
         if not room.is_stopped:
             if self.has_sent:
                 return KVPoll.WaitingForInput
@@ -427,7 +422,8 @@ class PooledSender(CommonKVSender):
     @override
     def failure_exception(self) -> None:
         self.fail_with_others()  # unless it failed here
-        error, cause = self.error_of(self.failure), self._room.error
+        known = self.kv_mgr.statuses.failure_of(self.bootstrap_room)
+        error, cause = self.error_of(self._room.reason or known), self._room.error
         self.end()
         raise error from cause
 

@@ -316,9 +316,11 @@ class Worker:
     def _complete(self, room: RoomQueue) -> None:
         """When everything of the room has landed, tell its peers: unless it was given up before,
         and then never."""
-        if room.ended or room.completed or not room.has_landed:
+        if room.ended or room.completed or not room.sends:
             return
         chunk = room.sends[-1].chunk
+        if not chunk.is_last or any(send.transfers for send in room.sends):
+            return
         room.completed = self._may(self._table.complete, room)
         if not room.completed:
             self._end(room)
