@@ -244,8 +244,7 @@ class DeltaReceiver(CommonKVReceiver):
 
 
 class RoomReceiver(CommonKVReceiver):
-    """The receiver of a backend that moves deltas: leaves nothing of its room behind, and says why
-    it failed."""
+    """Of a backend that moves deltas: leaves nothing of its room behind, says why it failed."""
 
     conclude_state: KVPoll | None  # of the upstream class; named for the type checker
 
@@ -281,9 +280,9 @@ class RoomReceiver(CommonKVReceiver):
 
     @override
     def failure_exception(self) -> None:
-        reason = self.kv_mgr.statuses.failure_of(self.bootstrap_room)
+        error = RuntimeError(self.kv_mgr.statuses.failure_of(self.bootstrap_room))
         self.clear()
-        raise RuntimeError(reason)
+        raise error
 
     @override
     def clear(self) -> None:

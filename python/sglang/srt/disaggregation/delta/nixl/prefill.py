@@ -172,8 +172,7 @@ class NixlPrefill(PooledManager, NixlKVManager):
         """The decode ranks that this prefill rank knows."""
         return Peers(self.agent, self.decode_kv_args_table)
 
-    def cut(self, *chunk: Any) -> ChunkPayload:
-        return cut_chunk(*chunk)
+    cut = staticmethod(cut_chunk)
 
     # ---- messages from decode ranks ----
 

@@ -386,8 +386,7 @@ class RoomTable:
     def room_failed(
         self, room: Room, kind: Reason, text: str, error: BaseException | None = None
     ) -> None:
-        """Its worker gave it up, maybe while something is under way; unless decode has all of it.
-        ``error``: the backend's, if it was one."""
+        """Its worker gave it up, maybe while something is under way; unless decode has all."""
         if not self.fail(room, kind, text, error):
             self.deliver(room)
 
@@ -418,13 +417,10 @@ class RoomTable:
     def _check_suspension(self) -> None:
         """If this process did not run for long, decode may have given its pages to others."""
         gap = self._clock() - self._ticked_at
-        if gap < self._lease_s:
-            return
-        for room in self.all():
+        for room in self.all() if gap >= self._lease_s else ():
             if room.announcements:
-                self.fail(
-                    room, Reason.PEER_LOST, f"this prefill process did not run for {gap:.0f} s"
-                )
+                text = f"this prefill process did not run for {gap:.0f} s"
+                self.fail(room, Reason.PEER_LOST, text)
 
 
 def _count(room: int, kind: Reason, text: str) -> None:

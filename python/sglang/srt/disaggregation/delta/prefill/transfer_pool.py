@@ -181,8 +181,7 @@ class TransferPool:
         self._put(room.number, lambda worker: worker.cancel(room))
 
     def forget(self, room: Room) -> None:
-        """The request is done with: nothing is kept of its room but what is under way. A callback
-        that is just being made may still come after this."""
+        """The request is done with: nothing is kept of its room but what is under way."""
         self._put(room.number, lambda worker: worker.forget(room))
 
     def stop(self, drain_s: float = 5.0) -> None:
@@ -334,9 +333,7 @@ class PooledManager(CommonKVManager):
         announcements = list(known.announcements.values()) if known is not None else []
         if not announcements:
             raise DeltaMismatch(f"room {room}: no decode rank's pages are known for it")
-        payload = self.cut(
-            room, announcements, pages, part, chunk_id, metadata_slot, state_pages
-        )  # fmt: skip
+        payload = self.cut(room, announcements, pages, part, chunk_id, metadata_slot, state_pages)
         now = time.monotonic()
         peers = tuple(payload.destinations)
         self.transfers.submit(Chunk(room, peers, payload, is_last, now + self.transfer_s, now))
