@@ -135,6 +135,18 @@ def test_native_threads_of_a_library() -> None:
     assert done.stdout.strip() == " ".join(map(str, expected)), done.stderr
 
 
+def test_an_exit_does_not_wait_for_a_call() -> None:
+    """Guards against a server that ends and stays for as long as a call of Mooncake's hangs."""
+    program = (
+        "import time\n"
+        "from sglang.srt.disaggregation.delta.mooncake.backend import Line\n"
+        "assert Line(1).submit(int, '7').result(60) == 7\n"
+        "Line(1).submit(time.sleep, 3600)\n"
+        "time.sleep(0.1)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], timeout=120, check=True)
+
+
 @ON_LINUX
 def test_a_worker() -> None:
     """Guards against workers that get less of a core than the scheduler while they hold the

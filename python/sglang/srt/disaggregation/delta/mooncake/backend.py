@@ -95,6 +95,7 @@ class Line:
                     future.set_result(call())
                 except BaseException as error:
                     future.set_exception(error)
+            del item, call  # a batch is large
 
 
 class MooncakeBackend:
