@@ -10,14 +10,15 @@ back, and no work is lost.
 
 A request is entered in ``Claims`` when it gets its pages and leaves when SGLang's release reaches
 the tree. In between ``Claims`` is told of it: its prompt is shared, it begins to run, its transfer
-is given up. Those that run are counted as arrays, once in a step that has somebody in line.
+is given up. Those that run are counted as arrays, which grow with every step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple  # Any: int64 arrays; two kinds of prefix
+from functools import cached_property
+from typing import TYPE_CHECKING, Any  # Any: int64 arrays; two kinds of prefix
 
 import numpy as np
 
@@ -125,14 +126,54 @@ class Holding:
     need: int | None
 
 
-class Running(NamedTuple):
-    """The running requests as they are in this step. Tokens of whole pages."""
+@dataclass(eq=False)
+class Running:
+    """The running requests as they are in one step. Arrays are int64 of shape (requests,): their
+    prompts, the largest answers, and what they hold, in tokens. ``cap``, ``page``, ``step``: of
+    ``Claims``."""
 
     reqs: list[Req]
-    #: What all of them may take within their next ``cap`` tokens.
-    reserved: int
-    #: What each takes to end, int64 of shape (requests,).
-    needs: Any
+    prompt: Any
+    new: Any
+    now: Any
+    cap: int
+    page: int
+    step: int
+
+    @classmethod
+    def of(cls, reqs: list[Req], cap: int, page: int, step: int) -> Running:
+        """``reqs``, each of which is read."""
+        columns = (
+            (len(req.origin_input_ids) for req in reqs),
+            (req.sampling_params.max_new_tokens for req in reqs),
+            (req.kv_allocated_len for req in reqs),
+        )
+        arrays = (np.fromiter(column, np.int64, len(reqs)) for column in columns)
+        return cls(reqs, *arrays, cap, page, step)
+
+    def later(self) -> Running:
+        """The same requests in a later step. Without speculation all have got equally many tokens
+        since, so only the first is read: reading 512 costs as much as the rest of a step."""
+        if self.step:
+            return Running.of(self.reqs, self.cap, self.page, self.step)
+        now = self.now + (self.reqs[0].kv_allocated_len - self.now[0])
+        return Running(self.reqs, self.prompt, self.new, now, self.cap, self.page, self.step)
+
+    @cached_property
+    def reserved(self) -> int:
+        """What all of them may take within their next ``cap`` tokens: ``growth`` of each."""
+        final = np.maximum(self.prompt + self.new + self.step, self.now)
+        upto = np.minimum(final, self.now + self.cap)
+        return int((-(-upto // self.page) + -self.now // self.page).sum()) * self.page
+
+    @cached_property
+    def needs(self) -> Any:
+        """What each takes to end, whole pages: ``expected_length`` of each."""
+        from sglang.srt.disaggregation.decode import CLIP_MAX_NEW_TOKEN as CLIP
+
+        clip = CLIP * (1 + np.maximum(self.now - self.prompt, 0) // CLIP)
+        expected = self.prompt + np.minimum(self.new, clip) + self.step
+        return -(-expected // self.page) * self.page
 
 
 class Claims:
@@ -152,8 +193,7 @@ class Claims:
         #: tree and outside.
         self._pins: dict[int, int] = {}
         self.pinned = 0
-        #: Prompts and largest answers of the running requests: two int64 of shape (requests,).
-        self._lengths: Any = None
+        #: Of this step; None once a request began to run, or one that ran has left.
         self._counted: Running | None = None
 
     # ---- what happens to a request ----
@@ -181,7 +221,7 @@ class Claims:
         record_of(req).enter(Stage.RUNNING)
         self._pin(self._held.pop(id(req)), -1)
         self._running[id(req)] = req
-        self._lengths = self._counted = None
+        self._counted = None
 
     def deferred(self, req: Req) -> None:
         """The transfer of ``req`` was given up, and the free of its pages is deferred."""
@@ -195,7 +235,7 @@ class Claims:
         if holding is not None:
             self._pin(holding, -1)
         elif self._running.pop(id(req), None) is not None:
-            self._lengths = self._counted = None
+            self._counted = None
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """The tree put ``upper`` above ``lower``; together they are what ``lower`` was."""
@@ -221,28 +261,15 @@ class Claims:
 
     def recount(self) -> None:
         """A step begins: the running requests may have grown since they were counted."""
-        self._counted = None
+        if self._counted is not None:
+            self._counted = self._counted.later() if self._running else None
 
     @property
     def running(self) -> Running:
         """The running requests, counted once a step."""
-        from sglang.srt.disaggregation.decode import CLIP_MAX_NEW_TOKEN as CLIP
-
-        if self._counted is not None:
-            return self._counted
-        reqs, page = list(self._running.values()), self.page
-        if self._lengths is None:
-            prompts = (len(req.origin_input_ids) for req in reqs)
-            answers = (req.sampling_params.max_new_tokens for req in reqs)
-            self._lengths = [np.fromiter(each, np.int64, len(reqs)) for each in (prompts, answers)]
-        prompt, new = self._lengths
-        now = np.fromiter((req.kv_allocated_len for req in reqs), np.int64, len(reqs))
-        # ``growth`` and ``expected_length`` of each.
-        upto = np.minimum(np.maximum(prompt + new + self.step, now), now + self.cap)
-        clip = CLIP * (1 + np.maximum(now - prompt, 0) // CLIP)
-        expected = prompt + np.minimum(new, clip) + self.step
-        reserved = (-(-upto // page) + -now // page).sum() * page
-        self._counted = Running(reqs, int(reserved), -(-expected // page) * page)
+        if self._counted is None:
+            reqs = list(self._running.values())
+            self._counted = Running.of(reqs, self.cap, self.page, self.step)
         return self._counted
 
     @property
@@ -293,7 +320,7 @@ class Claims:
         free = total - self.pinned - private - below(node, self._pins)
         if max([need, *needs]) > free:
             return False
-        reqs, _, longest = self.running
+        reqs, longest = self.running.reqs, self.running.needs
         # Some count on what they share with pinned requests; the neediest are asked first.
         short = np.flatnonzero(longest > free)
         path = {each.id for each in upwards(node)}

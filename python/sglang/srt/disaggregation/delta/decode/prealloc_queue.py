@@ -7,6 +7,7 @@ come first: while any waits, nobody is admitted.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
@@ -256,13 +257,14 @@ class RadixPreallocQueue(DecodePreallocQueue):
         """The next candidates; who waits for a prefix that is still arriving is passed over."""
         first: list[Candidate] = []
         for entry in ready:
-            wait = record_of(entry.req).wait
+            record = record_of(entry.req)
+            wait = record.wait
             awaited = wait.refusal.prefix if wait.refusal is not None else None
             if awaited in arriving and not wait.prefix_timed_out:
                 continue
-            first.append(Candidate(entry, entry.req))
-            if first[-1].is_alone:
-                first[-1].most_new = self.local_turns.choice.limits.when_lost
+            alone = record.is_alone
+            most_new = self.local_turns.choice.limits.when_lost if alone else math.inf
+            first.append(Candidate(entry, entry.req, alone, most_new))
             if len(first) == self._looked_at:
                 break
         return first
@@ -406,9 +408,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         if not gone:
             return
         self._next_part = max(self._next_part - len(gone), 0)  # so that nobody is left out
-        ids = {id(entry) for entry in gone}
-        self.queue = [entry for entry in self.queue if id(entry) not in ids]
-        self.pending_reqs = [entry for entry in self.pending_reqs if id(entry) not in ids]
+        self.queue, self.pending_reqs = without(self.queue, gone), without(self.pending_reqs, gone)
 
     def _answer(self, states: Iterable[tuple[DecodeRequest, int]]) -> list[DecodeRequest]:
         """End those that failed or waited for too long, by the states that the ranks agreed on; who
@@ -470,6 +470,20 @@ class RadixPreallocQueue(DecodePreallocQueue):
             "in deferred release"
         )
         return lambda req: missing(req, head, claims.cost(req, 0), pool)
+
+
+def without(entries: list[DecodeRequest], gone: Sequence[object]) -> list[DecodeRequest]:
+    """``entries`` without those that are ``gone``, who are near its head if they are admitted: a
+    line of 10,000 is not gone through for each of them."""
+    ids, kept = {id(entry) for entry in gone}, []
+    for at, entry in enumerate(entries):
+        if not ids:
+            return kept + entries[at:]
+        if id(entry) in ids:
+            ids.discard(id(entry))
+        else:
+            kept.append(entry)
+    return kept
 
 
 class CountedEntry(DecodeRequest):

@@ -94,8 +94,8 @@ class Candidate:
 
     entry: Any
     req: Req
-    #: With how many new tokens at most it is admitted: it has no prefill server, and is computed
-    #: locally or nowhere.
+    #: Whether it has no prefill server, and with how many new tokens at most it is admitted then.
+    is_alone: bool = False
     most_new: float = math.inf
     #: This rank's vote.
     offer: int = Offer.STOP
@@ -106,11 +106,15 @@ class Candidate:
     #: Why it cannot get in, as this rank sees it in this step.
     refusal: Refusal | None = None
 
-    def __post_init__(self) -> None:
-        #: Whether it was retracted, and not just handshaken; whether it has no prefill server.
-        self.resumes = bool(self.req.is_retracted)
-        self.is_alone = record_of(self.req).is_alone
-        self.length = start_length(self.req)
+    @property
+    def resumes(self) -> bool:
+        """Whether it was retracted, and not just handshaken."""
+        return self.entry is None
+
+    @cached_property
+    def length(self) -> int:
+        """How many tokens need KV before it runs."""
+        return start_length(self.req)
 
     @cached_property
     def token_ids(self) -> list[int]:
