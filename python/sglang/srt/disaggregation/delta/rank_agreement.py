@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar  # Any: what is gathere
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from sglang.srt.disaggregation.delta.observability import RateLimitedLog
+
 #: The elementwise minimum of a vector over the ranks; as long on all of them.
 Reduce = Callable[[list[int]], list[int]]
 
@@ -187,6 +189,32 @@ class AdmissionVote(Vote):
     def pools_differ(self) -> bool:
         """Whether the ranks' pools are not equally full: harmless here, but it must not happen."""
         return (self.free, self.protected) != (-self.minus_free, -self.minus_protected)
+
+
+def agree_on(
+    vote: AdmissionVote,
+    names: Sequence[Sequence[str]],
+    group: ProcessGroup,
+    log: RateLimitedLog,
+) -> AdmissionVote:
+    """What the ranks of ``group`` agree on in an admission step, with one collective. ``names``: of
+    the requests that the vote is about; ``log``: of the queue."""
+    checksum = Checksum()
+    checksum.note(*names)
+    agreed = agree(vote, checksum, over(group))
+    if agreed.pools_differ:
+        log.error(
+            "pools",
+            "the KV pools of this server's ranks differ: this rank has %d free and %d "
+            "protected tokens, the smallest numbers on any rank are %d and %d. Admission uses "
+            "those. If this persists, a rank leaks pages: "
+            "SGLANG_DISAGGREGATION_CHECK_INVARIANTS=1 checks idle servers, and ends one that leaks",
+            vote.free,
+            vote.protected,
+            agreed.free,
+            agreed.protected,
+        )
+    return agreed
 
 
 # ---- transfers between stage and store on a server with buffer-only HiCache ----

@@ -9,7 +9,8 @@ or its server was not reached, was agreed, so all ranks do the same.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any  # Any: SGLang's entries; LocalTurns, or None
 
@@ -20,6 +21,7 @@ from sglang.srt.disaggregation.delta.decode.record import (
     bootstrap_addr,
     record_of,
 )
+from sglang.srt.disaggregation.delta.rank_agreement import State
 from sglang.srt.patchset import environment, flags
 
 if TYPE_CHECKING:
@@ -109,15 +111,36 @@ class Answers:
         place = f"rank={self._rank}, bootstrap_room={req.bootstrap_room}"
         self._give_up(entry, f"{what} {req.rid} ({place}): {self._why_failed(req)}")
 
-    def expire(self, entry: Any, waited: float, allowed: float, lacks: str) -> None:
-        """It waited ``waited`` seconds, of ``allowed``, for what it ``lacks``."""
-        req = entry.req
-        message = (
-            f"Request {req.rid} (bootstrap_room={req.bootstrap_room}) waited {waited:.0f} s for "
-            f"decode memory, and {environment.ADMISSION_TIMEOUT.name} allows {allowed:.0f} s: "
-            f"{lacks}"
-        )
-        self._give_up(entry, message, HTTPStatus.SERVICE_UNAVAILABLE)
+    def settle(
+        self,
+        states: Iterable[tuple[Any, int]],
+        allowed: float,
+        describe: Callable[[], Callable[[Req], str]],
+    ) -> list[Any]:
+        """End entries that failed or waited for memory longer than the ``allowed`` seconds, by the
+        states that the ranks agreed on; who left. Who waited long enough for another request's
+        prefix is attempted from the next step on, and who may be computed locally, too.
+        ``describe``: of ``log_waits``."""
+        gone = []
+        for entry, state in states:
+            wait = record_of(entry.req).wait
+            if state == State.WAITED_ENOUGH:
+                wait.prefix_timed_out = True
+                continue
+            if state == State.EXPIRED:
+                req, waited = entry.req, self._clock() - (wait.since or 0.0)
+                message = (
+                    f"Request {req.rid} (bootstrap_room={req.bootstrap_room}) waited {waited:.0f} "
+                    f"s for decode memory, and {environment.ADMISSION_TIMEOUT.name} allows "
+                    f"{allowed:.0f} s: {describe()(req)}"
+                )
+                self._give_up(entry, message, HTTPStatus.SERVICE_UNAVAILABLE)
+            elif self.keep(entry):
+                continue
+            else:
+                self.fail(entry, "Aborted while waiting for decode memory: request")
+            gone.append(entry)
+        return gone
 
     # ---- who has no prefill server ----
 
@@ -179,25 +202,43 @@ class Answers:
 # ---- what is said of those that wait ----
 
 
-def missing(req: Req, head: Req | None, cost: int, pool: str) -> str:
-    """What ``req`` waits for. ``head``: the first one for which memory is short; ``cost``: the
-    tokens that ``req`` takes, where none were counted; ``pool``: where the pool's tokens are."""
-    own = record_of(req).wait.refusal
+def missing(
+    in_line: Iterable[Req], cost_of: Callable[[Req, int], int], pool: str
+) -> Callable[[Req], str]:
+    """Says what a request waits for, as text. ``in_line``: all that wait, in order; ``cost_of``:
+    the tokens that one takes beyond a prefix; ``pool``: where the pool's tokens are."""
+    head = next((other for other in in_line if record_of(other).wait.is_blocked), None)
     ahead = record_of(head).wait.refusal if head is not None else None
-    if own is not None:
-        why = REASONS[own.reason]
-        cost = cost if own.cost is None else own.cost
-    elif head is not None and ahead is not None:
-        why = f"request {head.rid} ahead of it does not fit: {REASONS[ahead.reason]}"
-    else:
-        why = "its admission was not attempted yet"
-    return f"{why}; it needs {cost} tokens, {pool}"
+
+    def lacks(req: Req) -> str:
+        own, cost = record_of(req).wait.refusal, cost_of(req, 0)
+        if own is not None:
+            why = REASONS[own.reason]
+            cost = cost if own.cost is None else own.cost
+        elif head is not None and ahead is not None:
+            why = f"request {head.rid} ahead of it does not fit: {REASONS[ahead.reason]}"
+        else:
+            why = "its admission was not attempted yet"
+        return f"{why}; it needs {cost} tokens, {pool}"
+
+    return lacks
 
 
-def log_waits(late: list[list[Req]], now: float, lacks: Callable[[Req], str]) -> None:
-    """A warning for each group of requests that wait for the same: the first is described, the
-    others are named."""
-    for first, *others in late:
+def log_waits(
+    reqs: Iterable[Req], now: float, after: float, describe: Callable[[], Callable[[Req], str]]
+) -> None:
+    """Warn, once for each wait, of requests that have waited ``after`` seconds. Those that wait for
+    the same share a line: the first is described, with what ``describe`` makes, the others named.
+    """
+    same: defaultdict[str | None, list[Req]] = defaultdict(list)
+    for req in reqs:
+        wait = record_of(req).wait
+        is_late = wait.since is not None and wait.since <= now - after and not wait.logged
+        if is_late and req.finished_reason is None:
+            wait.logged = True
+            same[wait.refusal and wait.refusal.reason].append(req)
+    lacks = describe() if same else str
+    for first, *others in same.values():
         also = f"; {len(others)} more wait for the same: " + ", ".join(r.rid for r in others)
         logger.warning(
             "request %s (bootstrap_room=%s) has waited %.0f s for decode memory%s: %s%s",

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any  # Any: int64 arrays; two kinds of prefix
+from typing import TYPE_CHECKING, Any  # Any: int64 arrays; a PrefixLease
 
 import numpy as np
 
@@ -143,13 +143,10 @@ class Running:
     @classmethod
     def of(cls, reqs: list[Req], cap: int, page: int, step: int) -> Running:
         """``reqs``, each of which is read."""
-        columns = (
-            (len(req.origin_input_ids) for req in reqs),
-            (req.sampling_params.max_new_tokens for req in reqs),
-            (req.kv_allocated_len for req in reqs),
-        )
-        arrays = (np.fromiter(column, np.int64, len(reqs)) for column in columns)
-        return cls(reqs, *arrays, cap, page, step)
+        prompt = np.fromiter((len(req.origin_input_ids) for req in reqs), np.int64)
+        new = np.fromiter((req.sampling_params.max_new_tokens for req in reqs), np.int64)
+        now = np.fromiter((req.kv_allocated_len for req in reqs), np.int64)
+        return cls(reqs, prompt, new, now, cap, page, step)
 
     def later(self) -> Running:
         """The same requests in a later step. Without speculation all have got equally many tokens
@@ -287,8 +284,8 @@ class Claims:
         return entry_cost(prefix, entering(claim, self.step), self.entry_cap, self.page)
 
     def refusal(self, req: Req, prefix: Any, free: int) -> Refusal | None:
-        """Why a request cannot enter, of whose text the tree holds ``prefix`` (a ``PrefixLease`` or
-        a ``KnownPrefix``); None if it can.
+        """Why a request cannot enter, of whose text the tree holds ``prefix`` (a ``PrefixLease``);
+        None if it can.
 
         ``free``: tokens that are free or can be evicted, without the prefix itself and what others
         take first. A request that resumes must have room like a running one, or it would be

@@ -18,12 +18,7 @@ import torch
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.decode import step
-from sglang.srt.disaggregation.delta.decode.answers import (
-    Answers,
-    NoPrefill,
-    log_waits,
-    missing,
-)
+from sglang.srt.disaggregation.delta.decode.answers import Answers, NoPrefill, log_waits, missing
 from sglang.srt.disaggregation.delta.decode.claims import Claims
 from sglang.srt.disaggregation.delta.decode.receiver import Handshakes
 from sglang.srt.disaggregation.delta.decode.record import (
@@ -32,34 +27,14 @@ from sglang.srt.disaggregation.delta.decode.record import (
     Stage,
     Wait,
     bootstrap_addr,
-    long_waits,
     record_of,
     restore_private,
 )
 from sglang.srt.disaggregation.delta.decode.speculation import step_tokens
-from sglang.srt.disaggregation.delta.decode.step import (
-    Admission,
-    Admit,
-    Answer,
-    Candidate,
-    Limits,
-    Outcome,
-    Snapshot,
-    TooLong,
-    states_of,
-)
 from sglang.srt.disaggregation.delta.decode.transfer_queue import StepWrites, announce, take_slot
 from sglang.srt.disaggregation.delta.observability import RateLimitedLog
 from sglang.srt.disaggregation.delta.pages import page_ceil
-from sglang.srt.disaggregation.delta.rank_agreement import (
-    AdmissionVote,
-    Checksum,
-    Offer,
-    State,
-    agree,
-    alone,
-    over,
-)
+from sglang.srt.disaggregation.delta.rank_agreement import AdmissionVote, Offer, agree_on, alone
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
@@ -68,14 +43,12 @@ else:
     DecodePreallocQueue = DecodeRequest = object
 
 logger = logging.getLogger(__name__)
-#: Seconds between two errors about ranks whose pools differ.
-LOG_EVERY_S = 30.0
 
 
 class RadixPreallocQueue(DecodePreallocQueue):
     """Pre-allocates only what the decode tree lacks. Stock behaviour without the flag.
 
-    No rank decides anything alone: each step begins with one reduction (``_agree``).
+    No rank decides anything alone: each step begins with one reduction (``agree_on``).
     """
 
     # SGLang's; named for the type checker.
@@ -91,19 +64,19 @@ class RadixPreallocQueue(DecodePreallocQueue):
     _next_part: int = 0
 
     @cached_property
-    def _limits(self) -> Limits:
+    def _limits(self) -> step.Limits:
         """The settings, read once: each step would spend a tenth of its time on the environment."""
-        return Limits.read(self._page, self.tree_cache.is_eagle)
+        return step.Limits.read(self._page, self.tree_cache.is_eagle)
 
     @cached_property
-    def _admission(self) -> Admission:
+    def _admission(self) -> step.Admission:
         wanted = step_tokens(self.scheduler, self._page)
         claims = Claims(
             self.num_reserved_decode_tokens, self._page, wanted, self.max_total_num_tokens
         )
         allocator, turns = self.token_to_kv_pool_allocator, self.local_turns
-        window = self._limits.window
-        return Admission(self.tree_cache, allocator, claims, self._may_share, turns, window)
+        window, takes_delta = self._limits.window, self.kv_manager.peer_takes_delta
+        return step.Admission(self.tree_cache, allocator, claims, takes_delta, turns, window)
 
     @cached_property
     def answers(self) -> Answers:
@@ -117,7 +90,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
     @cached_property
     def _pools_log(self) -> RateLimitedLog:
-        return RateLimitedLog(logger, LOG_EVERY_S, lambda: self.clock())
+        return RateLimitedLog(logger, 30.0, lambda: self.clock())
 
     @cached_property
     def step_writes(self) -> StepWrites:
@@ -240,7 +213,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
                 wait.since = self.clock()
         # Nobody is admitted while these wait, but who failed is answered.
         ready = [entry for entry in self.queue if entry.waiting_for_input]
-        first = [Candidate(None, req) for req in self.retracted_queue[: step.TRIED]]
+        first = [step.Candidate(None, req) for req in self.retracted_queue[: step.TRIED]]
         _, _, entered = self._step(self._see(ready, first, {}, resumes=True))
         self._log_waits(self.retracted_queue)
         self.retracted_queue = self.retracted_queue[len(entered) :]
@@ -253,9 +226,9 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
     def _first_in_line(
         self, ready: list[DecodeRequest], arriving: ArrivingPrefixes
-    ) -> list[Candidate]:
+    ) -> list[step.Candidate]:
         """The next candidates; who waits for a prefix that is still arriving is passed over."""
-        first: list[Candidate] = []
+        first: list[step.Candidate] = []
         for entry in ready:
             record = record_of(entry.req)
             wait = record.wait
@@ -264,26 +237,19 @@ class RadixPreallocQueue(DecodePreallocQueue):
                 continue
             alone = record.is_alone
             most_new = self.local_turns.choice.limits.when_lost if alone else math.inf
-            first.append(Candidate(entry, entry.req, alone, most_new))
+            first.append(step.Candidate(entry, entry.req, alone, most_new))
             if len(first) == self._looked_at:
                 break
         return first
 
-    def _may_share(self, candidate: Candidate) -> bool:
-        """Whether a request may share a prefix; one that resumes asks no prefill server."""
-        if not self.tree_cache.may_share(candidate.req):
-            return False
-        asks_nobody = candidate.resumes or candidate.is_alone
-        return asks_nobody or bool(self.kv_manager.peer_takes_delta(bootstrap_addr(candidate.req)))
-
     def _see(
         self,
         ready: list[DecodeRequest],
-        first: list[Candidate],
+        first: list[step.Candidate],
         arriving: ArrivingPrefixes,
         *,
         resumes: bool = False,
-    ) -> Snapshot:
+    ) -> step.Snapshot:
         """What this rank sees. Checked are the candidates, none of which may get in after it
         failed, and the next part of the line. ``resumes``: the candidates were retracted."""
         at = self._next_part if step.CHECKED < len(ready) > self._next_part else 0
@@ -291,64 +257,53 @@ class RadixPreallocQueue(DecodePreallocQueue):
         checked = [candidate.entry for candidate in first if candidate.entry is not None]
         known = set(map(id, checked))
         checked += [entry for entry in ready[at : self._next_part] if id(entry) not in known]
-        states = states_of(checked, self.clock(), self._limits)
+        states = step.states_of(checked, self.clock(), self._limits)
         rows = self.req_to_token_pool.available_size()
         # Who resumes has had its metadata.
         slots = rows if resumes else self.req_to_metadata_buffer_idx_allocator.available_size()
-        return Snapshot(checked, states, first, arriving, rows, slots)
+        return step.Snapshot(checked, states, first, arriving, rows, slots)
 
-    def _step(self, seen: Snapshot) -> tuple[AdmissionVote, list[DecodeRequest], list[Admit]]:
+    def _step(
+        self, seen: step.Snapshot
+    ) -> tuple[AdmissionVote, list[DecodeRequest], list[step.Admit]]:
         """What all ranks agree on; who left without pages, and who got in."""
         admission = self._admission
         try:
             vote = admission.vote(seen)
-            agreed = vote if self._is_alone else self._agree(vote, seen)
+            agreed = vote
+            if not self._is_alone:
+                lists = seen.checked, seen.candidates
+                names = [[each.req.rid for each in part] for part in lists]
+                agreed = agree_on(vote, names, self.gloo_group, self._pools_log)
             return agreed, *self.carry_out(admission.decide(seen, vote, agreed))
         finally:
             step.release(seen.candidates)
 
-    def _agree(self, vote: AdmissionVote, seen: Snapshot) -> AdmissionVote:
-        """What the ranks agree on, with one collective."""
-        checksum = Checksum()
-        rids = [one.req.rid for one in seen.checked], [one.req.rid for one in seen.candidates]
-        checksum.note(*rids)
-        agreed = agree(vote, checksum, over(self.gloo_group))
-        if agreed.pools_differ:
-            self._pools_log.error(
-                "pools",
-                "the KV pools of this server's ranks differ: this rank has %d free and %d "
-                "protected tokens, the smallest numbers on any rank are %d and %d. Admission uses "
-                "those. If this persists, a rank leaks pages: "
-                "SGLANG_DISAGGREGATION_CHECK_INVARIANTS=1 checks idle servers, and ends one that "
-                "leaks",
-                vote.free,
-                vote.protected,
-                agreed.free,
-                agreed.protected,
-            )
-        return agreed
-
-    def carry_out(self, decisions: Iterable[Outcome]) -> tuple[list[DecodeRequest], list[Admit]]:
+    def carry_out(
+        self, decisions: Iterable[step.Outcome]
+    ) -> tuple[list[DecodeRequest], list[step.Admit]]:
         """The effects of a step, decision by decision; who left without pages, and who got in."""
         gone: list[DecodeRequest] = []
-        entered: list[Admit] = []
+        entered: list[step.Admit] = []
         for decision in decisions:
-            if isinstance(decision, Answer):
-                gone = self._answer(decision.states)
-            elif isinstance(decision, TooLong):
+            if isinstance(decision, step.Answer):
+                allowed, lacks = self._limits.for_memory, self._what_is_missing
+                gone = self.answers.settle(decision.states, allowed, lacks)
+                self._leave(gone)
+            elif isinstance(decision, step.TooLong):
                 entry = decision.candidate.entry
                 if self.answers.is_too_long(entry):
                     self._leave([entry])
                 else:
                     self.pending_reqs.append(entry)
-            elif isinstance(decision, Admit):
+            elif isinstance(decision, step.Admit):
                 if self._enter(decision):
                     entered.append(decision)
             else:
                 self._refuse(decision.req, decision.refusal)
         return gone, entered
 
-    def _enter(self, admit: Admit) -> bool:
+    def _enter(self, admit: step.Admit) -> bool:
         """From here on the request holds its pages, and waits for them no longer: its KV comes from
         its copy, is computed locally, or is written by prefill. False where the allocator has fewer
         pages than were counted."""
@@ -410,27 +365,6 @@ class RadixPreallocQueue(DecodePreallocQueue):
         self._next_part = max(self._next_part - len(gone), 0)  # so that nobody is left out
         self.queue, self.pending_reqs = without(self.queue, gone), without(self.pending_reqs, gone)
 
-    def _answer(self, states: Iterable[tuple[DecodeRequest, int]]) -> list[DecodeRequest]:
-        """End those that failed or waited for too long, by the states that the ranks agreed on; who
-        left. Who waited long enough for another request's prefix is attempted from the next step
-        on, and who may be computed locally, too."""
-        gone: list[DecodeRequest] = []
-        lacks: Callable[[Req], str] | None = None
-        for entry, state in states:
-            wait = record_of(entry.req).wait
-            if state == State.WAITED_ENOUGH:
-                wait.prefix_timed_out = True
-            elif state == State.EXPIRED:
-                lacks = lacks or self._what_is_missing()
-                waited = self.clock() - (wait.since or 0.0)
-                self.answers.expire(entry, waited, self._limits.for_memory, lacks(entry.req))
-                gone.append(entry)
-            elif not self.answers.keep(entry):
-                self.answers.fail(entry, "Aborted while waiting for decode memory: request")
-                gone.append(entry)
-        self._leave(gone)
-        return gone
-
     def take_back(self, req: Req, why: str) -> None:
         """The transfer of a request failed, and it is in line again, before all others."""
         from sglang.srt.disaggregation.decode import DecodeRequest
@@ -451,14 +385,11 @@ class RadixPreallocQueue(DecodePreallocQueue):
             self.scheduler.telemetry.count("decode_admission_refused", reason=refusal.reason)
 
     def _log_waits(self, reqs: Iterable[Req]) -> None:
-        late = long_waits(reqs, self.clock() - self._limits.log_after)
-        if late:
-            log_waits(late, self.clock(), self._what_is_missing())
+        log_waits(reqs, self.clock(), self._limits.log_after, self._what_is_missing)
 
     def _what_is_missing(self) -> Callable[[Req], str]:
         """Says what a request waits for, as text, as line and pool are now."""
         in_line = chain(self.retracted_queue, (entry.req for entry in self.queue))
-        head = next((other for other in in_line if record_of(other).wait.is_blocked), None)
         claims, tree = self._admission.claims, self.tree_cache
         deferred = sum(
             page_ceil(req.kv_allocated_len, self._page) - req.cache_protected_len
@@ -469,13 +400,14 @@ class RadixPreallocQueue(DecodePreallocQueue):
             f"evictable, {tree.protected_size()} protected, {claims.reserved} reserved, {deferred} "
             "in deferred release"
         )
-        return lambda req: missing(req, head, claims.cost(req, 0), pool)
+        return missing(in_line, claims.cost, pool)
 
 
 def without(entries: list[DecodeRequest], gone: Sequence[object]) -> list[DecodeRequest]:
     """``entries`` without those that are ``gone``, who are near its head if they are admitted: a
     line of 10,000 is not gone through for each of them."""
-    ids, kept = {id(entry) for entry in gone}, []
+    ids = {id(entry) for entry in gone}
+    kept: list[DecodeRequest] = []
     for at, entry in enumerate(entries):
         if not ids:
             return kept + entries[at:]

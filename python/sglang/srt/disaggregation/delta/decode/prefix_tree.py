@@ -8,7 +8,7 @@ enters the tree.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple  # Any: keys of two forms; what overrides hand on
 
@@ -58,13 +58,18 @@ class PrefixLease:
 
     ``indices`` are the pool slots of the prefix (1-D int64, on the pool's device), a whole number
     of pages, since a paged tree matches whole pages only. The lock covers the path to ``node``.
-    A lease on the root holds nothing.
+    A lease on the root holds nothing. After its release it still says where the match ended: while
+    that ``holds``, which costs a page and not the prompt, ``lock`` takes the same lease again.
     """
 
     def __init__(self, tree: DecodeRadixTree, node: TreeNode, indices: torch.Tensor) -> None:
-        self._tree, self._held = tree, True
+        self._tree, self._held = tree, False
         self.node, self.indices = node, indices
-        tree.inc_lock_ref(node)
+        # A flush may leave nodes in their places.
+        self._root, self._generation = tree.root_node, tree.generation
+        #: The key of the child that a longer match would go on to; None where the prompt ends.
+        self._following: Any = None
+        self.lock()
 
     @classmethod
     def empty(cls, tree: DecodeRadixTree) -> PrefixLease:
@@ -89,11 +94,36 @@ class PrefixLease:
         """Tokens of the prefix."""
         return len(self.indices)
 
+    def lock(self) -> None:
+        """Lock the prefix, at first or once more."""
+        self._held = True
+        self._tree.inc_lock_ref(self.node)
+
     def release(self) -> None:
         """Give the lock back. Calling it again, or after ``hand_over``, does nothing."""
         if self._held:
             self._held = False
             self._tree.dec_lock_ref(self.node)
+
+    def remember(self, key_ids: list[Any], extra_key: str | None) -> None:
+        """The match of ``key_ids`` gave this lease: note where it ended, for ``holds``."""
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        page = self._tree.page_size
+        key = RadixKey(key_ids[self.length : self.length + page], extra_key)
+        self._following = self._tree.get_child_key_fn(key) if len(key) == page else None
+
+    def holds(self) -> bool:
+        """Whether the match would end there again: the node is still in the tree (a split leaves a
+        node the end of its path), and nothing that the prompt goes on with was inserted below."""
+        tree, node = self._tree, self.node
+        if tree.root_node is not self._root or tree.generation != self._generation:
+            return False
+        if node is not self._root:
+            key = tree.get_child_key_fn(node.key)
+            if node.parent.children.get(key) is not node:
+                return False
+        return self._following is None or self._following not in node.children
 
     def hand_over(self, req: Req) -> None:
         """Make ``req`` the owner of the lock; SGLang's own release path returns it."""
@@ -117,51 +147,6 @@ class PrefixLease:
         req.fill_ids = req.origin_input_ids + req.output_ids
         self.hand_over(req)
         req.set_extend_input_len(len(req.fill_ids) - self.length)
-
-
-@dataclass(frozen=True)
-class KnownPrefix:
-    """Where the match of a prompt ended, with no lock on it. It would end there again as long as
-    this ``holds``, which costs a page and not the prompt."""
-
-    root: TreeNode
-    #: The tree's; a flush may leave nodes in their places.
-    generation: int
-    node: TreeNode
-    #: Tokens of the prefix.
-    length: int
-    #: The key of the child that a longer match would go on to; None where the prompt ends.
-    following: Any
-
-    @classmethod
-    def of(
-        cls, tree: DecodeRadixTree, lease: PrefixLease, key_ids: list[Any], extra_key: str | None
-    ) -> KnownPrefix:
-        """Where the match of ``key_ids`` ended that gave ``lease``."""
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        page = RadixKey(key_ids[lease.length : lease.length + tree.page_size], extra_key)
-        following = tree.get_child_key_fn(page) if len(page) == tree.page_size else None
-        return cls(tree.root_node, tree.generation, lease.node, lease.length, following)
-
-    def holds(self, tree: DecodeRadixTree) -> bool:
-        """Whether the node is still in the tree (a split leaves a node the end of its path), and
-        nothing that the prompt goes on with was inserted below it."""
-        node = self.node
-        if tree.root_node is not self.root or tree.generation != self.generation:
-            return False
-        if node is not self.root:
-            key = tree.get_child_key_fn(node.key)
-            if node.parent.children.get(key) is not node:
-                return False
-        return self.following is None or self.following not in node.children
-
-    def lock(self, tree: DecodeRadixTree) -> PrefixLease:
-        """The lease that a match would give; no token is compared."""
-        values = [node.value for node in upwards(self.node)]
-        if not values:
-            return PrefixLease.empty(tree)
-        return PrefixLease(tree, self.node, torch.cat(values[::-1]))
 
 
 def unlocked_tokens(node: TreeNode) -> int:

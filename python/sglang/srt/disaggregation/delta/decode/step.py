@@ -26,7 +26,6 @@ from typing import (
 from sglang.srt.disaggregation.delta.decode.claims import Claims, start_length
 from sglang.srt.disaggregation.delta.decode.prefix_tree import (
     DecodeRadixTree,
-    KnownPrefix,
     PrefixLease,
     key_pairs,
     unlocked_tokens,
@@ -249,19 +248,20 @@ class Admission:
         tree: DecodeRadixTree,
         allocator: Any,
         claims: Claims,
-        may_share: Callable[[Candidate], bool],
+        takes_delta: Callable[[str], bool],
         turns: Any,
         window: int,
     ) -> None:
-        """``turns``: ``LocalTurns``, or None; ``window``: of ``Limits``. The tree tells ``claims``
-        of every change."""
-        self._tree, self._allocator, self._may_share = tree, allocator, may_share
+        """``takes_delta``: whether the prefill server at an address sends the rest of a prefix;
+        ``turns``: ``LocalTurns``, or None; ``window``: of ``Limits``. The tree tells ``claims`` of
+        every change."""
+        self._tree, self._allocator, self._takes_delta = tree, allocator, takes_delta
         self._turns, self._window = turns, window
         self.claims = tree.claims = claims
         #: Tokens that this rank has and another one has not; zero while ranks are in step.
         self._surplus = 0
         #: Who was stopped last: the request itself, not its name, for clients may use a name again
-        #: for another prompt; whether it shared; and its ``KnownPrefix``.
+        #: for another prompt; whether it shared; and the lease that it gave back.
         self._stopped: tuple[Any, bool, Any] = (None, False, None)
 
     @property
@@ -320,25 +320,29 @@ class Admission:
         pool = free, protected, -free, -protected
         return AdmissionVote(seen.states, offers, seen.rows, seen.slots, *pool, costs)
 
+    def _may_share(self, candidate: Candidate) -> bool:
+        """Whether a request may share a prefix; one that resumes asks no prefill server."""
+        req, asks_nobody = candidate.req, candidate.resumes or candidate.is_alone
+        return self._tree.may_share(req) and (asks_nobody or self._takes_delta(bootstrap_addr(req)))
+
     def _lock(self, candidate: Candidate, taken: int) -> bool:
         """Lock what the tree holds of a candidate; false if it is known to be refused as before."""
         tree, req, (stopped, shared, known) = self._tree, candidate.req, self._stopped
-        is_known = stopped is req and shared == candidate.shares and known.holds(tree)
+        is_known = stopped is req and shared == candidate.shares and known.holds()
         if is_known and candidate.length - known.length <= candidate.most_new:
             taken += unlocked_tokens(known.node)
             candidate.refusal = self._refusal(candidate, known, taken)
             if candidate.refusal is not None:
                 return False
-            candidate.lease = known.lock(tree)
+            known.lock()
+            candidate.lease = known
         elif candidate.shares:
             candidate.lease = PrefixLease.take(tree, candidate.key_ids(tree), req.extra_key)
         else:
             candidate.lease = PrefixLease.empty(tree)
         return True
 
-    def _refusal(
-        self, candidate: Candidate, prefix: KnownPrefix | PrefixLease, taken: int = 0
-    ) -> Refusal | None:
+    def _refusal(self, candidate: Candidate, prefix: PrefixLease, taken: int = 0) -> Refusal | None:
         free = self._free - taken - self._surplus
         return self.claims.refusal(candidate.req, prefix, free)
 
@@ -346,8 +350,8 @@ class Admission:
         """``candidate`` was checked, and does not get in now."""
         if candidate.lease is not None:
             ids = candidate.key_ids(self._tree) if candidate.shares else []
-            known = KnownPrefix.of(self._tree, candidate.lease, ids, candidate.req.extra_key)
-            self._stopped = (candidate.req, candidate.shares, known)
+            candidate.lease.remember(ids, candidate.req.extra_key)
+            self._stopped = (candidate.req, candidate.shares, candidate.lease)
 
     def decide(
         self, seen: Snapshot, vote: AdmissionVote, agreed: AdmissionVote
