@@ -118,7 +118,6 @@ class Unasked:
             is_connected=lambda address, dp_rank: False,
             ensure=lambda address: False,
             is_asking=lambda address: asking,
-            forget_answer=lambda address: True,
             forget_unwanted=lambda addresses: None,
             refusals=SimpleNamespace(pop=lambda address: f"{address} could not be reached"),
         )

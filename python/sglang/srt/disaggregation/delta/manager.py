@@ -17,7 +17,8 @@ from aiohttp import web
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers, Tables
+from sglang.srt.disaggregation.delta.decode.heartbeat import WatchedServers
+from sglang.srt.disaggregation.delta.decode.prefill_servers import Tables
 from sglang.srt.disaggregation.delta.decode.transfer_queue import Progress
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks, ServedRooms
@@ -129,7 +130,7 @@ class DeltaManager(CommonKVManager):
         elif has_flag:
             self._receivers().drops_dead_sockets = True
             tables, ask = Tables.of(self), super().try_ensure_parallel_info
-            self.servers = PrefillServers(self.rank, self.statuses, tables, self, ask, server_args)
+            self.servers = WatchedServers(self.rank, self.statuses, tables, self, ask, server_args)
 
     # ---- the thread that reads what peers send ----
 

@@ -18,8 +18,9 @@ import requests
 from component.transfer import bare
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.decode import prefill_servers
-from sglang.srt.disaggregation.delta.decode.prefill_servers import PrefillServers, Tables
+from sglang.srt.disaggregation.delta.decode import heartbeat
+from sglang.srt.disaggregation.delta.decode.heartbeat import WatchedServers
+from sglang.srt.disaggregation.delta.decode.prefill_servers import Tables
 from unit.delta.fakes import Sockets
 
 ADDRESS, ROOM = "10.0.0.1:8998", 7
@@ -39,7 +40,7 @@ class Beats:
     #: Probes without an answer after which a server is lost.
     failures = 1
 
-    def __init__(self, servers: PrefillServers) -> None:
+    def __init__(self, servers: WatchedServers) -> None:
         self._servers, self._runs = servers, False
         self._go, self._asleep = threading.Semaphore(0), threading.Semaphore(0)
 
@@ -72,7 +73,7 @@ class Prefills:
         self.dropped: list[tuple[str, int]] = []
         self.manager.drop_socket = lambda *address: self.dropped.append(address)
         self.manager.server_args.speculative_algorithm = None
-        self.servers = self.manager.servers = PrefillServers(
+        self.servers = self.manager.servers = WatchedServers(
             self.manager.rank,
             self.manager.statuses,
             Tables.of(self.manager),
@@ -81,7 +82,7 @@ class Prefills:
             self.manager.server_args,
         )
         self.beat = Beats(self.servers)
-        patch.setattr(prefill_servers, "time", self.beat)
+        patch.setattr(heartbeat, "time", self.beat)
         #: By address.
         self.answers: dict[str, Answer] = {}
         #: Called while a server is asked or probed.

@@ -1,11 +1,9 @@
-"""A decode rank's view of prefill servers: who they are, whether they live, what they stopped.
+"""A decode rank's view of prefill servers: who they are, and what they stopped.
 
 SGLang queries a prefill server on the scheduler's thread: its topology, which data-parallel rank
 serves a room, and where its ranks listen. A server that hangs would stop every request of the
-decode server for seconds. Here all three are asked in the background (``Connections``). And stock
-probes only the bootstrap server of a prefill server. That one still answers when a scheduler
-process hangs, and when the whole server was restarted between two probes, at the same address but
-with other ranks. So here it is also asked who it is, and every connected rank is pinged.
+decode server for seconds. Here all three are asked in the background (``Connections``). Whether
+the servers live is ``heartbeat``'s.
 """
 
 from __future__ import annotations
@@ -17,16 +15,14 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple  # Any: SGLang's JSON of a rank; the manager
 
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.address_pool import AddressPool
-from sglang.srt.disaggregation.delta.decode.heartbeat import Heartbeat, Probe, look
 from sglang.srt.disaggregation.delta.decode.transfer_queue import DeferredFree, Progress
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS
-from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.rank import RankView, Statuses
@@ -57,12 +53,8 @@ class Tables(NamedTuple):
     @classmethod
     def of(cls, manager: Any) -> Tables:
         """Those of SGLang's ``CommonKVManager``."""
-        return cls(
-            manager.prefill_info_table,
-            manager.connection_pool,
-            manager.connection_lock,
-            manager.addr_to_rooms_tracker,
-        )
+        topology, connections = manager.prefill_info_table, manager.connection_pool
+        return cls(topology, connections, manager.connection_lock, manager.addr_to_rooms_tracker)
 
 
 class Connections:
@@ -120,16 +112,6 @@ class Connections:
         """Whether ``ensure`` has queried the server and has no answer yet."""
         return address in self._asked
 
-    def forget_answer(self, address: str) -> bool:
-        """Nobody waits for the server any more: drop what ``ensure`` keeps of it, unless it is
-        being asked. Returns whether that was done."""
-        future = self._asked.get(address)
-        is_answered = future is None or future.done()
-        if is_answered:
-            self._asked.pop(address, None)
-            self.refusals.pop(address, None)
-        return is_answered
-
     def is_connected(self, address: str, dp_rank: int) -> bool:
         """Whether a room needs no query: this decode rank has registered there already."""
         info = self._tables.topology.get(address)
@@ -149,12 +131,8 @@ class Connections:
         with self._lock:
             future = self._ranks.get((address, dp_rank))
             if future is None:
-                wanted = [
-                    (dp_rank, cp_rank, tp_rank, pp_rank)
-                    for cp_rank in info.target_cp_ranks
-                    for tp_rank in info.target_tp_ranks
-                    for pp_rank in info.target_pp_ranks
-                ]
+                others = info.target_cp_ranks, info.target_tp_ranks, info.target_pp_ranks
+                wanted = list(product([dp_rank], *others))
                 self._ranks[address, dp_rank] = self._pool.submit(address, _ask_all, ask, wanted)
                 return False
         return future.done()
@@ -163,8 +141,9 @@ class Connections:
         """What ``is_ready`` has queried; None where the server did not answer. Never waits."""
         with self._lock:
             future = self._ranks.get((address, rank[0]))
-        is_there = future is not None and future.done() and future.exception() is None
-        found = future.result().get(rank) if future is not None and is_there else None
+        if future is None or not future.done() or future.exception() is not None:
+            return None
+        found = future.result().get(rank)
         return None if found is None else dict(found)
 
     def settled(self, address: str, dp_rank: int) -> None:
@@ -212,12 +191,13 @@ class Connections:
 
     def forget_unwanted(self, addresses: Container[str]) -> None:
         """Only requests for ``addresses`` wait: drop what was answered to others that went away."""
+        self.refusals = {it: why for it, why in self.refusals.items() if it in addresses}
+        asked = self._asked.items()
+        self._asked = {it: each for it, each in asked if it in addresses or not each.done()}
         with self._lock:
-            self._ranks = {
-                key: future
-                for key, future in self._ranks.items()
-                if key[0] in addresses or not future.done()
-            }
+            for key, future in list(self._ranks.items()):
+                if key[0] not in addresses and future.done():
+                    del self._ranks[key]
 
     def forget(self, address: str) -> None:
         """The server is disconnected: what it answered is not used, nor what it still answers."""
@@ -256,8 +236,8 @@ class _Server:
 
 
 class PrefillServers:
-    """One for each decode rank with the radix cache on. Used by the scheduler thread, the reader
-    thread and the heartbeat thread."""
+    """One for each decode rank with the radix cache on, a ``heartbeat.WatchedServers``. Used by the
+    scheduler thread, the reader thread and the heartbeat thread."""
 
     def __init__(
         self,
@@ -434,84 +414,6 @@ class PrefillServers:
                     del self._tables.connections[key]
             self._tables.topology.pop(address, None)
         self.connections.forget(address)
-
-    # ---- heartbeat ----
-
-    def start_heartbeat(self, interval_s: float, max_failures: int) -> None:
-        """Probe all prefill servers every ``interval_s``
-        (``SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL``)."""
-        timeout_s = min(environment.HANDSHAKE_TIMEOUT.read(), interval_s)
-        probe = partial(self._probe, timeout_s=timeout_s)
-        heartbeat = Heartbeat(probe, self._given_up, max_failures=max_failures)
-
-        def beat() -> None:
-            while True:
-                time.sleep(interval_s)
-                try:
-                    heartbeat.beat(self._known())
-                except Exception:  # the thread must outlive what it meets
-                    logger.exception("a heartbeat failed; the next one runs as scheduled")
-
-        threading.Thread(target=beat, name="pd-heartbeat", daemon=True).start()
-
-    def _known(self) -> dict[str, str | None]:
-        with self._lock:
-            addresses = {*self._tables.topology}
-            addresses |= {deferred.address for deferred in self._deferred.values()}
-            for address in addresses:
-                self._servers[address].probed_at = self._servers[address].epoch
-            return {address: self.capabilities(address).incarnation for address in addresses}
-
-    def _probe(self, address: str, timeout_s: float) -> Probe:
-        """Query the identity of the bootstrap server, and ping the connected ranks."""
-        takes_control = self.capabilities(address).takes_control
-        with self._lock:
-            listening = list(self._servers[address].ranks)
-        route = wire.ROUTE if takes_control else "/health"
-        answer = look(f"http://{address}{route}", listening, timeout_s)
-        if isinstance(answer, Probe) or not takes_control:
-            return answer if isinstance(answer, Probe) else Probe(is_alive=True)
-        ours = self._transport.peer_name, self._rank.host, self._rank.port
-        with self._lock:
-            ranks = self._servers[address].ranks
-            unanswered = max(ranks.values(), default=0)
-            for rank in ranks:
-                ranks[rank] += 1
-                ping = wire.Ping(f"{rank[0]}:{rank[1]}", *ours)
-                self._send(rank, ping, "that counts as no answer")
-        return Probe(not unanswered, incarnation=wire.incarnation_in(answer))
-
-    def _given_up(self, address: str, is_gone: bool, why: str) -> None:
-        """What the last probes showed; they say nothing of a server connected to since then."""
-        with self._lock:
-            if self._servers[address].epoch == self._servers[address].probed_at:
-                self.lost(address, is_gone, why)
-
-    def lost(self, address: str, is_gone: bool, why: str) -> None:
-        """A prefill server is given up: fail its rooms, and connect again when it is next needed.
-
-        ``is_gone``: its processes do not exist any more, so that nothing more can be written.
-        """
-        self.disconnect(address)
-        rooms = list(self._tables.rooms.get(address, ()))
-        for room in rooms:
-            self.fail(room, Reason.PEER_LOST, f"lost prefill server {address}: {why}")
-        logger.error(
-            "lost prefill server %s: %s. Its %d rooms fail, and the next request connects again; "
-            "%s",
-            address,
-            why,
-            len(rooms),
-            "its processes are gone: pages in deferred release are freed"
-            if is_gone
-            else "pages stay in deferred release until it answers or is gone, or for "
-            "SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT",
-        )
-        with self._lock:
-            server = self._servers[address]
-            server.ranks = dict.fromkeys(server.ranks, 0)
-            if is_gone:
-                self._forget_writers(address)
 
     def _forget_writers(self, address: str) -> None:
         """The processes of the server at ``address`` are gone: nobody writes for its rooms."""

@@ -352,9 +352,7 @@ class Handshakes:
         for address, in_time in pending.items():
             waiting += self._advance(address, in_time)
         for address in self._attempts.keys() - pending.keys():  # whoever asked went away
-            self._attempts[address] = 0, 0.0
-            if self._connections.forget_answer(address):
-                del self._attempts[address]
+            del self._attempts[address]
         self._connections.forget_unwanted(pending)
         return waiting
 
