@@ -106,14 +106,9 @@ def look(url: str, ranks: Iterable[tuple[str, int]], timeout_s: float) -> Probe 
 def is_refused(error: BaseException) -> bool:
     """Whether a connection was refused, somewhere down the chain of causes."""
     seen: BaseException | None = error
-    for _ in range(10):
-        if seen is None or isinstance(seen, ConnectionRefusedError):
-            break
-        inner = getattr(seen, "reason", None)
-        if not isinstance(inner, BaseException) and seen.args:
-            inner = seen.args[0]
-        seen = inner if isinstance(inner, BaseException) else (seen.__cause__ or seen.__context__)
-    return isinstance(seen, ConnectionRefusedError)
+    while seen is not None and not isinstance(seen, ConnectionRefusedError):
+        seen = seen.__cause__ or seen.__context__
+    return seen is not None
 
 
 def refuses(host: str, port: int, timeout_s: float) -> bool:

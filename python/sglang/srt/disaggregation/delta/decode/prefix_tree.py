@@ -72,13 +72,9 @@ class PrefixLease:
         self.lock()
 
     @classmethod
-    def empty(cls, tree: DecodeRadixTree) -> PrefixLease:
-        """A lease on nothing, for requests that must not share."""
-        return cls(tree, tree.root_node, torch.empty(0, dtype=torch.int64, device=tree.device))
-
-    @classmethod
     def take(cls, tree: DecodeRadixTree, key_ids: list[Any], extra_key: str | None) -> PrefixLease:
-        """Match and lock the longest cached prefix of ``key_ids``: tokens, or pairs of them.
+        """Match and lock the longest cached prefix of ``key_ids``: tokens, or pairs of them; none
+        for a request that must not share.
 
         The key is built as ``Req.init_next_round_input`` builds it, so that LoRA, cache salt and
         any other ``extra_key`` separate requests here as they do on an aggregated server.
@@ -100,7 +96,7 @@ class PrefixLease:
         self._tree.inc_lock_ref(self.node)
 
     def release(self) -> None:
-        """Give the lock back. Calling it again, or after ``hand_over``, does nothing."""
+        """Give the lock back. Calling it again, or after ``bind``, does nothing."""
         if self._held:
             self._held = False
             self._tree.dec_lock_ref(self.node)
@@ -125,14 +121,6 @@ class PrefixLease:
                 return False
         return self._following is None or self._following not in node.children
 
-    def hand_over(self, req: Req) -> None:
-        """Make ``req`` the owner of the lock; SGLang's own release path returns it."""
-        assert self._held, "a released lease cannot be handed over"
-        self._held = False
-        req.last_node = req.last_host_node = self.node
-        req.prefix_indices = self.indices
-        req.cache_protected_len = self.length
-
     def bind(self, rows: ReqToTokenPool, req: Req, slots: torch.Tensor) -> None:
         """Write the request's row and make it the owner of its slots and of the lock.
 
@@ -145,7 +133,10 @@ class PrefixLease:
         rows.write((req.req_pool_idx, slice(self.length, length)), slots)
         req.kv_allocated_len = req.kv_committed_len = length
         req.fill_ids = req.origin_input_ids + req.output_ids
-        self.hand_over(req)
+        assert self._held, "a released lease cannot be handed over"
+        self._held = False  # SGLang's own release path returns the lock
+        req.last_node = req.last_host_node = self.node
+        req.prefix_indices, req.cache_protected_len = self.indices, self.length
         req.set_extend_input_len(len(req.fill_ids) - self.length)
 
 

@@ -336,10 +336,9 @@ class Admission:
                 return False
             known.lock()
             candidate.lease = known
-        elif candidate.shares:
-            candidate.lease = PrefixLease.take(tree, candidate.key_ids(tree), req.extra_key)
         else:
-            candidate.lease = PrefixLease.empty(tree)
+            ids = candidate.key_ids(tree) if candidate.shares else []
+            candidate.lease = PrefixLease.take(tree, ids, req.extra_key)
         return True
 
     def _refusal(self, candidate: Candidate, prefix: PrefixLease, taken: int = 0) -> Refusal | None:
