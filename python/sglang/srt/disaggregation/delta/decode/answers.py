@@ -9,7 +9,6 @@ or its server was not reached, was agreed, so all ranks do the same.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any  # Any: SGLang's entries; LocalTurns, or None
@@ -120,7 +119,7 @@ class Answers:
         """End entries that failed or waited for memory longer than the ``allowed`` seconds, by the
         states that the ranks agreed on; who left. Who waited long enough for another request's
         prefix is attempted from the next step on, and who may be computed locally, too.
-        ``describe``: of ``log_waits``."""
+        ``describe`` makes what says what a request lacks."""
         gone = []
         for entry, state in states:
             wait = record_of(entry.req).wait
@@ -224,21 +223,10 @@ def missing(
     return lacks
 
 
-def log_waits(
-    reqs: Iterable[Req], now: float, after: float, describe: Callable[[], Callable[[Req], str]]
-) -> None:
-    """Warn, once for each wait, of requests that have waited ``after`` seconds. Those that wait for
-    the same share a line: the first is described, with what ``describe`` makes, the others named.
-    """
-    same: defaultdict[str | None, list[Req]] = defaultdict(list)
-    for req in reqs:
-        wait = record_of(req).wait
-        is_late = wait.since is not None and wait.since <= now - after and not wait.logged
-        if is_late and req.finished_reason is None:
-            wait.logged = True
-            same[wait.refusal and wait.refusal.reason].append(req)
-    lacks = describe() if same else str
-    for first, *others in same.values():
+def log_waits(late: list[list[Req]], now: float, lacks: Callable[[Req], str]) -> None:
+    """A warning for each group of requests that wait for the same: the first is described, the
+    others are named."""
+    for first, *others in late:
         also = f"; {len(others)} more wait for the same: " + ", ".join(r.rid for r in others)
         logger.warning(
             "request %s (bootstrap_room=%s) has waited %.0f s for decode memory%s: %s%s",

@@ -27,6 +27,7 @@ from sglang.srt.disaggregation.delta.decode.record import (
     Stage,
     Wait,
     bootstrap_addr,
+    long_waits,
     record_of,
     restore_private,
 )
@@ -385,7 +386,9 @@ class RadixPreallocQueue(DecodePreallocQueue):
             self.scheduler.telemetry.count("decode_admission_refused", reason=refusal.reason)
 
     def _log_waits(self, reqs: Iterable[Req]) -> None:
-        log_waits(reqs, self.clock(), self._limits.log_after, self._what_is_missing)
+        late = long_waits(reqs, self.clock() - self._limits.log_after)
+        if late:
+            log_waits(late, self.clock(), self._what_is_missing())
 
     def _what_is_missing(self) -> Callable[[Req], str]:
         """Says what a request waits for, as text, as line and pool are now."""
@@ -404,8 +407,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
 
 def without(entries: list[DecodeRequest], gone: Sequence[object]) -> list[DecodeRequest]:
-    """``entries`` without those that are ``gone``, who are near its head if they are admitted: a
-    line of 10,000 is not gone through for each of them."""
+    """``entries`` without ``gone``; not gone through behind the last of those."""
     ids = {id(entry) for entry in gone}
     kept: list[DecodeRequest] = []
     for at, entry in enumerate(entries):

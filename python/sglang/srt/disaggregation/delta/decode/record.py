@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple  # Any: a chunk of KV, a tensor or a pair; a Req
@@ -354,3 +355,19 @@ def remains(req: Any) -> Req:
     record.arriving = record.turn = record.without_metadata_since = record.failure = None
     record.arrived = False
     return left
+
+
+# ---- who waits, and for what ----
+
+
+def long_waits(reqs: Iterable[Req], since: float) -> list[list[Req]]:
+    """Those of ``reqs`` that have waited since then or longer and of whom nobody has said so;
+    those that wait for the same together. They count as said of from now on."""
+    same: defaultdict[str | None, list[Req]] = defaultdict(list)
+    for req in reqs:
+        wait = record_of(req).wait
+        is_late = wait.since is not None and wait.since <= since and not wait.logged
+        if is_late and req.finished_reason is None:
+            wait.logged = True
+            same[wait.refusal and wait.refusal.reason].append(req)
+    return [*same.values()]
