@@ -237,7 +237,7 @@ class DeltaReceiver(CommonKVReceiver):
         room, manager = self.bootstrap_room, self.kv_mgr
         manager.statuses.forget(room)
         manager.required_prefill_response_num_table.pop(room, None)
-        manager.take_progress(room)
+        manager.transfer_statuses.pop(room, None)
         rooms = manager.addr_to_rooms_tracker.get(self.bootstrap_addr)
         if rooms is not None:
             rooms.discard(room)

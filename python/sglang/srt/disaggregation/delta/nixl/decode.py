@@ -186,7 +186,7 @@ class NixlDecode(NixlKVManager):
                     # The room was aborted and cleared; recording it would leave an entry behind.
                     logger.debug("late %s notification of room %s", note.kind, note.room)
                     continue
-                status: Any = deferred.progress if deferred else self.progress(note.room)
+                status: Any = deferred.progress if deferred else self.transfer_statuses[note.room]
                 if note.kind == "done" and not (deferred or self._store_metadata(status, note)):
                     status.stopped_writers.add(note.writer)
                     continue
