@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from component.one_rank import one_rank
+from sglang.srt.disaggregation.delta.decode import record
 from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree
 
 
@@ -16,6 +17,16 @@ def _one_rank() -> Iterator[None]:
     """The process group of a server with one rank."""
     with one_rank():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _steps_are_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server logs a step between stages that its table does not have; a test fails at it."""
+
+    def raises(text: str, *values: Any) -> None:
+        raise AssertionError(text % values)
+
+    monkeypatch.setattr(record.logger, "error", raises)
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import KVCache
 
+logger = logging.getLogger(__name__)
 #: Of a prefix in front of arriving KV, about so many tokens are compared.
 SAMPLED = 1024
 #: Why a request is refused, as text.
@@ -195,8 +197,10 @@ class Record:
     slots_at_end: torch.Tensor | None = None
 
     def enter(self, stage: Stage) -> None:
-        """The request is at ``stage`` from now on."""
-        assert stage in NEXT[self.stage], f"{self.stage} -> {stage}"
+        """The request is at ``stage`` from now on. A step that ``NEXT`` does not have is a bug, which
+        is logged: it must not end the scheduler."""
+        if stage not in NEXT[self.stage]:
+            logger.error("a request went from %s to %s, which is not a step", self.stage, stage)
         self.stage = stage
 
     def drop_copies(self) -> None:
