@@ -197,8 +197,8 @@ class Record:
     slots_at_end: torch.Tensor | None = None
 
     def enter(self, stage: Stage) -> None:
-        """The request is at ``stage`` from now on. A step that ``NEXT`` does not have is a bug. It is
-        logged, and does not end the scheduler."""
+        """The request is at ``stage`` from now on. A step that ``NEXT`` does not have is a bug:
+        it is logged, and does not end the scheduler."""
         if stage not in NEXT[self.stage]:
             logger.error("a request went from %s to %s, which is not a step", self.stage, stage)
         self.stage = stage
