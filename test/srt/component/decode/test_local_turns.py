@@ -17,7 +17,7 @@ from component.decode.overlapped import Ahead, Overlapped, random_talks
 from component.decode.pair import Pair, RankGroup, ranks_reduce
 from component.decode.peer import Room, Unasked
 from component.decode.stages import fail_room, freeze
-from component.decode.steps import PROMPT, admit, finish, land, serve, tick, turn
+from component.decode.steps import PROMPT, admit, finish, ids, land, serve, tick, turn
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
 from sglang.srt.disaggregation.delta.decode.turn_choice import REASONS
@@ -211,6 +211,22 @@ def test_what_only_prefill_can(lost: int) -> None:
     fail_room(decoder, req)
     turn(decoder)
     assert req.finished() and decoder.mailbox.reasons[req.rid]["status_code"] == 500
+    finish(decoder)
+
+
+def test_a_turn_without_prefill_is_retracted() -> None:
+    """Guards against a request that is computed here since its prefill server was lost, and that
+    never resumes: nobody is admitted while it waits."""
+    decoder = Decoder(16, 1024, lost=LOST, chunk=32)
+    alone = [decoder.submit(ids(seed, 40), new=60) for seed in (1, 2)]
+    for req in alone:
+        fail_room(decoder, req)
+    turn(decoder, 12)
+    decoder.retract()
+    assert decoder.retracted
+    other = decoder.submit(ids(3, 40), new=2)
+    turn(decoder, 20)
+    assert not decoder.retracted and other in decoder.in_transfer
     finish(decoder)
 
 

@@ -18,6 +18,7 @@ from component.decode.steps import finish, ids
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.decode.record import record_of
 from sglang.srt.disaggregation.delta.decode.transfer_queue import StepWrites
+from sglang.srt.disaggregation.delta.decode.turn_costs import Limits
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 
@@ -151,8 +152,10 @@ def test_pages_that_the_step_in_flight_reads_are_announced_after_it(page: int, t
     finish(decoder)
 
 
-def test_given_up_before_it_was_announced() -> None:
-    """Guards against an announcement of a room that failed in between: its pages are free."""
+@pytest.mark.parametrize("starts_over", [False, True])
+def test_given_up_before_it_was_announced(starts_over: bool) -> None:
+    """Guards against an announcement of a room that failed in between: its pages are free. Also
+    where its request is computed locally instead, and has not ended."""
 
     def script(decoder: Overlapped) -> Iterator[None]:
         ends = decoder.submit([5] * 40, new=9)
@@ -172,9 +175,10 @@ def test_given_up_before_it_was_announced() -> None:
         queue.pop_preallocated = fail_after_admission
         yield
         del queue.pop_preallocated
-        assert late.finished() and decoder.rooms[-1].pages is None
+        assert late.finished() is not starts_over and decoder.rooms[-1].pages is None
         yield from until_idle(decoder)
 
-    decoder = Overlapped(16, 640, reserve=16)
+    limits = Limits(tokens=20, chunk=64, when_lost=640) if starts_over else None
+    decoder = Overlapped(16, 640, reserve=16, limits=limits)
     decoder.play(script(decoder))
     finish(decoder)

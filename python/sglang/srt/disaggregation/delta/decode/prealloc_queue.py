@@ -217,8 +217,9 @@ class RadixPreallocQueue(DecodePreallocQueue):
         first = [step.Candidate(None, req) for req in self.retracted_queue[: step.TRIED]]
         _, _, entered = self._step(self._see(ready, first, {}, resumes=True))
         self._log_waits(self.retracted_queue)
-        self.retracted_queue = self.retracted_queue[len(entered) :]
-        return [each.candidate.req for each in entered]
+        resumed = [each.candidate.req for each in entered]
+        self.retracted_queue = [req for req in self.retracted_queue if req not in resumed]
+        return resumed
 
     @property
     def _memory_is_away(self) -> bool:

@@ -367,8 +367,10 @@ class Admission:
         entered = 0
         for at, candidate in enumerate(candidates):
             req, turn = candidate.req, None
-            if req.finished_reason is not None or record_of(req).is_alone != candidate.is_alone:
-                continue  # answered in this step, or kept in it
+            if req.finished_reason is not None:
+                continue  # answered in this step
+            if not candidate.resumes and record_of(req).is_alone != candidate.is_alone:
+                continue  # its prefill server was lost in this step
             awaited = candidate.awaits(seen.arriving)
             if awaited is not None:
                 yield Refuse(req, Refusal("prefix_arriving", prefix=awaited))

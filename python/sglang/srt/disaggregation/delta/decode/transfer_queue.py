@@ -136,7 +136,8 @@ def announce(
     state = pages if len(pages) and ours.state_item_lens else None
 
     def notify() -> None:
-        if req.finished_reason is not None:
+        # The entry's own request: one that starts over without prefill has left a stand-in there.
+        if entry.req.finished_reason is not None:
             return  # given up meanwhile: prefill was notified that no announcement comes
         at = now()  # prefill may have logged that it knows before the next line is over
         index, prefix = entry.metadata_buffer_index, req.cache_protected_len
