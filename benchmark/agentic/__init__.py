@@ -4,7 +4,7 @@ traces     what a trace holds, and a smaller trace that holds the same
 load       send a trace, measure each request
 fleet      the servers that are measured: by address, or started on this machine
 router     route to aggregated workers, or to prefill and decode pools, by policy
-model      where the decode pool is full: a model, and a simulation of P and D pools
+capacity   how many requests a decode pool holds
 studies    a question as a file; measured in interleaved rounds
 report     answered on one page
 """

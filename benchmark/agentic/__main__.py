@@ -21,11 +21,9 @@ COMMANDS = {
     "compare": ("benchmark.agentic.studies.cli:compare", "compare two runs of a study on one page"),
     "route": ("benchmark.agentic.router.cli", "run the router"),
     "capacity": (
-        "benchmark.agentic.model.capacity",
+        "benchmark.agentic.capacity",
         "requests and transfers that decode capacity allows",
     ),
-    "calibrate": ("benchmark.agentic.model.calibrate", "fit costs to a run's records"),
-    "simulate": ("benchmark.agentic.model.simulate", "replay a trace against simulated pools"),
 }
 
 

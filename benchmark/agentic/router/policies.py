@@ -1,8 +1,7 @@
 """Which worker of a pool gets a request. Pure functions of the workers' state and the request.
 
 Scores are in tokens (``lmetric``: tokens times requests); the lowest wins. Policies look at one
-pool at a time, so prefill and decode workers are chosen by policies of their own. The router and
-the simulator both choose by this module.
+pool at a time, so prefill and decode workers are chosen by policies of their own.
 """
 
 from __future__ import annotations

@@ -7,30 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.agentic.model import capacity as formulas
-from benchmark.agentic.model import costs as cost_files
-from benchmark.agentic.model.capacity import GIB, Workload
-from benchmark.agentic.model.costs import Costs, Transfer
+from benchmark.agentic import capacity
+from benchmark.agentic.capacity import GIB, Costs, Transfer, Workload
 from benchmark.kv_transfer import shapes
 
-H20 = cost_files.load("qwen3-coder-30b-h20")
+H20 = capacity.load_costs("qwen3-coder-30b-h20")
 PR = Workload(prefix=50_000, suffix=4500, prefixes=20)
-
-
-def constant(**changed: float) -> Costs:
-    """Round numbers: 1,000 B a token, 1 ms a new token, 10 ms a step, 1 MB/s."""
-    fields = {
-        "kv_token_bytes": 1000,
-        "prefill_batch_s": 0.0,
-        "prefill_token_s": 1e-3,
-        "prefill_pair_s": 0.0,
-        "step_s": 0.01,
-        "step_request_s": 0.0,
-        "step_context_s": 0.0,
-        "transfer": Transfer(((1e6, 1.0),)),
-        **changed,
-    }
-    return Costs(**fields, sources=dict.fromkeys(fields, "made up"))
 
 
 def test_kv_bytes_of_the_reports_models() -> None:
@@ -70,15 +52,15 @@ def test_isolation_benefit_is_a_prefill_for_each_stream(
     tokens: int, prefill_s: float, benefit_s: float
 ) -> None:
     """The published accounting was once bounded by a request's own decode, and wrong by 100x."""
-    found = formulas.isolation(tokens, prefill_s, 0.0, streams=8)
+    found = capacity.isolation(tokens, prefill_s, 0.0, streams=8)
     assert found.benefit_s == pytest.approx(benefit_s, rel=0.02)
-    slowed = formulas.isolation(tokens, prefill_s, 0.0, streams=8, slowdown=2)
+    slowed = capacity.isolation(tokens, prefill_s, 0.0, streams=8, slowdown=2)
     assert slowed.benefit_s == pytest.approx(benefit_s / 2, rel=0.02)
 
 
 def test_isolation_ratio_of_the_reports_middle_row() -> None:
     """33k tokens: 320 ms of transfer against 36 s is 0.9%."""
-    found = formulas.isolation(33_000, 4.5, 0.320, streams=8)
+    found = capacity.isolation(33_000, 4.5, 0.320, streams=8)
     assert found.ratio == pytest.approx(0.009, abs=0.0002)
 
 
@@ -99,24 +81,24 @@ def test_transfer_between_and_beyond_its_points() -> None:
 
 @pytest.mark.parametrize(("tokens", "seconds"), [(2048, 0.14), (32_768, 4.5), (125_000, 57.0)])
 def test_h20_prefill_meets_the_measurements_it_was_solved_from(tokens: int, seconds: float) -> None:
-    assert H20.request_prefill_s(tokens) == pytest.approx(seconds, rel=0.01)
+    assert H20.prefill_s(tokens) == pytest.approx(seconds, rel=0.01)
 
 
 def test_p99_request_against_the_decode_pool() -> None:
     """11.5 GiB in a pool of 38 GiB: three requests, which is the wall that the report met."""
     token_bytes = 98_304
-    pool = formulas.pool_tokens(38 * GIB, token_bytes)
+    pool = capacity.pool_tokens(38 * GIB, token_bytes)
     assert pool == 415_061
-    p99 = Workload(prefix=0, suffix=formulas.pool_tokens(11.5 * GIB, token_bytes), prefixes=1)
-    assert formulas.holds(p99, pool, shared=False) == 3
-    assert formulas.holds(p99, pool, shared=True) == 3, "nothing to share"
+    p99 = Workload(prefix=0, suffix=capacity.pool_tokens(11.5 * GIB, token_bytes), prefixes=1)
+    assert capacity.holds(p99, pool, shared=False) == 3
+    assert capacity.holds(p99, pool, shared=True) == 3, "nothing to share"
 
 
 def test_what_the_pull_requests_pool_holds() -> None:
     """37 whole requests fill it; 20 prefixes and suffixes leave room for more than all 128."""
     pool = 37 * (54_500 + 355.4 / 2) / 0.99
-    assert formulas.holds(PR, pool, shared=False) == 37
-    shared = formulas.holds(PR, pool, shared=True, reserved=400)
+    assert capacity.holds(PR, pool, shared=False) == 37
+    shared = capacity.holds(PR, pool, shared=True, reserved=400)
     assert shared == (int(pool) - 20 * 50_000) // 4900
     assert shared > 128
 
@@ -124,24 +106,30 @@ def test_what_the_pull_requests_pool_holds() -> None:
 def test_a_pool_too_small_for_all_prefixes_gains_nothing() -> None:
     """Counting as if all prefixes fitted would give a negative number of requests."""
     assert (
-        formulas.holds(PR, 400_000, shared=True) == formulas.holds(PR, 400_000, shared=False) == 7
+        capacity.holds(PR, 400_000, shared=True) == capacity.holds(PR, 400_000, shared=False) == 7
     )
-
-
-def test_steps_and_their_inverse() -> None:
-    costs = constant(step_context_s=1e-5, step_request_s=1e-3)
-    for steps in (0, 1, 7, 1000):
-        seconds = costs.steps_s(steps, 3, 500)
-        by_hand = sum(0.01 + 3e-3 + 1e-5 * (500 + 3 * i) for i in range(steps))
-        assert seconds == pytest.approx(by_hand)
-        assert costs.steps_in(seconds + 1e-9, 3, 500) == steps
 
 
 def test_costs_need_a_source_for_every_number() -> None:
     """A number without its origin is an invented one."""
-    with pytest.raises(ValueError, match="step_s"):
+    with pytest.raises(ValueError, match="prefill_token_s"):
         fields = {f: getattr(H20, f) for f in H20.__struct_fields__}
-        fields["sources"] = {k: v for k, v in H20.sources.items() if k != "step_s"}
+        fields["sources"] = {k: v for k, v in H20.sources.items() if k != "prefill_token_s"}
         Costs(**fields)
     with pytest.raises(ValueError, match="--costs nowhere"):
-        cost_files.load("nowhere")
+        capacity.load_costs("nowhere")
+
+
+def test_capacity_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against numbers that are printed and not written, against a file that nobody asked
+    for, and against costs of a model with other KV bytes, which would pass for numbers."""
+    assert capacity.main([]) == 0
+    assert capacity.main(["--out", str(tmp_path / "capacity.json")]) == 0
+    found = json.loads((tmp_path / "capacity.json").read_text())
+    committed = json.loads((capacity.FOLDER / "results/eight-h20.json").read_text())
+    assert found["pool_tokens"] == 415_061
+    assert found["isolation"] == committed["isolation"]
+    assert capacity.main(["--model", "unknown"]) == 2
+    capsys.readouterr()
+    assert capacity.main(["--model", "qwen3-32b"]) == 2
+    assert "--costs" in capsys.readouterr().err
