@@ -333,7 +333,7 @@ _TRANSFER_ARMS = {
     "stock": "stock 0.5.10.post1",
     "ours": "this package, no flag",
     "radix": "decode with its radix cache",
-    "bare": "the bare library",
+    "bare": "the bare library (no longer measured)",
 }
 
 
@@ -400,18 +400,6 @@ def progress_delay() -> str:
         f"pause and {idle['ours']} with it. A pair with the radix cache serves "
         f"{rates['flag, spinning']:.2f} requests/s without it and {rates['flag']:.2f} with it.\n"
     )
-
-
-def runs() -> str:
-    """benchmark/kv_transfer: the newest page of each run."""
-    newest = {}
-    for path in sorted(_TRANSFER.rglob("*.md")):
-        date, run = path.stem[:10], path.stem[11:]
-        newest[path.parent, run] = (
-            f"[{(path.parent.relative_to(_TRANSFER) / run).as_posix()}]"
-            f"({path.relative_to(_TRANSFER.parent)}) ({date})"
-        )
-    return "The newest page of each run: " + ",\n".join(newest.values()) + ".\n"
 
 
 def _lines(folder: Path, run: str) -> list[Json]:
@@ -496,7 +484,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "lead-headline": lead_headline,
     "hicache": hicache,
     "transfer": transfer,
-    "runs": runs,
     "progress-delay": progress_delay,
     "refused": refused,
     "refused-radix": partial(refused_with, flags.FLAG),

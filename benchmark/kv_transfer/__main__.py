@@ -11,15 +11,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmark.harness import plot
 from benchmark.harness.command import retyped, status
 from benchmark.harness.environment import describe
 from benchmark.harness.report import plain, wide_console
-from benchmark.kv_transfer import choice, runs, shapes
-from benchmark.kv_transfer.cases import Case, Options
+from benchmark.kv_transfer import runs, shapes
 from benchmark.kv_transfer.fleet import TRANSPORTS
-from benchmark.kv_transfer.patterns import PATTERNS
 from benchmark.kv_transfer.records import ARMS, BACKENDS
+from benchmark.kv_transfer.runs import Case, Options
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Run:
     """A run, and its load where none is given."""
 
     what: str
-    arms: tuple[str, ...] = ("stock", "ours", "bare")
+    arms: tuple[str, ...] = ("stock", "ours")
     rooms: int = 1
     in_flight: int = 1
     peers: int = 1
@@ -37,15 +35,13 @@ class Run:
     sizes: tuple[int, ...] = ()
 
 
-_ALL = ("stock", "ours", "radix", "bare")
+_ALL = ("stock", "ours", "radix")
 _BUSY = {"rooms": 64, "in_flight": 64, "peers": 4, "tokens": 1024, "rounds": 3}
 RUNS = {
-    "sweep": Run("How do time and bandwidth grow with size?", sizes=shapes.SIZES),
     "send": Run(
         "What does a call of send cost the scheduler's thread?",
-        ("stock", "ours"),
-        20,
-        4,
+        rooms=20,
+        in_flight=4,
         tokens=2048,
     ),
     "fleet": Run("How fast are many rooms on four peers?", _ALL, **_BUSY),
@@ -56,13 +52,10 @@ RUNS = {
         10,
         sizes=(16, 256, 2048, 8192),
     ),
-    "stall": Run(
-        "What becomes of the other rooms if one of four peers stops?", ("stock", "ours"), **_BUSY
-    ),
+    "stall": Run("What becomes of the other rooms if one of four peers stops?", **_BUSY),
     "idle": Run(
-        "How much CPU does an idle prefill process use?", ("stock", "ours"), 4, 4, tokens=1024
+        "How much CPU does an idle prefill process use?", rooms=4, in_flight=4, tokens=1024
     ),
-    "choice": Run("Are merged ranges or prepared lists faster to build?"),
 }
 
 
@@ -87,13 +80,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--layers", type=int, help="layers of the shape to move, so that more tokens fit")
     add("--transport", choices=TRANSPORTS, help="of UCX; auto on a GPU, else shm (stall: tcp)")
     add("--arms", type=_words, help=f"from {','.join(ARMS)}")
-    add("--tokens", type=int, help="of a room; sweep and delay take --sizes")
-    add("--sizes", type=_numbers, help="sweep and delay: tokens of a room")
+    add("--tokens", type=int, help="of a room; delay takes --sizes")
+    add("--sizes", type=_numbers, help="delay: tokens of a room")
     add("--page-size", type=int, help="tokens a page; 16, and 1 for send")
-    add("--page-sizes", type=_numbers, default=[16], help="sweep: several, such as 1,16,64")
-    add("--patterns", type=_words, default=list(PATTERNS), help="sweep: of pages")
-    add("--pattern", choices=PATTERNS, default="scattered")
-    add("--rooms", type=int, help="of a round; sweep: as many as --in-flight")
+    add("--rooms", type=int, help="of a round")
     add("--in-flight", type=int, help="rooms under way at once")
     add("--peers", type=int, choices=range(1, 5), help="decode peers")
     add("--chunks", type=int, default=1, help="chunks of a room")
@@ -106,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--limit", type=float, default=120.0, help="seconds of a round, at most")
     add("--max-bytes", type=float, default=8e9, help="of all pools together")
     add("--seed", type=int, default=0)
-    add("--out", type=Path, default=Path(__file__).parent / "results")
+    add("--out", type=Path, default=Path("out/kv_transfer"), help="folder of the results")
     return parser
 
 
@@ -119,8 +109,8 @@ def _options(args: argparse.Namespace, console: Console) -> Options:
     transport = "auto" if device == "cuda" else "tcp" if args.run == "stall" else "shm"
     arms = args.arms or list(default.arms)
     for arm in arms:
-        if arm not in ARMS or (args.backend == "mooncake" and arm.startswith("bare")):
-            raise ValueError(f"--arms {arm}: choose from {', '.join(ARMS)} (bare: NIXL only)")
+        if arm not in ARMS:
+            raise ValueError(f"--arms {arm}: choose from {', '.join(ARMS)}")
     return Options(
         backend=args.backend,
         shape=shapes.load(args.shape).with_layers(args.layers or (8 if device == "cpu" else None)),
@@ -144,7 +134,6 @@ def _case(args: argparse.Namespace) -> Case:
     return Case(
         tokens=args.tokens or default.tokens,
         page_size=args.page_size or (1 if args.run == "send" else 16),
-        pattern=args.pattern,
         rooms=args.rooms or max(default.rooms, args.in_flight or 1),
         in_flight=args.in_flight or default.in_flight,
         peers=args.peers or default.peers,
@@ -152,43 +141,7 @@ def _case(args: argparse.Namespace) -> Case:
     )
 
 
-def _sweep(args: argparse.Namespace, options: Options, case: Case, stem: str) -> runs.Answer:
-    """Cases of all sizes; a table, and two pictures of it."""
-    case_of = {
-        size: replace(case, tokens=size) for size in sorted(args.sizes or RUNS["sweep"].sizes)
-    }
-    cases = [
-        replace(each, page_size=page_size, pattern=pattern)
-        for page_size in args.page_sizes
-        for pattern in args.patterns
-        for each in case_of.values()
-        if options.bytes_of(each) <= options.max_bytes
-    ]
-    left_out = [
-        size for size, each in case_of.items() if options.bytes_of(each) > options.max_bytes
-    ]
-    notes = [f"Left out, as --max-bytes is {options.max_bytes:,}: {left_out}"] if left_out else []
-    answer, found, _ = runs.run_loads(options, cases, "sweep")
-    pictures = []
-    for name, label, of in (
-        ("time", "a room's transfer, ms, p50", lambda each: each.total.p50 * 1e3),
-        ("bandwidth", "bandwidth, GB/s", lambda each: each.gb_per_s),
-    ):
-        curves: dict[str, dict[float, float]] = {}
-        for (arm, each), summary in found.items():
-            line = curves.setdefault(f"{arm} {each.pattern}, pages of {each.page_size}", {})
-            line[each.tokens] = of(summary)
-        picture = args.out / f"{stem}-{name}.png"
-        plot.lines(picture, label, curves, ("tokens of a room", label), log=True)
-        pictures.append(f"![{picture.stem}]({picture.name})")
-    return runs.Answer([*answer.parts, *pictures, *notes])
-
-
-def _run(args: argparse.Namespace, options: Options, case: Case, stem: str) -> runs.Answer:
-    if args.run == "sweep":
-        return _sweep(args, options, case, stem)
-    if args.run == "choice":
-        return runs.Answer(choice.run(options))
+def _run(args: argparse.Namespace, options: Options, case: Case) -> runs.Answer:
     if args.run == "delay":
         sizes = args.sizes or RUNS["delay"].sizes
         return runs.run_loads(options, [replace(case, tokens=size) for size in sizes], "delay")[0]
@@ -211,7 +164,7 @@ def _measure(args: argparse.Namespace, console: Console) -> int:
     machine = describe()
     stem = f"{machine['date']}-{args.run}-{args.backend}"
     options = _options(args, console)
-    answer = _run(args, options, _case(args), stem)
+    answer = _run(args, options, _case(args))
     on_tcp = options.backend == "mooncake" and options.device == "cpu"
     header = {
         **machine,

@@ -18,8 +18,16 @@ from benchmark.harness.command import RunFailed
 from benchmark.harness.models import REPOSITORY
 from benchmark.harness.ports import allocate_ports
 from benchmark.harness.watchdog import NEW_GROUP, Watchdog, kill_group
-from benchmark.kv_transfer.patterns import RoomPlan, by_peer
-from benchmark.kv_transfer.records import Failure, FleetConfig, Peer, Round, Setup, ThreadUse
+from benchmark.kv_transfer.clocks import ThreadUse
+from benchmark.kv_transfer.records import (
+    Failure,
+    FleetConfig,
+    Peer,
+    RoomPlan,
+    Round,
+    Setup,
+    by_peer,
+)
 
 _watchdog = Watchdog()
 _START_S = 180.0
@@ -197,7 +205,6 @@ class Fleet:
         for process in range(1, 1 + config.peers):
             self._hear(process, _START_S)
         self.peers = [self.ask(1 + peer, "describe") for peer in range(config.peers)]
-        self.ask(0, "connect", self.peers)
 
     def _stop(self) -> None:
         for connection in self._connections:

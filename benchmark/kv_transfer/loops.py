@@ -7,10 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from benchmark.kv_transfer.patterns import RoomPlan
-from benchmark.kv_transfer.probe import Probe
-from benchmark.kv_transfer.records import RoomTimes, Round
-from benchmark.kv_transfer.turns import TurnClock, Work
+from benchmark.kv_transfer.clocks import TurnClock, Work
+from benchmark.kv_transfer.records import RoomPlan, RoomTimes, Round
 
 _READY_S = 30.0
 
@@ -33,7 +31,6 @@ def prepare(end: Any, plans: Sequence[RoomPlan]) -> dict[int, Any]:
 
 def run_round(
     end: Any,
-    probe: Probe,
     plans: Sequence[RoomPlan],
     senders: dict[int, Any],
     *,
@@ -54,7 +51,6 @@ def run_round(
     active: dict[int, RoomTimes] = {}
     ended: list[RoomTimes] = []
     work, clock = Work(work_s), TurnClock() if work_s else None
-    probe.take()
     cpu, began = time.process_time(), time.monotonic()
     while (waiting or active) and time.monotonic() - began < limit_s:
         turn = time.monotonic()
@@ -62,7 +58,7 @@ def run_round(
             plan = waiting.popleft()
             times = active[plan.room] = RoomTimes(plan.room, plan.peer, began=turn)
             try:
-                _send(senders[plan.room], plan, times, probe)
+                _send(senders[plan.room], plan, times)
             except Exception as error:  # libraries raise bare exceptions of several kinds
                 times.error = f"send raised: {error!r}"
                 ended.append(_end(times, senders, "failed"))
@@ -90,13 +86,12 @@ def run_round(
     sizes = {plan.room: len(plan.source) * page_bytes for plan in plans}
     moved = sum(sizes[times.room] for times in ended if times.outcome == "done")
     turns = clock.turns if clock is not None else []
-    return Round(ended, probe.take(), wall, used, moved, turns=turns)
+    return Round(ended, wall, used, moved, turns=turns)
 
 
-def _send(sender: Any, plan: RoomPlan, times: RoomTimes, probe: Probe) -> None:
+def _send(sender: Any, plan: RoomPlan, times: RoomTimes) -> None:
     sender.start()
     for pages in plan.parts():
-        probe.begin()
         cpu, began = time.thread_time(), time.perf_counter()
         sender.send(pages)
         times.sends.append(time.perf_counter() - began)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from benchmark.kv_transfer.patterns import RoomPlan
+from benchmark.kv_transfer.records import RoomPlan
 from benchmark.kv_transfer.shapes import Shape
 
 #: Contents are below it; decode's memory is filled with it first.
@@ -59,10 +59,6 @@ class Pool:
     def bases(self) -> list[int]:
         """Address of page 0, by buffer."""
         return [buffer.data_ptr() for buffer in self.buffers]
-
-    def holds(self, address: int) -> bool:
-        """Whether the address lies in one of the buffers."""
-        return any(base <= address < base + self.pages * self.item_len for base in self.bases)
 
     def describe(self, args: Any) -> None:
         """Write the pool into SGLang's ``KVArgs``."""

@@ -1,19 +1,47 @@
-"""What crosses between the benchmark and its processes, besides ``patterns.RoomPlan``."""
+"""What crosses between the benchmark and its processes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
+from benchmark.kv_transfer.clocks import Turn
 from benchmark.kv_transfer.shapes import Shape
-from benchmark.kv_transfer.turns import Turn
 
 #: ``radix`` is ours with decode as the flag of the radix cache makes it: it says how many pages it
-#: has, and takes the metadata in a note. ``bare`` configures its NIXL agents as ours does,
-#: ``bare-stock`` as SGLang does. ``ours-spin`` is ours with workers that look at what is under way
-#: without a pause.
-ARMS = ("stock", "ours", "radix", "bare", "bare-stock", "ours-spin")
+#: has, and takes the metadata in a note. ``ours-spin`` is ours with workers that look at what is
+#: under way without a pause.
+ARMS = ("stock", "ours", "radix", "ours-spin")
 BACKENDS = ("nixl", "mooncake")
+
+#: Page indices into a pool, as SGLang keeps them.
+Pages = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class RoomPlan:
+    """One room: which pages go where."""
+
+    room: int
+    #: Index of the decode peer.
+    peer: int
+    source: Pages
+    destination: Pages
+    #: Metadata slot, on both sides.
+    slot: int
+    chunks: int = 1
+
+    def parts(self) -> list[Pages]:
+        """The source pages of each chunk."""
+        return np.array_split(self.source, self.chunks)
+
+
+def by_peer(plans: Sequence[RoomPlan], peers: int) -> list[list[RoomPlan]]:
+    """The rooms of each peer."""
+    return [[plan for plan in plans if plan.peer == peer] for peer in range(peers)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,30 +86,6 @@ class Peer:
 
     name: str
     pid: int
-    #: For the bare arm: the library's own description, buffer addresses.
-    metadata: bytes = b""
-    bases: tuple[int, ...] = ()
-
-
-@dataclass
-class Transfer:
-    """One transfer handed to the library: what timing wrappers around its calls saw. Seconds;
-    None where it cannot be told."""
-
-    room: int | None
-    is_metadata: bool
-    descriptors: int
-    #: In the library's calls that describe a transfer, before the post.
-    describe_s: float
-    #: From the beginning of the work on it until the post: SGLang's part, and ``describe_s``.
-    build_s: float | None
-    post_s: float | None = None
-    #: From the end of the post until it was seen done.
-    wire_s: float | None = None
-    #: In a worker's queue before that.
-    queue_s: float | None = None
-    #: On the thread that calls ``send``.
-    on_caller: bool = False
 
 
 @dataclass
@@ -115,7 +119,6 @@ class Round:
     """Rooms that were sent together."""
 
     rooms: list[RoomTimes]
-    transfers: list[Transfer]
     wall_s: float
     #: CPU time of the prefill process, all its threads.
     cpu_s: float
@@ -124,14 +127,6 @@ class Round:
     peer_cpu_s: float = 0.0
     #: Of the prefill loop, where it was asked to work.
     turns: list[Turn] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class ThreadUse:
-    """CPU time of one thread over a while."""
-
-    name: str
-    cpu_s: float
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from benchmark.kv_transfer.patterns import Pages, RoomPlan
 from benchmark.kv_transfer.pool import Pool
-from benchmark.kv_transfer.probe import Probe
-from benchmark.kv_transfer.records import Peer, Setup
+from benchmark.kv_transfer.records import Pages, Peer, RoomPlan, Setup
 
 HOST = "127.0.0.1"
 _PREFIX = {"nixl": "Nixl", "mooncake": "Mooncake"}
@@ -131,17 +128,6 @@ class _End:
 
 class Prefill(_End):
     """What the prefill scheduler does with a manager."""
-
-    def __init__(self, setup: Setup, pool: Pool, probe: Probe) -> None:
-        super().__init__(setup, pool)
-        if setup.backend == "nixl":
-            probe.watch_nixl(self.manager.agent)
-        else:
-            probe.watch_mooncake(self.manager.engine, pool.holds)
-        probe.watch_workers()
-
-    def connect(self, peers: Sequence[Peer]) -> None:
-        """Nothing to do: decode registers by itself."""
 
     def sender(self, plan: RoomPlan) -> Sender:
         """A room whose announcement is or will be there."""

@@ -1,38 +1,30 @@
-"""Model shapes: how large a token's KV is, and which sizes fit into memory."""
+"""How large a token's KV is, by model."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+import msgspec
 
 FOLDER = Path(__file__).parent / "shapes"
-
-#: Tokens, as in the per-stage report of Mooncake transfers that this benchmark follows.
-SIZES = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-
 
 #: ``--kv-cache-dtype`` -> bytes of an element.
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The KV of a model, as SGLang's pools hold it on one tensor parallel rank."""
 
     name: str
     layers: int
     kv_heads: int
-    #: Elements of a head; of the whole latent row where ``mla``.
     head_dim: int
+    """Elements of a head; of the whole latent row where ``mla``."""
     dtype_bytes: int
-    #: One buffer a layer; otherwise one of keys and one of values.
     mla: bool
+    """One buffer a layer; otherwise one of keys and one of values."""
 
     @property
     def buffers(self) -> int:
@@ -55,7 +47,8 @@ class Shape:
             return self
         if layers > self.layers:
             raise ValueError(f"--layers {layers}: {self.name} has only {self.layers}")
-        return dataclasses.replace(self, name=f"{self.name} ({layers} layers)", layers=layers)
+        name = f"{self.name} ({layers} layers)"
+        return msgspec.structs.replace(self, name=name, layers=layers)
 
 
 def names() -> list[str]:
@@ -75,19 +68,19 @@ def load(name: str, kv_dtype: str | None = None) -> Shape:
     if config.is_file():
         shape = from_config(json.loads(config.read_text()), config.resolve().parent.name)
     elif path.exists():
-        shape = Shape(**yaml.safe_load(path.read_text()))
+        shape = msgspec.yaml.decode(path.read_bytes(), type=Shape)
     else:
         raise ValueError(f"no shape {name}: choose from {', '.join(names())}, or a model's folder")
-    return dataclasses.replace(shape, dtype_bytes=_bytes(kv_dtype)) if kv_dtype else shape
+    return msgspec.structs.replace(shape, dtype_bytes=_bytes(kv_dtype)) if kv_dtype else shape
 
 
-def from_config(config: Mapping[str, Any], name: str = "model") -> Shape:
+def from_config(config: dict[str, Any], name: str = "model") -> Shape:
     """The shape that a Hugging Face ``config.json`` describes; MLA by its ``kv_lora_rank``.
 
     Raises:
         ValueError: a field is missing, or the type is unknown.
     """
-    text: Mapping[str, Any] = config.get("text_config", config)
+    text: dict[str, Any] = config.get("text_config", config)
     dtype = _bytes(str(text.get("dtype") or text.get("torch_dtype") or "bfloat16"))
     try:
         layers = int(text["num_hidden_layers"])

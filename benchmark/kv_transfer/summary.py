@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmark.harness.report import Spread, percentile, spread
-from benchmark.kv_transfer.records import RoomTimes, Round, ThreadUse
-from benchmark.kv_transfer.turns import Turn
+from benchmark.kv_transfer.clocks import ThreadUse, Turn
+from benchmark.kv_transfer.records import RoomTimes, Round
 
 #: In the names of the threads that carry transfers: ours, and those of SGLang's Mooncake manager.
 _WORKERS = ("kv-transfer", "transfer_worker")
@@ -16,8 +16,7 @@ _WORKERS = ("kv-transfer", "transfer_worker")
 
 @dataclass(frozen=True)
 class Summary:
-    """One arm on one load. Times in seconds; stages are those of one transfer (a chunk to a peer),
-    metadata left out; NaN where an arm has no such stage or cannot tell."""
+    """One arm on one load. Times in seconds; NaN where an arm cannot tell."""
 
     rooms: int
     failed: int
@@ -25,18 +24,10 @@ class Summary:
     send: Spread
     #: CPU time of that thread in it.
     send_cpu: Spread
-    queue: Spread
-    build: Spread
-    #: The part of ``build`` that is the library's.
-    describe: Spread
-    post: Spread
-    wire: Spread
     #: A room, from its turn (``RoomTimes.began``) until prefill sees that it is done.
     total: Spread
     #: The same until decode sees it.
     arrival: Spread
-    #: Of one transfer, the median.
-    descriptors: float
     room_bytes: float
     #: All bytes over the time from the first ``send`` to the last end, 10**9 bytes a second.
     gb_per_s: float
@@ -51,7 +42,6 @@ def summarize(rounds: Sequence[Round]) -> Summary:
     """All rounds of one load together."""
     rooms = [times for each in rounds for times in each.rooms]
     good = [times for times in rooms if times.outcome == "done"]
-    moves = [t for each in rounds for t in each.transfers if not t.is_metadata]
     moved = sum(each.moved_bytes for each in rounds)
     gigabytes = moved / 1e9 if moved else math.nan
     return Summary(
@@ -59,14 +49,8 @@ def summarize(rounds: Sequence[Round]) -> Summary:
         failed=len(rooms) - len(good),
         send=spread([seconds for times in rooms for seconds in times.sends]),
         send_cpu=spread([seconds for times in rooms for seconds in times.send_cpus]),
-        queue=spread(move.queue_s for move in moves),
-        build=spread(move.build_s for move in moves),
-        describe=spread(move.describe_s for move in moves),
-        post=spread(move.post_s for move in moves),
-        wire=spread(move.wire_s for move in moves),
         total=spread(times.total for times in good),
         arrival=spread([times.arrived - times.began for times in good if times.arrived]),
-        descriptors=spread([float(move.descriptors) for move in moves]).p50,
         room_bytes=moved / len(good) if good else math.nan,
         gb_per_s=gigabytes / sum(each.wall_s for each in rounds),
         cpu_s_per_gb=sum(each.cpu_s for each in rounds) / gigabytes,

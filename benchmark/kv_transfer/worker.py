@@ -16,14 +16,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmark.kv_transfer import loops
-from benchmark.kv_transfer.patterns import RoomPlan
-from benchmark.kv_transfer.records import Failure, Peer, Setup, ThreadUse
-from benchmark.kv_transfer.threads import use_over
-
-
-def _ends(setup: Setup) -> Any:
-    name = f"bare_{setup.backend}" if setup.arm.startswith("bare") else "sglang_ends"
-    return importlib.import_module(f"benchmark.kv_transfer.{name}")
+from benchmark.kv_transfer.clocks import ThreadUse, use_over
+from benchmark.kv_transfer.records import Failure, Peer, RoomPlan, Setup
 
 
 class _Process:
@@ -42,19 +36,13 @@ class _Process:
 
 class _Prefill(_Process):
     def __init__(self, setup: Setup) -> None:
-        from benchmark.kv_transfer.probe import Probe
+        from benchmark.kv_transfer.sglang_ends import Prefill
 
         super().__init__(setup)
         self.pool.fill()
-        self._probe = Probe()
-        self._end = _ends(setup).Prefill(setup, self.pool, self._probe)
-        self._peers: Sequence[Peer] = ()
+        self._end = Prefill(setup, self.pool)
         self._plans: Sequence[RoomPlan] = ()
         self._senders: dict[int, Any] = {}
-
-    def connect(self, peers: Sequence[Peer]) -> None:
-        self._peers = peers
-        self._end.connect(peers)
 
     def prepare(self, plans: Sequence[RoomPlan]) -> None:
         self._plans = plans
@@ -63,7 +51,6 @@ class _Prefill(_Process):
     def round(self, in_flight: int, limit_s: float) -> Any:
         return loops.run_round(
             self._end,
-            self._probe,
             self._plans,
             self._senders,
             in_flight=in_flight,
@@ -73,23 +60,18 @@ class _Prefill(_Process):
             work_s=self.setup.prefill_work_s,
         )
 
-    def forms(self, chunks: Sequence[Any], repeats: int) -> Any:
-        """Of the bare arm: see ``choice.py``."""
-        from benchmark.kv_transfer import choice
-
-        return choice.measure(self._end.agent, self.pool, self._peers[0], chunks, repeats)
-
 
 class _Decode(_Process):
     def __init__(self, setup: Setup) -> None:
+        from benchmark.kv_transfer.sglang_ends import Decode
+
         super().__init__(setup)
         self.pool.blank()
-        self._end = _ends(setup).Decode(setup, self.pool)
+        self._end = Decode(setup, self.pool)
         self._cpu = 0.0
 
     def describe(self) -> Peer:
-        peer: Peer = self._end.describe(os.getpid())
-        return peer
+        return self._end.describe(os.getpid())
 
     def announce(self, plans: Sequence[RoomPlan]) -> None:
         for plan in plans:
@@ -132,10 +114,7 @@ def _look_without_a_pause() -> None:
 
 
 def main(arm: str, descriptors: Sequence[int]) -> None:
-    if arm.startswith("bare"):
-        importlib.import_module("torch")
-    else:
-        importlib.import_module("benchmark.kv_transfer.sglang_ends").preload()
+    importlib.import_module("benchmark.kv_transfer.sglang_ends").preload()
     if arm == "ours-spin":
         _look_without_a_pause()
     children = []

@@ -1,4 +1,4 @@
-"""Page patterns of the KV transfer benchmark: overlapping or merged pages would flatter an arm."""
+"""Rooms of the KV transfer benchmark: overlapping pages would flatter an arm."""
 
 from __future__ import annotations
 
@@ -7,38 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmark.kv_transfer import patterns
-from benchmark.kv_transfer.cases import Case
-
-counts = st.integers(1, 60)
+from benchmark.kv_transfer.records import by_peer
+from benchmark.kv_transfer.runs import Case, pages_for
 
 
-@given(count=counts, rooms=st.integers(1, 6), pattern=st.sampled_from(patterns.PATTERNS))
-def test_rooms_share_no_page(count: int, rooms: int, pattern: str) -> None:
+@given(count=st.integers(1, 60), rooms=st.integers(1, 6))
+def test_rooms_share_no_page(count: int, rooms: int) -> None:
     """Two rooms under way that write one page, or page 0, which no request owns."""
-    pages = np.concatenate(patterns.pages_for(pattern, count, rooms, seed=3))
+    pages = np.concatenate(pages_for(count, rooms, seed=3))
     assert sorted(pages) == list(range(1, rooms * count + 1))
-
-
-@given(data=st.data(), count=counts)
-def test_merged_runs_cover_every_page(data: st.DataObject, count: int) -> None:
-    """The bare arm moving less than the others do."""
-    order = st.permutations(range(count))
-    source = np.array(data.draw(order), np.int32)
-    destination = np.array(data.draw(order), np.int32)
-    pairs = [
-        (first + i, to + i)
-        for first, to, length in zip(*patterns.merged(source, destination), strict=True)
-        for i in range(length)
-    ]
-    assert pairs == list(zip(source, destination, strict=True))
 
 
 def test_rooms_are_dealt_to_the_peers_in_turn() -> None:
     """A peer with all the rooms, and slots or pages that two rooms of a peer share."""
     plans = Case(3, page_size=1, rooms=10, peers=4).plans(0)
     assert len({plan.room for plan in plans}) == 10
-    shares = patterns.by_peer(plans, 4)
+    shares = by_peer(plans, 4)
     assert [len(share) for share in shares] == [3, 3, 2, 2]
     for share in shares:
         assert len({plan.slot for plan in share}) == len(share)

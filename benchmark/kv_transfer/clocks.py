@@ -1,4 +1,4 @@
-"""How long each turn of prefill's loop takes, and where the time goes: the gaps of a scheduler.
+"""CPU time of each thread, and the gaps of a scheduler: how long each turn of prefill's loop takes.
 
 Between two turns a scheduler does Python work, so it needs the interpreter as often as a core. What
 a turn takes beyond its own CPU time it waits: for a core (the kernel counts that), or for something
@@ -12,6 +12,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 _TRIALS = 25
 
@@ -77,3 +79,36 @@ def _some(units: int) -> Any:
     for number in range(units):
         table[number % 64] = (number, str(number))
     return table
+
+
+@dataclass(frozen=True)
+class ThreadUse:
+    """CPU time of one thread over a while."""
+
+    name: str
+    cpu_s: float
+
+
+def use_over(seconds: float) -> list[ThreadUse]:
+    """What each thread uses while this one sleeps; most first. Threads that Python does not know
+    are called ``native``, with the kernel's name for them."""
+    before = _snapshot()
+    time.sleep(seconds)
+    after = _snapshot()
+    known = {thread.native_id: thread.name for thread in threading.enumerate()}
+    used = [
+        ThreadUse(known.get(tid) or f"native {_name(tid)}", cpu_s - before.get(tid, 0.0))
+        for tid, cpu_s in after.items()
+    ]
+    return sorted(used, key=lambda use: -use.cpu_s)
+
+
+def _snapshot() -> dict[int, float]:
+    return {each.id: each.user_time + each.system_time for each in psutil.Process().threads()}
+
+
+def _name(tid: int) -> str:
+    try:
+        return Path(f"/proc/self/task/{tid}/comm").read_text().strip()
+    except OSError:  # it has just ended
+        return "?"
