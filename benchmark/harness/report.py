@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -62,19 +63,6 @@ def spread(values: Iterable[float | None]) -> Spread:
     known = [float(value) for value in values if value is not None]
     mean = sum(known) / len(known) if known else math.nan
     return Spread(len(known), mean, *(percentile(known, p) for p in (50, 90, 99)))
-
-
-def solve(rows: Sequence[Sequence[float]], times: Sequence[float]) -> list[float]:
-    """A factor for each column of ``rows``, none below zero, so that rows come near to ``times``.
-
-    Least squares of the relative error, as times differ by orders of magnitude.
-    """
-    from scipy.optimize import nnls
-
-    matrix = np.asarray(rows, dtype=float) / np.asarray(times, dtype=float)[:, None]
-    scale = np.abs(matrix).max(axis=0)
-    solution, _ = nnls(matrix / scale, np.ones(len(rows)))
-    return [float(value) for value in solution / scale]
 
 
 def summarize(results: Sequence[Result]) -> Summary:
@@ -169,13 +157,16 @@ def milliseconds(seconds: float) -> str:
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it: dataclasses as objects, floats with six significant digits, NaN as null."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+    """As JSON has it: dataclasses and structs as objects, six significant digits (numpy's too), NaN
+    as null."""
+    return _rounded(msgspec.to_builtins(value, str_keys=True, enc_hook=lambda n: n.item()))
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
-    if hasattr(value, "__dataclass_fields__"):
-        return plain(asdict(value))
+        return [_rounded(each) for each in value]
     if isinstance(value, float):
         return None if math.isnan(value) else float(f"{value:.6g}")
     return value

@@ -31,6 +31,7 @@ def test_every_table_is_shown_somewhere() -> None:
 
 #: The path of a result as a README names it, from its own folder; perhaps with a * in it.
 RESULT = re.compile(r"[\w./-]*\bresults[\w-]*/[\w./*-]*\w")
+COMMIT = re.compile(r"(?<![\w/.-])[0-9a-f]{7,10}(?![\w/.-])")
 IMAGE = re.compile(r"^!\[[^]]*\]\(([\w.-]+)\)", re.MULTILINE)
 
 
@@ -69,6 +70,23 @@ def test_no_results_that_nobody_is_shown(monkeypatch: pytest.MonkeyPatch) -> Non
     results = {path for path in tracked("benchmark") if "/results" in str(path.parent)}
     left = results - shown(results, monkeypatch)
     assert {str(path.relative_to(REPOSITORY)) for path in left} == set()
+
+
+def test_commits_on_pages_are_in_the_history() -> None:
+    """Guards against results that nobody can go back to: their commit was on a branch."""
+    asked = ["git", "rev-parse", "--is-shallow-repository"]
+    if subprocess.run(asked, cwd=REPOSITORY, capture_output=True, text=True).stdout != "false\n":
+        pytest.skip("no history")
+    pages = "".join(page.read_text() for page in tracked("*.md"))
+    named = {each for each in COMMIT.findall(pages) if not each.isdigit() and not each.isalpha()}
+    checked = subprocess.run(
+        ["git", "cat-file", "--batch-check"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        input="\n".join(sorted(named)),
+    )
+    assert [line for line in checked.stdout.splitlines() if line.endswith("missing")] == []
 
 
 @pytest.mark.parametrize("name", figures.FIGURES)
