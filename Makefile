@@ -74,7 +74,7 @@ chaos-current: $(CURRENT_STAMP) ## the same on SGLang 0.5.23; CHAOS="--lead --se
 	PYTHONPATH=.:test/srt $(CURRENT)/bin/python -m chaos $(or $(CHAOS),--lead)
 
 bench-agentic: env ## is disaggregation worth it? one page; AGENTIC="--fleet fleet.yaml --trace FILE ..."
-	$(PY) -m benchmark.agentic run worth $(AGENTIC)
+	$(PY) -m benchmark run worth $(AGENTIC)
 
 test-durations: env ## how long each layer takes here; for CONTRIBUTING.md, on a machine that does nothing else
 	@for layer in lint test-fast test-unit test-component test-e2e test-nightly; do \

@@ -1,1 +1,10 @@
-"""Benchmarks and the demo: one folder a question, each a thin script over ``benchmark.harness``."""
+"""Measures what the package is worth on real servers; ``python -m benchmark --help``."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+if importlib.util.find_spec("sglang") is None:
+    # A machine that only sends has this checkout and no SGLang: tables, server commands and the
+    # formats of logs come from the checkout.
+    sys.path.append(str(Path(__file__).parents[1] / "python"))

@@ -7,6 +7,7 @@ on the version of a drawing library.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -272,6 +273,7 @@ FIGURES: Mapping[str, Callable[[], str]] = {"worth.svg": worth, "two_turns.svg":
 
 def main() -> int:
     """Writes them all, and names those that changed."""
+    argparse.ArgumentParser(prog="python -m benchmark figures", description=__doc__).parse_args()
     FOLDER.mkdir(exist_ok=True)
     for name, figure in FIGURES.items():
         path, text = FOLDER / name, figure()

@@ -9,6 +9,7 @@ those of refused settings from its rules.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -512,6 +513,7 @@ def render(text: str) -> str:
 
 def main() -> int:
     """Rewrites what has changed, and names it."""
+    argparse.ArgumentParser(prog="python -m benchmark tables", description=__doc__).parse_args()
     for path in FILES:
         before = path.read_text()
         if (after := render(before)) != before:

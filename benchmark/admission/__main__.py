@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -13,22 +12,22 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmark.admission.arms import Arm, Ours, Step, Stock
-from benchmark.admission.parts import Load, one_rank
 from benchmark.harness.command import status
 from benchmark.harness.environment import describe
 from benchmark.harness.report import percentile, print_table, write_summary
-from benchmark.harness.without_engine import set_arguments
 
 RUNNING = (0, 64, 256, 512)
 PAGES = (1, 64)
 #: Requests that one step admits, and that the queue leaves room for. Zero: its head is blocked.
 ADMITS = (0, 1, 4)
-BUILDERS: dict[str, Callable[[Load], Arm]] = {"stock": Stock, "ours": Ours}
+ARMS = ("stock", "ours")
 
 
-def measure(arms: dict[str, Arm], admits: int, steps: int) -> dict[str, dict[str, float]]:
+# Any: arms need torch and SGLang, which --help does without.
+def measure(arms: dict[str, Any], admits: int, steps: int) -> dict[str, dict[str, float]]:
     """Both arms by turns; microseconds of a step, and what it matched."""
+    from benchmark.admission.arms import Step
+
     for arm in arms.values():
         arm.room_for(admits)
         for _ in range(3):
@@ -66,6 +65,11 @@ def _numbers(values: list[float]) -> dict[str, float]:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """All cases; a table, and a summary in ``args.out``."""
+    from benchmark.admission.arms import Ours, Stock
+    from benchmark.admission.parts import Load, one_rank
+    from benchmark.harness.without_engine import set_arguments
+
+    builders = dict(zip(ARMS, (Stock, Ours), strict=True))
     cases: list[dict[str, Any]] = []
     with one_rank():
         for page in args.pages:
@@ -76,7 +80,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             copies = {"queued": 10 * args.copies, "copies": args.copies, "depth": 20}
             loads.append(replace(loads[-1], **copies))
             for load in loads:
-                arms = {name: build(load) for name, build in BUILDERS.items()}
+                arms = {name: build(load) for name, build in builders.items()}
                 for admits in ADMITS if load.copies == 1 else (0,):
                     steps = args.steps if admits == 0 else args.steps // 4
                     case = {"page": page, "running": load.running, "admits": admits}
@@ -96,7 +100,7 @@ def _print(cases: list[dict[str, Any]], console: Console) -> None:
             str(case["admits"]),
             *(
                 f"{case[name]['cpu_median_us']:,.0f} / {case[name]['cpu_p99_us']:,.0f}"
-                for name in BUILDERS
+                for name in ARMS
             ),
             f"{case['ours']['cpu_median_us'] - case['stock']['cpu_median_us']:,.0f}",
             f"{case['ours']['matches_median']:.0f} / {case['ours']['matches_max']}",
@@ -131,7 +135,7 @@ def main() -> int:
         help="copies of each of ten waiting prompts, in the same cases",
     )
     add("--name", default="admission", help="file name of the summary")
-    add("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the summary")
+    add("--out", type=Path, default=Path("out/admission"), help="folder of the summary")
     args, console = parser.parse_args(), Console(width=110)
     return status(lambda: run(args, console), console)
 

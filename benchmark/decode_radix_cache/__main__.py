@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from rich.console import Console
 
@@ -26,7 +25,7 @@ def main() -> int:
             "pause, as in stock"
         ),
     )
-    add_common(parser, Path(__file__).parent / "results")
+    add_common(parser)
     args, console = parser.parse_args(), Console()
 
     def run() -> int:

@@ -6,8 +6,6 @@ import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 
-import psutil
-
 from benchmark.harness.ports import is_free
 
 NEEDED_GB = 4.0
@@ -17,6 +15,8 @@ PACKAGES = ("sglang", "sglang_router", "nixl")
 
 def problems(port: int | None, model: Path) -> Iterable[str]:
     """Everything that would stop a run. ``port``: the one the load balancer was asked to take."""
+    import psutil
+
     for name in PACKAGES:
         if importlib.util.find_spec(name) is None:
             yield f"the Python package {name} is missing: install the extras cpu and bench"

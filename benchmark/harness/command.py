@@ -73,11 +73,12 @@ def replaced(load: T, args: argparse.Namespace) -> T:
     return dataclasses.replace(load, **lists)  # type: ignore[type-var]
 
 
-def add_common(parser: argparse.ArgumentParser, results: Path) -> None:
+def add_common(parser: argparse.ArgumentParser) -> None:
     """What every benchmark that starts servers takes."""
-    add = parser.add_argument
+    add, out = parser.add_argument, Path("out") / parser.prog.rpartition(".")[2]
     add("--model", type=Path, help="model folder; default: make a random model")
-    add("--out", type=Path, default=results, help="folder for JSON, the plot and the servers' logs")
+    about = f"folder for JSON, the plot and the servers' logs; default: {out}"
+    add("--out", type=Path, default=out, help=about)
 
 
 def retyped(argv: Sequence[str]) -> str:

@@ -44,7 +44,7 @@ def main() -> int:
         store_share="store over pools, cache arm",
         stage_share="staging buffer over host pool",
     )
-    add_common(parser, Path(__file__).parent / "results")
+    add_common(parser)
     args, console = parser.parse_args(), Console()
     given = {CONVERSATION: args.trace, AGENTS: args.agents, UNSHARED: None}
     traces = {name: path for name, path in given.items() if args.only in (None, name)}

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 _TRIALS = 25
 
 
@@ -104,6 +102,8 @@ def use_over(seconds: float) -> list[ThreadUse]:
 
 
 def _snapshot() -> dict[int, float]:
+    import psutil
+
     return {each.id: each.user_time + each.system_time for each in psutil.Process().threads()}
 
 

@@ -20,8 +20,8 @@ def main() -> int:
     add("kind", choices=ARMS, help="kind of load")
     about = "rounds of all arms in turn, after those of OUT; 0: only what the answers must be"
     add("--rounds", type=int, default=3, help=about)
-    out = Path(__file__).parent / "results"
-    add("--out", type=Path, default=out, help="folder for rounds.jsonl, models and servers' logs")
+    about = "folder for rounds.jsonl, models and servers' logs; default: out/lead"
+    add("--out", type=Path, default=Path("out/lead"), help=about)
     args, console = parser.parse_args(), Console()
     # Servers start sooner on a machine with no GPU (docs/advanced_features/cpu_standin.md).
     os.environ.setdefault("SGLANG_CPU_STANDIN_START_METHOD", "fork")

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import os
 import sys
-from pathlib import Path
 
 from rich.console import Console
 
@@ -35,7 +34,7 @@ def main() -> int:
         local_tokens="value of --disaggregation-decode-local-tokens",
     )
     add("--note", default="", help="note about this run, for the page")
-    add_common(parser, Path(__file__).parent / "results")
+    add_common(parser)
     args, console = parser.parse_args(), Console()
     # Servers start sooner on a machine with no GPU (docs/advanced_features/cpu_standin.md).
     os.environ.setdefault("SGLANG_CPU_STANDIN_START_METHOD", "fork")

@@ -64,7 +64,7 @@ def main() -> int:
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path(__file__).parent / "results",
+        default=Path("out/local_turns"),
         help="folder for answers.json and the servers' logs",
     )
     args = parser.parse_args()

@@ -1,7 +1,7 @@
 """What a decode pool holds, and what a prefill elsewhere costs and saves, by closed forms. Lengths
 and pools in tokens, times in seconds.
 
-python -m benchmark.agentic capacity --model qwen3-coder-30b-a3b --pool-gib 38
+python -m benchmark capacity --model qwen3-coder-30b-a3b --pool-gib 38
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def main(argv: list[str]) -> int:
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.agentic capacity")
+    parser = argparse.ArgumentParser(prog="python -m benchmark capacity")
     add = parser.add_argument
     add(
         "--model",

@@ -205,7 +205,7 @@ def routed(setup: Setup, policy: str, more: Sequence[str] = ()) -> ServerConfig:
     ``more``: further arguments, as ``("--alpha", "0.5")``.
     """
     (port,) = allocate_ports(1)
-    command = [sys.executable, "-m", "benchmark.agentic", "route"]
+    command = [sys.executable, "-m", "benchmark", "route"]
     command += ["--host", HOST, "--port", str(port)]
     for server in setup.prefill:
         command += ["--prefill", server.url, str(server.bootstrap_port)]

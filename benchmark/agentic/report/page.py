@@ -157,10 +157,17 @@ def _load(run: Run) -> str:
         + (f", answers {run.fleet['answers']:g} of their length" if run.fleet["answers"] else "")
         + (f", at most {most} tokens" if (most := run.fleet["max_answer_tokens"]) else "")
         + (f"; {left_out} requests too long for the fleet were left out" if left_out else "")
-        + f". Replayed: {trace['requests']:,} requests with {trace['prompt_tokens']:,} prompt and "
-        f"{trace['output_tokens']:,} answer tokens{_largest(run)}; {how}. The next turn is sent "
-        f"{think} after the previous answer. A failed request counts as {load.timeout_s:g} s."
+        + f". Replayed: {trace['requests']:,} requests{_asked(run)} with "
+        f"{trace['prompt_tokens']:,} prompt and {trace['output_tokens']:,} answer tokens"
+        f"{_largest(run)}; {how}. The next turn is sent {think} after the previous answer. A "
+        f"failed request counts as {load.timeout_s:g} s."
     )
+
+
+def _asked(run: Run) -> str:
+    """Where sampling whole sessions gave another number than the study asks for."""
+    asked = run.study.trace.requests
+    return f" (asked for: {asked:,})" if asked and asked != run.trace["requests"] else ""
 
 
 def _largest(run: Run) -> str:

@@ -1,4 +1,4 @@
-"""Command line of the router: ``python -m benchmark.agentic route --help``."""
+"""Command line of the router: ``python -m benchmark route --help``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmark.agentic.router.settings import Settings
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog="python -m benchmark.agentic route",
+        prog="python -m benchmark route",
         description="Routes to aggregated workers, or to prefill and decode workers, by policy.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

@@ -1,4 +1,4 @@
-"""``python -m benchmark.agentic run``, ``report`` and ``compare``; README.md says more."""
+"""``python -m benchmark run``, ``report`` and ``compare``; README.md says more."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from benchmark.harness.report import plain, write_summary
 def run(argv: list[str]) -> int:
     """``run STUDY [--fleet FILE]``: measures, and writes the page."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmark.agentic run",
+        prog="python -m benchmark run",
         description="Measures the arms of a study on a fleet, and writes one page about it.",
     )
     add = parser.add_argument
@@ -73,7 +73,7 @@ def run(argv: list[str]) -> int:
 @reported
 def report(argv: list[str]) -> int:
     """``report RUN``: the page of a run, again."""
-    parser = argparse.ArgumentParser(prog="python -m benchmark.agentic report")
+    parser = argparse.ArgumentParser(prog="python -m benchmark report")
     parser.add_argument("run", type=Path, help="folder that `run` wrote")
     parser.add_argument(
         "--page",
@@ -88,7 +88,7 @@ def report(argv: list[str]) -> int:
 @reported
 def compare(argv: list[str]) -> int:
     """``compare RUN RUN``: arms of two runs of one study on one page."""
-    parser = argparse.ArgumentParser(prog="python -m benchmark.agentic compare")
+    parser = argparse.ArgumentParser(prog="python -m benchmark compare")
     parser.add_argument("before", type=Path, help="folder that `run` wrote")
     parser.add_argument(
         "after",
@@ -98,7 +98,7 @@ def compare(argv: list[str]) -> int:
     parser.add_argument("--page", type=Path, default=Path("out/compare"), help="folder")
     args = parser.parse_args(argv)
     both = merged(record.load(args.before), record.load(args.after))
-    both.command = "python -m benchmark.agentic compare " + retyped(argv)
+    both.command = "python -m benchmark compare " + retyped(argv)
     write(both, args.page, Console())
     return 0
 
@@ -173,7 +173,7 @@ def _run(args: argparse.Namespace, console: Console, words: str) -> int:
         missing,
         fleet.public(),
         describe(),
-        f"python -m benchmark.agentic run {words}",
+        f"python -m benchmark run {words}",
         shown,
         servers={name: arm.servers for name, arm in arms.items()},
     )

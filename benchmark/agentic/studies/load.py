@@ -42,7 +42,7 @@ class Trace:
     """Requests that were longer than the fleet takes."""
     classes: Classes
     notes: tuple[str, ...] = ()
-    """What there is to tell of the file: lines left out, times in another unit."""
+    """What there is to tell: lines left out, times in another unit, requests asked for in vain."""
 
     def at(self, load: LoadSpec, level: float) -> list[Record]:
         """The records of a level: their times at its rate or speed."""
@@ -73,8 +73,16 @@ def prepare(spec: TraceSpec, fleet: FleetFile) -> Trace:
         raise ValueError(f"no request of {source} has at most {most} tokens")
     described = describe(survey(sampled, BLOCK_TOKENS))
     classes = Classes().scaled(fleet.block_tokens)
-    notes = (*invalid.told(), *units.told(source))
-    return Trace(source, records, described, ratio, len(sized) - len(records), classes, notes)
+    notes = [*invalid.told(), *units.told(source)]
+    if spec.requests and len(records) != spec.requests:
+        notes.append(
+            f"{len(records)} requests are sent where about {spec.requests} were asked for: "
+            f"sampling keeps whole sessions and gave {len(sized)}, and "
+            f"{len(sized) - len(records)} with more than {most:,} tokens are left out"
+        )
+    return Trace(
+        source, records, described, ratio, len(sized) - len(records), classes, tuple(notes)
+    )
 
 
 def generated(spec: TraceSpec) -> Iterator[Record]:

@@ -1,4 +1,4 @@
-"""``python -m benchmark.agentic generate``, ``describe`` and ``sample``; README.md says more.
+"""``python -m benchmark generate``, ``describe`` and ``sample``; README.md says more.
 
 Sampling takes two passes over the file: one looks which sessions begin when and share what, one
 takes those chosen. A trace that names no sessions is given some (``benchmark.traces.sessions``).
@@ -78,7 +78,7 @@ class Source:
 @reported
 def generate(argv: list[str]) -> int:
     """``generate FILE``: traffic as a trace, for machines with no trace at hand."""
-    parser = argparse.ArgumentParser(prog="python -m benchmark.agentic generate")
+    parser = argparse.ArgumentParser(prog="python -m benchmark generate")
     parser.add_argument("file", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="agentic")
     parser.add_argument("--requests", type=_whole, default=20_000)
@@ -104,7 +104,7 @@ def generate(argv: list[str]) -> int:
 @reported
 def describe(argv: list[str]) -> int:
     """``describe FILE``: what a trace holds."""
-    parser = argparse.ArgumentParser(prog="python -m benchmark.agentic describe")
+    parser = argparse.ArgumentParser(prog="python -m benchmark describe")
     parser.add_argument("file", type=Path)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument(
@@ -191,7 +191,7 @@ def _finish(
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
     plan = Plan()
-    parser = argparse.ArgumentParser(prog="python -m benchmark.agentic sample")
+    parser = argparse.ArgumentParser(prog="python -m benchmark sample")
     add = parser.add_argument
     add("file", type=Path)
     add("out", type=Path, nargs="?", help="file for the sample; default: print figures only")

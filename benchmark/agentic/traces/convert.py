@@ -1,4 +1,4 @@
-"""``python -m benchmark.agentic convert``: other formats as a trace in Mooncake's.
+"""``python -m benchmark convert``: other formats as a trace in Mooncake's.
 
 Ids are numbered anew in the order in which blocks appear, so that nothing of a text is left in the
 trace. An id stands for its block and all before it. The whole file is held in memory, since
@@ -244,7 +244,7 @@ def _records(args: argparse.Namespace, invalid: Invalid, scale: float) -> list[R
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.agentic convert")
+    parser = argparse.ArgumentParser(prog="python -m benchmark convert")
     add = parser.add_argument
     add("file", type=Path)
     add("out", type=Path, help="file for the trace, in Mooncake's format")

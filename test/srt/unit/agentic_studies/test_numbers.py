@@ -457,6 +457,8 @@ def test_the_trace_is_sampled_and_scaled(tmp_path: Path) -> None:
     fleet = spec.load(spec.RIG, spec.FleetFile, rig={"pool_tokens": 2048}, max_answer_tokens=9)
     trace = prepare(TraceSpec(file=str(file), requests=100, max_single_turn=0.5), fleet)
     assert 50 <= len(trace.records) + trace.left_out <= 200 and trace.left_out > 0
+    sent = f"{len(trace.records)} requests are sent where about 100 were asked for"
+    assert trace.notes[0].startswith(sent)
     assert all(r.input_length + r.output_length <= 1024 for r in trace.records)
     assert max(r.output_length for r in trace.records) == 9
     with pytest.raises(ValueError, match="about 1 requests of 3,000 .*`--requests`"):

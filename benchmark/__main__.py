@@ -1,0 +1,51 @@
+"""``python -m benchmark COMMAND``: the command line of all benchmarks."""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import sys
+
+#: Name -> module, or function that takes the arguments; and what it does.
+COMMANDS = {
+    "run": ("agentic.studies.cli:run", "measure a study on a fleet and write its page"),
+    "report": ("agentic.studies.cli:report", "write the page of a run again"),
+    "compare": ("agentic.studies.cli:compare", "compare two runs of a study on one page"),
+    "generate": ("agentic.traces.cli:generate", "generate a trace of agentic traffic"),
+    "sample": ("agentic.traces.cli:sample", "sample a smaller trace with the same sharing"),
+    "describe": ("agentic.traces.cli:describe", "describe a trace"),
+    "convert": ("agentic.traces.convert:convert", "convert other formats to a trace"),
+    "route": ("agentic.router.cli:main", "run the router"),
+    "capacity": ("agentic.capacity:main", "compute how many requests a decode pool holds"),
+    "demo": ("demo", "what the flags save, in a minute and a half"),
+    "decode_radix_cache": ("decode_radix_cache", "throughput, bytes on the wire, drafts"),
+    "local_turns": ("local_turns", "later turns beside cold prompts, and alone"),
+    "hicache_buffer_only": ("hicache_buffer_only", "hits and memory of a shared store"),
+    "lead": ("lead", "each part of the group lead on SGLang 0.5.23"),
+    "kv_transfer": ("kv_transfer", "what a KV transfer costs"),
+    "event_log": ("kv_transfer.event_log", "stages of the requests of real servers"),
+    "admission": ("admission", "what a step of the decode scheduler costs"),
+    "tables": ("tables", "write the tables of the READMEs and of the docs from results"),
+    "figures": ("figures", "write the figures of README.md from results"),
+}
+
+
+def main() -> int:
+    """Exit status of the command. Only its own modules are imported."""
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name not in COMMANDS:
+        width = max(map(len, COMMANDS))
+        print("python -m benchmark COMMAND [--help]\n")
+        print("\n".join(f"  {command:<{width}}  {text}" for command, (_, text) in COMMANDS.items()))
+        return 0 if name in ("-h", "--help") else 2
+    module, _, function = COMMANDS[name][0].partition(":")
+    if function:
+        command = getattr(importlib.import_module(f"benchmark.{module}"), function)
+        return int(command(arguments) or 0)
+    sys.argv[1:] = arguments
+    runpy.run_module(f"benchmark.{module}", run_name="__main__", alter_sys=True)
+    return 0  # modules end by themselves
+
+
+if __name__ == "__main__":
+    sys.exit(main())
