@@ -17,6 +17,7 @@ ErrorKind = Literal[
     "broken_stream",  # the stream ended, or said something unreadable, before the answer's end
     "abort",  # the server said that it gave up
     "short_answer",  # ended in order, with fewer tokens than were asked for
+    "aiperf",  # as AIPerf says in the message
     "open_files",  # this process ran out of open files: the client's fault
 ]
 TEXT = 300

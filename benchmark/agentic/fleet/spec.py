@@ -168,6 +168,8 @@ class FleetFile(Roles, frozen=True):
     endpoint: Endpoint = "generate"
     model: str = "default"
     """As OpenAI's endpoints are asked for it."""
+    tokenizer: str = "builtin"
+    """Of AIPerf, for prompts of the trace's lengths: a model's name, or AIPerf's own."""
     api_key: str | None = None
     api_key_env: str | None = None
     """Environment variable that holds the key, so that the file need not."""

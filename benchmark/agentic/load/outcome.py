@@ -88,6 +88,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     loop_lag_s: float = 0.0
     """The longest that this process's event loop was late while the request was open."""
 
+    counted: bool = True
+    """Whether it began within the window of a steady load that is measured."""
+    answer: str | None = None
+    """A digest of the answer's token ids, where they are read."""
     error: ErrorKind | None = None
     message: str | None = None
     prefill_worker: str | None = None

@@ -5,9 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from benchmark.agentic.load.outcome import Classes
 from benchmark.traces.record import Record
 from benchmark.traces.sessions import annotate
 from benchmark.traces.sharing import EndlessCache
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A request as its outcome names it."""
+
+    index: int
+    session_id: str | None
+    turn: int | None
+    """In its session, from 0."""
+    prompt_tokens: int
+    wanted_tokens: int
+    new_tokens: int
+    """Prompt tokens that an endless cache would not hold."""
+    kind: str
+    """Its class."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +38,11 @@ class Job:
     """Prompt tokens that an endless cache would not hold."""
     at_s: float
     """Arrival, seconds after the trace's first request."""
+
+    def turn(self, classes: Classes) -> Turn:
+        of, new = self.record, self.trace_new_tokens
+        lengths = (of.input_length, of.output_length, new)
+        return Turn(self.index, of.session_id, of.turn, *lengths, classes.of(new))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from benchmark.agentic.load.outcome import Classes, Outcome, gaps, tpot
-from benchmark.agentic.load.plan import Chain, Job, chains, gap_s, jobs
+from benchmark.agentic.load.plan import Chain, Turn, chains, gap_s, jobs
 from benchmark.agentic.load.prepare import Bodies, PromptSource
 from benchmark.harness.client import Message, Result, Target, open_session, send
 from benchmark.traces.record import Record
@@ -161,7 +161,9 @@ class _Replayer:
             record = job.record
             message = Message(body, record.output_length, record.session_id, self._path)
             answer = await send(self._session, self._target, message)
-            result = outcome(job, answer, clock, due, self._lag.since(mark), self._settings.classes)
+            result = outcome(
+                job.turn(self._settings.classes), answer, clock, due, self._lag.since(mark)
+            )
             self._ended(result)
             if after is not None and next_body is not None:
                 due = clock.of(answer.finished_at) + gap_s(job, after, self._settings.think_s)
@@ -171,26 +173,24 @@ class _Replayer:
             self._free.release()
 
 
-def outcome(
-    job: Job, answer: Result, clock: Clock, due: float, lag_s: float, classes: Classes
-) -> Outcome:
+def outcome(of: Turn, answer: Result, clock: Clock, due: float, lag_s: float) -> Outcome:
     """The line of the output file."""
     cached = answer.cached_tokens if answer.cached_told else None
-    prompt = answer.prompt_tokens or job.record.input_length
+    prompt = answer.prompt_tokens or of.prompt_tokens
     started, finished = clock.of(answer.started_at), clock.of(answer.finished_at)
     sent = None if answer.sent_at is None else clock.of(answer.sent_at)
     first = clock.of(answer.token_times[0]) if answer.token_times else None
     each = tpot(answer.token_times, answer.totals)
     return Outcome(
-        index=job.index,
-        session_id=job.record.session_id,
-        turn=job.record.turn,
+        index=of.index,
+        session_id=of.session_id,
+        turn=of.turn,
         prompt_tokens=prompt,
-        wanted_tokens=job.record.output_length,
-        trace_new_tokens=job.trace_new_tokens,
+        wanted_tokens=of.wanted_tokens,
+        trace_new_tokens=of.new_tokens,
         cached_tokens=cached,
         output_tokens=answer.completion_tokens,
-        request_class=classes.of(job.trace_new_tokens),
+        request_class=of.kind,
         scheduled_s=round(due, 6),
         started_s=started,
         sent_s=sent,

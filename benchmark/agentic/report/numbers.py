@@ -21,8 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmark.agentic.fleet.spec import Slo
+from benchmark.agentic.load.outcome import NAMES as CLASSES
 from benchmark.agentic.load.outcome import Outcome, most_open
+from benchmark.agentic.load.steady import MADE_CLASSES
 from benchmark.agentic.studies.record import Cell, Run
+from benchmark.agentic.studies.spec import Point
 from benchmark.harness import metrics
 from benchmark.harness.arm import Traffic, traffic
 
@@ -62,8 +65,6 @@ STATISTICS: Mapping[str, Statistic] = {
 }
 
 
-STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""97.5 % quantile of Student's t by degrees of freedom, from 1; the last one for more too."""
 COMPARED = ("mean", "p90")
 """Statistics of an arm that are held against the first arm's."""
 
@@ -90,19 +91,28 @@ class Interval(NamedTuple):
 class Level:
     """All arms at one load. Arrays have a row a round, and a column a request of the trace."""
 
-    def __init__(self, run: Run, load: float, slo: Slo) -> None:
-        self.load, self._slo = load, slo
+    def __init__(self, run: Run, point: Point, slo: Slo) -> None:
+        self.point, self.load, self._slo = point, point.load, slo
+        head, *over = point.name.split(", ")
+        self.said = ", ".join((f"{head} {run.unit}", *over))
         self.timeout_s = run.study.load.timeout_s
         self.cold_gap_s = run.study.trace.cold_gap_s
-        self.cells: dict[str, list[Cell]] = {arm: run.at(arm, load) for arm in run.titles}
+        self.cells: dict[str, list[Cell]] = {arm: run.at(arm, point) for arm in run.titles}
         self.cells = {arm: cells for arm, cells in self.cells.items() if cells}
-        first = next(iter(self.cells.values()))[0].outcomes
-        self.requests = max((o.index for o in first), default=-1) + 1
+        # A steady load has other requests in each arm, as faster ones get further. An index is the
+        # same request in all of them.
+        sent = {o.index: o for cells in self.cells.values() for cell in cells for o in cell.counted}
+        self.requests = max(sent, default=-1) + 1
         self._sessions: dict[str, list[int]] = {}
-        for o in sorted(first, key=lambda o: o.index):
-            self._sessions.setdefault(o.session_id or f"i{o.index}", []).append(o.index)
-        classes = {o.index: o.request_class for o in first}
-        self.classes = [classes.get(i, "") for i in range(self.requests)]
+        for index, o in sorted(sent.items()):
+            self._sessions.setdefault(o.session_id or f"i{index}", []).append(index)
+        self.classes = [sent[i].request_class if i in sent else "" for i in range(self.requests)]
+
+    @property
+    def kinds(self) -> list[str]:
+        """Classes that it has requests of, in the page's order."""
+        known = dict.fromkeys((*CLASSES, *MADE_CLASSES))
+        return [name for name in known if name in self.classes]
 
     @property
     def rounds(self) -> int:
@@ -114,7 +124,7 @@ class Level:
         request took the time limit. ``of``: requests of this class only."""
         found = np.full((self.rounds, self.requests), np.nan)
         for row, cell in enumerate(self.cells[arm][: self.rounds]):
-            for o in cell.outcomes:
+            for o in cell.counted:
                 if of is None or self.classes[o.index] == of:
                     found[row, o.index] = self._value(o, quantity)
         return found
@@ -158,28 +168,53 @@ class Level:
     def interval(self, values: Values, statistic: Statistic = mean) -> Interval:
         return spanned(plain(values, statistic), self._drawn(values, statistic))
 
-    def ratio(self, values: Values, base: Values, statistic: Statistic = mean) -> Interval:
-        """``statistic`` of one over that of the other, drawn alike; see the module."""
+    def ratio(
+        self, values: Values, base: Values, statistic: Statistic = mean, sure: float = 0.95
+    ) -> Interval:
+        """``statistic`` of one over that of the other, drawn alike; see the module. ``sure``: how
+        likely the interval holds the ratio."""
         one, other = self._drawn(values, statistic), self._drawn(base, statistic)
         value = _over(plain(values, statistic), plain(base, statistic))
-        drawn = spanned(value, one / np.where(other == 0, np.nan, other))
+        drawn = spanned(value, one / np.where(other == 0, np.nan, other), sure)
         rounds = [
             _over(plain(mine, statistic), plain(its, statistic))
             for mine, its in zip(values, base, strict=True)
         ]
-        return widened(drawn, rounds)
+        return widened(drawn, rounds, sure)
+
+    def compared(self, arm: str, base: str, quantity: str, sure: float = 0.95) -> Interval:
+        """One arm's over the other's: of a mean time, or of what a round has one number of, by
+        Student's t over the rounds alone."""
+        if quantity in QUANTITIES:
+            one, other = (self.values(each, quantity) for each in (arm, base))
+            return self.ratio(one, other, sure=sure)
+        of = {"itl": self.itl_p99s, "goodput": self.goodputs}[quantity]
+        value = _over(float(np.mean(of(arm))), float(np.mean(of(base))))
+        return widened(Interval(value, value, value), list(map(_over, of(arm), of(base))), sure)
 
     def outcomes(self, arm: str) -> list[Outcome]:
-        return [o for cell in self.cells[arm] for o in cell.outcomes]
+        """Those that count."""
+        return [o for cell in self.cells[arm] for o in cell.counted]
 
     def per_s(self, arm: str, of: Callable[[Outcome], bool]) -> float:
         """Requests a second that are so, the mean over rounds."""
-        rates = [sum(map(of, cell.outcomes)) / _span_s(cell) for cell in self.cells[arm]]
-        return sum(rates) / len(rates)
+        return float(np.mean([cell.per_s(of) for cell in self.cells[arm]]))
+
+    def goodputs(self, arm: str) -> list[float]:
+        """Requests a second that met the SLO, of each round."""
+        return [cell.per_s(lambda o: met(o, self._slo)) for cell in self.cells[arm]]
+
+    def itl_p99s(self, arm: str) -> list[float]:
+        """The 99th percentile of all gaps between two tokens at the client, of each round; NaN
+        where none are known."""
+        return [
+            plain(np.array([gap for o in cell.counted for gap in o.itl_s]), STATISTICS["p99"])
+            for cell in self.cells[arm]
+        ]
 
     def goodput(self, arm: str) -> float:
-        """Requests a second that met the SLO."""
-        return self.per_s(arm, lambda o: met(o, self._slo))
+        """The same, the mean over rounds."""
+        return float(np.mean(self.goodputs(arm)))
 
     def failed(self, arm: str) -> int:
         return sum(o.error is not None for o in self.outcomes(arm))
@@ -215,8 +250,8 @@ class Level:
     def open(self, arm: str) -> tuple[float, int]:
         """Requests under way at once: on average, and at most."""
         cells = self.cells[arm]
-        means = [sum(o.e2e_s for o in cell.outcomes) / _span_s(cell) for cell in cells]
-        return sum(means) / len(means), max(most_open(cell.outcomes) for cell in cells)
+        mean = float(np.mean([cell.open() for cell in cells]))
+        return mean, max(most_open(cell.outcomes) for cell in cells)
 
     def by_worker(self, arm: str) -> list[tuple[float, float]]:
         """Of each decoding server its share of the prompt tokens and the hit rate there, over all
@@ -253,13 +288,6 @@ class Level:
         return sum(c.gained.get("prefill", {}).get(f"sglang:{name}", 0.0) for c in self.cells[arm])
 
 
-def _span_s(cell: Cell) -> float:
-    """From the first request to the last answer."""
-    began = min((o.started_s for o in cell.outcomes), default=0.0)
-    ended = max((o.finished_s for o in cell.outcomes), default=0.0)
-    return max(ended - began, 1e-9)
-
-
 def met(o: Outcome, slo: Slo) -> bool:
     """Whether a request met the SLO; an answer of one token has no TPOT to miss."""
     return (
@@ -271,24 +299,26 @@ def met(o: Outcome, slo: Slo) -> bool:
 
 def levels(run: Run) -> list[Level]:
     """Of a run, by load."""
-    return [Level(run, load, run.study.slo) for load in run.loads]
+    return [Level(run, point, run.study.slo) for point in run.points]
 
 
-def spanned(value: float, drawn: Values) -> Interval:
+def spanned(value: float, drawn: Values, sure: float = 0.95) -> Interval:
     """A value, and where its draws lie."""
     there = drawn[~np.isnan(drawn)]
     if not len(there):
         return Interval(value, float("nan"), float("nan"))
-    low, high = np.percentile(there, (2.5, 97.5))
+    low, high = np.quantile(there, ((1 - sure) / 2, (1 + sure) / 2))
     return Interval(value, float(low), float(high))
 
 
-def widened(of: Interval, rounds: Sequence[float]) -> Interval:
+def widened(of: Interval, rounds: Sequence[float], sure: float = 0.95) -> Interval:
     """A ratio whose interval holds that of Student's t over the rounds' logarithms as well."""
+    from scipy.stats import t
+
     logs = [math.log(ratio) for ratio in rounds if ratio > 0]  # NaN is not
     if len(logs) < 2:
         return of
-    quantile_of_t = STUDENT[min(len(logs) - 1, len(STUDENT)) - 1]
+    quantile_of_t = float(t.ppf((1 + sure) / 2, len(logs) - 1))
     middle, half = np.mean(logs), quantile_of_t * np.std(logs, ddof=1) / math.sqrt(len(logs))
     low, high = (float(np.exp(middle + x)) for x in (-half, half))
     return Interval(of.value, min(of.low, low), max(of.high, high))

@@ -50,6 +50,7 @@ def page(run: Run, told: Json, figures: Mapping[str, str]) -> str:
         f"{run.study.slo.tpot_s * 1e3:g} ms. An arm meets it if {SHARE:.0%} of requests do and "
         "none fails.",
         "\n".join(f"- {text}" for text in told["breaks"]),
+        *_titled("Claims", "Ratios of means, with 95 % intervals.", _claims(run, told)),
         "## Before believing a number" if told["warnings"] else "",
         "\n".join(f"- {text}" for text in told["warnings"]),
         *_levels(run, told),
@@ -76,12 +77,23 @@ def page(run: Run, told: Json, figures: Mapping[str, str]) -> str:
         *(f"![{title}]({file})" for title, file in figures.items()),
         "## The load",
         _load(run),
+        _same(told),
         "## The client, and each round",
         "*Sent late*: how long after its time a request was sent, p99. *Read late*: how long the "
         f"client's event loop was held up, p99. *Rounds*: mean {NAMES[run.study.by]} of each.",
         table(["reached", "sent late", "read late", "rounds"], _rounds),
     ]
     return "\n\n".join(part.rstrip() for part in parts if part) + "\n"
+
+
+def _claims(run: Run, told: Json) -> str:
+    """What others or this package's pages say, beside what was measured."""
+    rows = []
+    for of in told["claims"]:
+        bounds = (("at most", of["at_most"]), ("at least", of["at_least"]))
+        bound = " and ".join(f"{word} {x:g}" for word, x in bounds if x is not None)
+        rows.append([of["text"], of["theirs"] or bound, share(of["ours"]), of["verdict"]])
+    return markdown(["claim", "theirs", "ours", ""], rows) if rows else ""
 
 
 def _titled(title: str, text: str, table: str) -> Iterator[str]:
@@ -133,6 +145,24 @@ def _servers(run: Run) -> str:
 
 def _load(run: Run) -> str:
     trace, load = run.trace, run.study.load
+    think = "its recorded gap" if load.think_s is None else f"{load.think_s:g} s"
+    steady = (
+        f"A session that ends is replaced. After {load.window.warm_up} answers the window opens; "
+        f"requests that begin in it count, at least {load.window.requests}, and "
+        f"{load.window.of_class} of each class. The load goes on until these have ended. "
+        if load.window
+        else ""
+    )
+    if (made := run.study.made) is not None:
+        return (
+            f"{steady}Sessions have {made.turns} turns: {made.prefix_tokens} tokens of one of "
+            f"{made.prefixes} shared prefixes, {made.first_tokens} of their own, and "
+            f"{made.turn_tokens} new ones a later turn behind the history with all answers, of "
+            f"{made.answer_tokens} tokens. {made.cold_share:.0%} of the requests are cold: "
+            f"{made.cold_tokens} tokens that share nothing, {made.cold_answer_tokens} of answer. "
+            f"Fields that a load names are otherwise there. The next turn is sent {think} after "
+            f"the previous answer. A failed request counts as {load.timeout_s:g} s."
+        )
     of = trace["described"]
     lengths = "; ".join(
         f"{what} tokens mean {x['mean']:,.0f}, p50 {x['p50']:,.0f}, p90 {x['p90']:,.0f}, p99 "
@@ -145,14 +175,13 @@ def _load(run: Run) -> str:
         if load.sessions
         else "sessions at the trace's times, scaled to the load"
     )
-    think = "its recorded gap" if load.think_s is None else f"{load.think_s:g} s"
     taken = "all of it"
     if run.study.trace.requests:
         taken = f"sessions of its densest {run.study.trace.window_s:g} s, {trace['ratio']:.0%} kept"
     return (
-        f"From {trace['source']}, {taken}: {of['requests']:,} requests in {of['sessions']:,} "
-        f"sessions, {of['multi_turn_sessions']:.0%} of several turns; {lengths}. An unlimited "
-        f"cache would hit {of['hit']:.1%} of the input tokens.\n\n"
+        f"{steady}From {trace['source']}, {taken}: {of['requests']:,} requests in "
+        f"{of['sessions']:,} sessions, {of['multi_turn_sessions']:.0%} of several turns; "
+        f"{lengths}. An unlimited cache would hit {of['hit']:.1%} of the input tokens.\n\n"
         f"A block of {BLOCK_TOKENS} tokens became {run.fleet['block_tokens']}"
         + (f", answers {run.fleet['answers']:g} of their length" if run.fleet["answers"] else "")
         + (f", at most {most} tokens" if (most := run.fleet["max_answer_tokens"]) else "")
@@ -162,6 +191,14 @@ def _load(run: Run) -> str:
         f"{_largest(run)}; {how}. The next turn is sent {think} after the previous answer. A "
         f"failed request counts as {load.timeout_s:g} s."
     )
+
+
+def _same(told: Json) -> str:
+    if told["answers"] is None:
+        return ""
+    compared, different = told["answers"]
+    same = "all identical" if not different else f"{different} differ"
+    return f"Answers, as token ids: {compared:,} requests were answered several times, {same}."
 
 
 def _asked(run: Run) -> str:
@@ -180,10 +217,12 @@ def _largest(run: Run) -> str:
 
 
 def _levels(run: Run, told: Json) -> Iterator[str]:
-    columns = ["arm", "requests/s", "failed", "meet SLO", "goodput/s", *_TIMES, "hit rate"]
+    columns = ["arm", "requests/s", "failed", "meet SLO", "goodput/s", *_TIMES, "ITL p99"]
+    columns.append("hit rate")
     columns += ["concurrent, mean / max", "pool p50 / max", "KV moved", "local prefill"]
     for load, arms in told["loads"].items():
-        yield f"## {load} {run.unit}"
+        head, *over = load.split(", ")
+        yield f"## {', '.join((f'{head} {run.unit}', *over))}"
         yield markdown(columns, [[run.titles[arm], *_row(of)] for arm, of in arms.items()])
         base, *others = arms
         if others:
@@ -203,6 +242,7 @@ def _row(of: Json) -> Iterator[str]:
     yield f"{of['goodput_per_s']:.2f}"
     for quantity in QUANTITIES:
         yield _times(interval.value for interval in of[quantity].values())
+    yield _times([sum(of["itl_p99"]) / len(of["itl_p99"])])
     yield "-" if math.isnan(of["hit_rate"]) else f"{of['hit_rate']:.1%}"
     yield "{mean:.1f} / {most}".format(**of["at_once"])
     yield "-" if of["pool"] is None else "{p50:.0%} / {max:.0%}".format(**of["pool"])

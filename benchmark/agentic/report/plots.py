@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmark.agentic.load.outcome import NAMES as CLASSES
+from benchmark.agentic.report import grid
 from benchmark.agentic.report.numbers import NAMES, QUANTITIES, STAGES, STATISTICS, Level, plain
 from benchmark.agentic.studies.record import Run
 from benchmark.harness import plot
@@ -17,7 +17,7 @@ def draw(run: Run, levels: Sequence[Level], folder: Path) -> dict[str, str]:
     """Writes PNG files; title to file name. At most six arms in a picture: a seventh would not be
     told apart."""
     colors = dict(zip(run.titles, plot.COLORS, strict=False))
-    last, at = levels[-1], f"at {levels[-1].load:g} {run.unit}"
+    last, at = levels[-1], f"at {levels[-1].said}"
     drawn = {}
 
     @contextmanager
@@ -27,6 +27,9 @@ def draw(run: Run, levels: Sequence[Level], folder: Path) -> dict[str, str]:
             axes[0].legend(fontsize=7, frameon=False)
         drawn[title] = name
 
+    if run.study.grid:
+        drawn["Where which arm is better: a cell a load"] = grid.draw(run, levels, folder)
+        return drawn
     title = "Mean times and goodput over load, with 95 % intervals; dashed: the SLO"
     with figure(title, "load.png", 4, (3.75, 3.6)) as axes:
         for axis, quantity in zip(axes, QUANTITIES, strict=False):
@@ -87,7 +90,7 @@ def _goodput(axis: Any, run: Run, levels: Sequence[Level], colors: dict[str, str
 
 
 def _by_class(axis: Any, run: Run, level: Level, quantity: str, colors: dict[str, str]) -> None:
-    classes = [name for name in CLASSES if name in level.classes]
+    classes = level.kinds
     width = 0.8 / max(1, len(colors))
     for number, (arm, color) in enumerate(colors.items()):
         if arm not in level.cells:

@@ -8,11 +8,10 @@ from typing import Any
 
 import msgspec
 
-from benchmark.agentic.load.outcome import NAMES as CLASSES
 from benchmark.agentic.load.outcome import client
 from benchmark.agentic.report.events import events
 from benchmark.agentic.report.numbers import COMPARED, QUANTITIES, STATISTICS, Level, plain
-from benchmark.agentic.report.verdict import answer, breaks, warnings
+from benchmark.agentic.report.verdict import answer, answers, breaks, claims, warnings
 from benchmark.agentic.studies.record import Run
 
 
@@ -28,8 +27,13 @@ def summary(run: Run, levels: Sequence[Level]) -> dict[str, Any]:
         "answer": answer(run, levels),
         "breaks": list(breaks(run, levels)),
         "warnings": list(warnings(run, levels)),
+        "claims": [
+            {**msgspec.to_builtins(of.claim), "ours": of.ours, "verdict": of.verdict}
+            for of in claims(run, levels)
+        ],
+        "answers": answers(run),
         "loads": {
-            f"{level.load:g}": {arm: _arm(run, level, arm) for arm in level.cells}
+            level.point.name: {arm: _arm(run, level, arm) for arm in level.cells}
             for level in levels
         },
     }
@@ -53,6 +57,7 @@ def _arm(run: Run, level: Level, arm: str) -> dict[str, Any]:
         "failed": level.failed(arm),
         "requests_per_s": level.per_s(arm, lambda o: o.error is None),
         "goodput_per_s": level.goodput(arm),
+        "itl_p99": level.itl_p99s(arm),
         "slo": level.interval(level.values(arm, "slo")),
         "hit_rate": level.hit_rate(arm),
         "rounds": level.means(arm, run.study.by),
@@ -69,7 +74,7 @@ def _arm(run: Run, level: Level, arm: str) -> dict[str, Any]:
             }
             for quantity, mine in values.items()
         },
-        "classes": {name: _class(level, arm, name) for name in CLASSES if name in level.classes},
+        "classes": {name: _class(level, arm, name) for name in level.kinds},
         "at_once": {"mean": at_once, "most": most},
         "pool": None if pool is None else {"p50": pool[0], "max": pool[1]},
         "bytes_moved": None if moved is None else moved.bytes_moved,

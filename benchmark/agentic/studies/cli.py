@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import time
 from dataclasses import asdict
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmark.agentic.fleet import spec as fleets
 from benchmark.agentic.fleet.spec import Arm, FleetFile
@@ -22,13 +24,15 @@ from benchmark.agentic.report.page import html, page
 from benchmark.agentic.report.plots import draw
 from benchmark.agentic.report.summary import summary
 from benchmark.agentic.studies import record
-from benchmark.agentic.studies.load import Trace, prepare
+from benchmark.agentic.studies.load import Trace, limit, prepare
 from benchmark.agentic.studies.record import Cell, Run
 from benchmark.agentic.studies.run import cells
 from benchmark.agentic.studies.spec import Study, find, titles
 from benchmark.harness.command import reported, retyped
 from benchmark.harness.environment import describe
 from benchmark.harness.report import plain, write_summary
+
+ABOUT_MADE = "FIRST: a session's first turn; LATER: its other turns; COLD: a prompt of its own"
 
 
 @reported
@@ -58,6 +62,7 @@ def run(argv: list[str]) -> int:
         action="store_true",
         help="continue the run in --out; its finished loads are not repeated",
     )
+    add("--aiperf", type=Path, help="send with this aiperf program; fleets by URL, traces")
     add("--out", type=Path, help="folder of the run; default: out/NAME")
     add(
         "--page",
@@ -109,7 +114,7 @@ def merged(before: Run, after: Run) -> Run:
     Raises:
         ValueError: their loads or requests differ, so that nothing can be compared.
     """
-    for what in ("load", "trace"):
+    for what in ("load", "trace", "made", "grid"):
         if getattr(before.study, what) != getattr(after.study, what):
             raise ValueError(f"the runs differ in `{what}`: they cannot be compared")
     if before.fleet["endpoint"] != after.fleet["endpoint"] or _sent(before) != _sent(after):
@@ -147,26 +152,36 @@ def _both(before: dict[str, str], after: dict[str, str]) -> dict[str, str]:
 
 def _sent(run: Run) -> list[int]:
     """How much it was, of which two loads that differ hardly agree in all."""
-    return [run.trace[name] for name in ("requests", "prompt_tokens", "output_tokens")]
+    return [run.trace.get(name, 0) for name in ("requests", "prompt_tokens", "output_tokens")]
 
 
 def _run(args: argparse.Namespace, console: Console, words: str) -> int:
     fleet = fleets.load(args.fleet, FleetFile)
     path = find(args.study)
     study = _changed(fleets.load(path, Study), fleet, args)
-    if study.pool_tokens is not None and fleet.rig is not None:
-        rig = msgspec.structs.replace(fleet.rig, pool_tokens=study.pool_tokens)
+    if study.rig and fleet.rig is not None:
+        rig = msgspec.convert({**msgspec.to_builtins(fleet.rig), **study.rig}, type(fleet.rig))
         fleet = msgspec.structs.replace(fleet, rig=rig)
+    if args.aiperf and (fleet.rig or fleet.endpoint == "generate" or study.load.window):
+        raise ValueError(
+            "--aiperf needs a fleet by URL with `endpoint: chat` or `completions`, and a study of "
+            "a trace without `window`"
+        )
     arms, missing = (study.arms, []) if fleet.rig else study.at(fleet.named())
     arms = _chosen(arms, args.arms)
-    trace = prepare(study.trace, fleet)
-    for note in trace.notes:
+    trace = None
+    if study.made is None:
+        trace = prepare(study.trace, fleet)
+    else:
+        _check_made(study, fleet)
+    for note in trace.notes if trace else ():
         console.print(f"[yellow]{escape(note)}[/]", soft_wrap=True)
     out: Path = args.out or Path("out") / path.stem
     out.mkdir(parents=True, exist_ok=True)
     raise_open_files(max(study.load.sessions, default=1000))
-    shown = _described(trace)
-    public = msgspec.structs.replace(study.trace, file=trace.source if study.trace.file else None)
+    shown = _described(trace) if trace else {"classes": ABOUT_MADE}
+    file = trace.source if trace and study.trace.file else None
+    public = msgspec.structs.replace(study.trace, file=file)
     done = Run(
         msgspec.structs.replace(study, trace=public),
         titles(arms),
@@ -185,27 +200,51 @@ def _run(args: argparse.Namespace, console: Console, words: str) -> int:
                 f"{out} holds another study: remove --resume, or give the options of that study"
             )
         done.cells += earlier.cells
-    steps = study.rounds * len(arms) * len(study.load.levels) - len(done.cells)
+    steps = study.rounds * len(arms) * len(study.points) - len(done.cells)
     if earlier is not None:
         done.environment = _both(earlier.environment, done.environment if steps else {})
-    console.print(
-        f"{len(trace.records)} requests of {escape(trace.source)}, {len(arms)} arms, "
-        f"{study.rounds} rounds: {steps} loads"
-    )
+    what = f"{len(trace.records)} requests of {escape(trace.source)}" if trace else "made sessions"
+    each = study.load.window.requests if study.load.window else len(trace.records) if trace else 1
+    console.print(f"{what}, {len(arms)} arms, {study.rounds} rounds: {steps} loads")
+    began, failed = time.monotonic(), 0
     with _progress(console) as progress:
-        bar = progress.add_task("", total=steps * len(trace.records), failed=0)
+        bar = progress.add_task("", total=steps, failed=0, at="")
 
         def told(cell: Cell) -> None:
-            lost = cell.outcomes[-1].error is not None
-            text = f"round {cell.round + 1}, {done.titles[cell.arm]}, {cell.load:g}"
-            failed = progress.tasks[0].fields["failed"] + lost
-            progress.update(bar, description=escape(text), advance=1, failed=failed)
+            nonlocal failed
+            failed += cell.outcomes[-1].error is not None
+            text = f"round {cell.round + 1}, {done.titles[cell.arm]}, {cell.key[2].name}"
+            ended = len(done.cells) - len(earlier.cells if earlier else ())
+            now = ended + min(0.99, len(cell.outcomes) / each)
+            at = done_at(now, steps, time.monotonic() - began, datetime.now())
+            progress.update(bar, description=escape(text), completed=now, failed=failed, at=at)
 
-        for cell in cells(study, arms, fleet, trace, out, told, earlier):
+        for cell in cells(study, arms, fleet, trace, out, told, earlier, args.aiperf):
             done.cells.append(cell)
             record.save(out, done)  # what was measured outlives a later failure
     write(done, args.page or out, console)
     return 0
+
+
+def done_at(now: float, steps: int, seconds: float, clock: datetime) -> str:
+    """When the run will end, by what it took so far; ``now`` of ``steps`` loads."""
+    if now <= 0:
+        return ""
+    return f"done at about {clock + timedelta(seconds=seconds * (steps - now) / now):%a %H:%M}"
+
+
+def _check_made(study: Study, fleet: FleetFile) -> None:
+    """Raises ValueError where a session does not fit, or its answers cannot be read."""
+    assert study.made is not None
+    if fleet.endpoint != "generate":
+        raise ValueError(
+            "`made` sends each answer back as token ids: it needs `endpoint: generate`"
+        )
+    largest = max(point.made(study.made).largest for point in study.points)
+    if largest > (most := limit(fleet)):
+        raise ValueError(
+            f"`made` has requests of {largest:,} tokens, more than the {most:,} that fit"
+        )
 
 
 def _changed(study: Study, fleet: FleetFile, args: argparse.Namespace) -> Study:
@@ -223,6 +262,8 @@ def _changed(study: Study, fleet: FleetFile, args: argparse.Namespace) -> Study:
     if args.requests:
         trace = change(trace, requests=args.requests)
     load = study.load
+    if args.requests and load.window is not None:
+        load = change(load, window=change(load.window, requests=args.requests))
     if args.sessions or args.rate:
         sessions, rate = tuple(args.sessions or ()), tuple(args.rate or ())
         load = change(load, sessions=sessions, rate=rate, speed=())
@@ -270,12 +311,12 @@ def write(run: Run, folder: Path, console: Console) -> None:
 
 
 def _progress(console: Console) -> Progress:
-    columns: tuple[TextColumn | BarColumn | MofNCompleteColumn | TimeElapsedColumn, ...] = (
+    columns: tuple[TextColumn | BarColumn | TimeElapsedColumn, ...] = (
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[failed]} failed"),
+        TextColumn("{task.completed:.1f} of {task.total}, {task.fields[failed]} failed"),
         TimeElapsedColumn(),
+        TextColumn("{task.fields[at]}"),
     )
     # Rendering takes the interpreter from the event loop.
     return Progress(*columns, console=console, refresh_per_second=1)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
 from benchmark.agentic.load.outcome import Outcome
-from benchmark.agentic.studies.spec import Study
+from benchmark.agentic.studies.spec import Point, Study
 from benchmark.harness.report import write_summary
 
 RUN, REQUESTS = "run.json", "requests.jsonl"
@@ -21,7 +21,12 @@ class Line(msgspec.Struct, frozen=True):
     arm: str
     round: int
     load: float
+    over: tuple[tuple[str, float], ...] = ()
     cold: bool = False
+
+    @property
+    def key(self) -> tuple[str, int, Point]:
+        return self.arm, self.round, Point(self.load, self.over)
 
 
 class Cell(msgspec.Struct):
@@ -31,6 +36,8 @@ class Cell(msgspec.Struct):
     round: int
     load: float
     """Sessions at once, requests/s, or the trace's speed."""
+    over: tuple[tuple[str, float], ...] = ()
+    """Fields of ``made`` that a grid has otherwise."""
     gained: dict[str, dict[str, float]] = {}
     """By role: what the counters gained."""
     samples: list[dict[str, float]] = []
@@ -39,9 +46,37 @@ class Cell(msgspec.Struct):
     """Servers that did not empty their cache, and why."""
     via: str = "directly"
     """How requests reached the servers."""
+    window: tuple[float, float] | None = None
+    """Of a steady load: from when to when requests began that count; None: all count."""
     outcomes: list[Outcome] = []
     cold: list[Outcome] = []
     """Of cold clients."""
+
+    @property
+    def key(self) -> tuple[str, int, Point]:
+        return self.arm, self.round, Point(self.load, self.over)
+
+    @property
+    def counted(self) -> list[Outcome]:
+        return [o for o in self.outcomes if o.counted]
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """What rates are taken over: the window, or from the first request to the last answer."""
+        began = min((o.started_s for o in self.outcomes), default=0.0)
+        return self.window or (began, max((o.finished_s for o in self.outcomes), default=0.0))
+
+    def per_s(self, of: Callable[[Outcome], bool]) -> float:
+        """Requests a second that are so, of those that ended in the span."""
+        began, ended = self.span
+        there = (o for o in self.outcomes if began <= o.finished_s <= ended)
+        return sum(map(of, there)) / max(ended - began, 1e-9)
+
+    def open(self) -> float:
+        """Requests under way, the mean over the span."""
+        began, ended = self.span
+        held = (min(o.finished_s, ended) - max(o.started_s, began) for o in self.outcomes)
+        return sum(max(0.0, each) for each in held) / max(ended - began, 1e-9)
 
 
 class Run(msgspec.Struct):
@@ -61,13 +96,14 @@ class Run(msgspec.Struct):
     """By arm and role, how many; 0 of all behind a router that hides them. Earlier versions kept
     none."""
 
-    def at(self, arm: str, load: float) -> list[Cell]:
+    def at(self, arm: str, point: Point) -> list[Cell]:
         """Its rounds."""
-        return [cell for cell in self.cells if cell.arm == arm and cell.load == load]
+        return [cell for cell in self.cells if cell.key == (arm, cell.round, point)]
 
     @property
-    def loads(self) -> tuple[float, ...]:
-        return tuple(dict.fromkeys(cell.load for cell in self.cells))
+    def points(self) -> list[Point]:
+        """The loads that were measured."""
+        return list(dict.fromkeys(cell.key[2] for cell in self.cells))
 
     @property
     def unit(self) -> str:
@@ -86,7 +122,7 @@ def begin(folder: Path, earlier: Run | None) -> IO[bytes]:
 
 
 def append(out: IO[bytes], cell: Cell, outcome: Outcome, cold: bool) -> None:
-    line = {**msgspec.to_builtins(Line(cell.arm, cell.round, cell.load, cold))}
+    line = {**msgspec.to_builtins(Line(cell.arm, cell.round, cell.load, cell.over, cold))}
     out.write(msgspec.json.encode({**line, **msgspec.to_builtins(outcome)}) + b"\n")
     out.flush()  # a run that is stopped keeps what it has
 
@@ -110,13 +146,13 @@ def load(folder: Path) -> Run:
         raise ValueError(f"{folder} holds no {RUN}: it is not the folder of a study's run")
     try:
         run = msgspec.json.decode(path.read_bytes(), type=Run)
-        cells = {(cell.arm, cell.round, cell.load): cell for cell in run.cells}
+        cells = {cell.key: cell for cell in run.cells}
         with (folder / REQUESTS).open("rb") as lines:
             for line in lines:
                 if not line.endswith(b"\n"):  # torn as the run was killed
                     break
                 of = msgspec.json.decode(line, type=Line)
-                if (cell := cells.get((of.arm, of.round, of.load))) is None:
+                if (cell := cells.get(of.key)) is None:
                     continue  # its load did not end
                 outcome = msgspec.json.decode(line, type=Outcome)
                 (cell.cold if of.cold else cell.outcomes).append(outcome)

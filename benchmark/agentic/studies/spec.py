@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from benchmark.agentic.fleet.spec import Arm, Setup, Slo
+from benchmark.agentic.load.steady import Made, Window
 
 FOLDER = Path(__file__).parent
 
@@ -57,10 +59,15 @@ class LoadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """None: the recorded gap, at the speed of the load."""
     timeout_s: float = 60.0
     """Of a request; one that fails counts as taking so long."""
+    window: Window | None = None
+    """Of a steady load: sessions that end are replaced, and what begins in the window counts.
+    None: the whole trace, from its first request to its last answer."""
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.sessions, self.rate, self.speed))) != 1:
             raise ValueError("give one of `sessions`, `rate` and `speed`")
+        if self.window is not None and not self.sessions:
+            raise ValueError("`window` needs `sessions`")
         if min(self.levels) <= 0:
             raise ValueError("`sessions`, `rate` and `speed` must be more than 0")
 
@@ -79,6 +86,39 @@ class LoadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 Quantity = Literal["ttft", "tpot", "e2e"]
 
 
+class Point(msgspec.Struct, frozen=True):
+    """A load of a study: how much is sent, and which fields of ``made`` are otherwise."""
+
+    load: float
+    over: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return ", ".join((f"{self.load:g}", *(f"{name} {value:g}" for name, value in self.over)))
+
+    def made(self, made: Made) -> Made:
+        kinds = {field.name: field.type for field in msgspec.structs.fields(made)}
+        there = {name: kinds[name](value) for name, value in self.over}
+        return msgspec.structs.replace(made, **there)
+
+
+class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What somebody says of two arms: a bound on a ratio."""
+
+    text: str
+    arm: str
+    over: str
+    """The arm that it is divided by."""
+    of: Literal["ttft", "tpot", "e2e", "itl", "goodput"]
+    at: float
+    """The load."""
+    at_most: float | None = None
+    at_least: float | None = None
+    request_class: str | None = msgspec.field(name="class", default=None)
+    theirs: str = ""
+    """The number as published, and where."""
+
+
 class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The file."""
 
@@ -88,13 +128,18 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """By name, in the page's order; the first is what the others are held against."""
     load: LoadSpec
     trace: TraceSpec = TraceSpec()
+    made: Made | None = None
+    """Sessions made of numbers, instead of the trace."""
+    grid: dict[str, tuple[float, ...]] = {}
+    """Fields of ``made``: each combination of these values, at each load."""
+    claims: tuple[Claim, ...] = ()
     rounds: int = 3
     """Of all arms, in turn. Fewer than three give no verdict."""
     by: Quantity = "e2e"
     """The quantity by whose mean arms are ranked."""
     slo: Slo = Slo()
-    pool_tokens: int | None = None
-    """On the rig, instead of the fleet file's."""
+    rig: dict[str, Any] = {}
+    """Of the rig, instead of the fleet file's; see ``fleet.spec.Rig``."""
     every_setup: bool = False
     """By address: also those setups of the fleet that no arm names."""
 
@@ -103,6 +148,23 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("`arms` is empty")
         if self.rounds < 1:
             raise ValueError("`rounds` must be 1 or more")
+        if self.made is not None and self.load.window is None:
+            raise ValueError("`made` needs `load: {window: ...}`, as its sessions have no end")
+        if unknown := set(self.grid) - set(Made.__struct_fields__):
+            raise ValueError(f"`grid`: `made` has no {', '.join(sorted(unknown))}")
+        if self.grid and self.made is None:
+            raise ValueError("`grid` needs `made`")
+        for claim in self.claims:
+            if claim.arm not in self.arms or claim.over not in self.arms:
+                raise ValueError(f"`claims`: no arm {claim.arm!r} or {claim.over!r}")
+            if claim.request_class and claim.of in ("itl", "goodput"):
+                raise ValueError(f"`claims`: {claim.of} is of all requests, not of a class")
+
+    @property
+    def points(self) -> list[Point]:
+        """All loads, in the order in which they are sent."""
+        named = [[(name, float(value)) for value in of] for name, of in self.grid.items()]
+        return [Point(float(at), over) for over in product(*named) for at in self.load.levels]
 
     def at(self, setups: dict[str, Setup]) -> tuple[dict[str, Arm], list[str]]:
         """Its arms with the servers of a fleet by address, and the names of those that it lacks.

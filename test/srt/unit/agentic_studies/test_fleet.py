@@ -82,9 +82,10 @@ def test_arms_of_the_rig_differ_in_what_they_say(tmp_path: Path) -> None:
                 assert "--max-total-tokens 5000" in command
                 radix = "--disaggregation-decode-enable-radix-cache" in command
                 decodes = engine.role == "decode"
-                assert radix == (decodes and arm.variant in ("radix", "local"))
+                kind = arm.variant.partition("-")[0]
+                assert radix == (decodes and kind in ("radix", "spinning", "local"))
                 local = f"--disaggregation-decode-local-tokens {arm.local_tokens}" in command
-                assert local == (decodes and arm.variant == "local")
+                assert local == (decodes and kind == "local")
                 assert engine.env["SGLANG_PATCHSET"] == ("0" if arm.variant == "stock" else "1")
 
 
@@ -97,7 +98,7 @@ def test_a_fleet_without_an_arms_servers_says_so() -> None:
     assert missing == ["pd-stock", "pd-radix", "pd-local"]
     with pytest.raises(ValueError, match="the fleet has setups x, and the study asks for agg"):
         spec.load(find("interference"), Study).at({"x": setup})
-    with pytest.raises(ValueError, match="there are: capacity_wall, interference"):
+    with pytest.raises(ValueError, match="there are: break_even, capacity_wall"):
         find("no-such-study")
 
 

@@ -1,0 +1,66 @@
+"""The picture of a grid: for which load which arm is better than the first one, and in what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmark.agentic.report.numbers import Interval, Level
+from benchmark.agentic.report.verdict import AGAINST, better, compared
+from benchmark.agentic.studies.record import Run
+from benchmark.harness import plot
+
+BETTER, WORSE, NONE = "#55a868", "#c0504d", "#e8e8e8"
+FILE = "grid.svg"
+
+
+def draw(run: Run, levels: Sequence[Level], folder: Path) -> str:
+    """A panel an arm and quantity: the last field of the grid and the load across, the others down.
+    Green is better than the first arm beyond a cell's interval, red worse, grey no verdict.
+    Returns the file's name."""
+    base, *others = run.titles
+    across = list(dict.fromkeys((level.load, level.point.over[-1:]) for level in levels))
+    down = list(dict.fromkeys(level.point.over[:-1] for level in levels))
+    sure = 1 - 0.05 / len(AGAINST)  # of the quantities of a cell together
+    found = {
+        (level.point, arm): compared(level, arm, base, sure) for level in levels for arm in others
+    }
+    size = (1.1 * len(across) + 1.5, 0.55 * len(down) + 1.4)
+    with plot.panels(folder / FILE, len(others) * len(AGAINST), size) as axes:
+        panels = [(arm, quantity) for arm in others for quantity in AGAINST]
+        for axis, (arm, quantity) in zip(axes, panels, strict=True):
+            axis.set_title(f"{run.titles[arm]}: {AGAINST[quantity]} over {run.titles[base]}")
+            for level in levels:
+                x = across.index((level.load, level.point.over[-1:]))
+                y = down.index(level.point.over[:-1])
+                ratio = found[level.point, arm][quantity]
+                axis.add_patch(_cell(x, y, verdict(quantity, ratio)))
+                text = f"{ratio.value:.2f}\n[{ratio.low:.2f}, {ratio.high:.2f}]"
+                axis.text(x, y, text, ha="center", va="center", fontsize=6)
+            axis.set_xlim(-0.5, len(across) - 0.5)
+            axis.set_ylim(len(down) - 0.5, -0.5)
+            axis.set_xticks(range(len(across)), [_names(*each) for each in across])
+            axis.set_yticks(range(len(down)), [", ".join(map(_field, of)) for of in down])
+    return FILE
+
+
+def verdict(quantity: str, ratio: Interval) -> str:
+    """The colour of a cell."""
+    if better({quantity: ratio}):
+        return BETTER
+    inverse = Interval(1 / ratio.value, 1 / ratio.high, 1 / ratio.low) if ratio.low > 0 else ratio
+    return WORSE if better({quantity: inverse}) else NONE
+
+
+def _cell(x: int, y: int, color: str) -> object:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=color, edgecolor="white")
+
+
+def _field(of: tuple[str, float]) -> str:
+    return f"{of[0]} {of[1]:g}"
+
+
+def _names(load: float, over: Sequence[tuple[str, float]]) -> str:
+    return "\n".join((f"{load:g} sessions", *map(_field, over)))

@@ -1,0 +1,66 @@
+"""AIPerf's export, as 0.13.0 wrote it, and the command that has it written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmark.agentic.load.outcome import Classes
+from benchmark.aiperf import command, outcomes, profile
+from benchmark.harness.command import RunFailed
+from benchmark.traces.record import Record
+
+EXPORT = Path(__file__).with_name("aiperf_export.jsonl")
+#: Session -> tokens of the prompt and of the answer, as they were sent.
+SENT = {"s1": (592, 2), "s2": (256, 4), "s4": (592, 2), "s5": (437, 1), "s6": (370, 3)}
+
+
+def records(*names: str) -> list[Record]:
+    return [
+        Record(0.0, tokens, answer, tuple(range(100 * i, 100 * i + -(-tokens // 16))), name, 0)
+        for i, (name, (tokens, answer)) in enumerate(SENT.items())
+        if name in names
+    ]
+
+
+def test_a_recorded_export_is_read() -> None:
+    """Guards units, clocks and names: requests keep the trace's index and class, an answer of one
+    token has no time a token, and what failed is failed."""
+    found = {o.session_id: o for o in outcomes(EXPORT, records(*SENT), Classes(300, 400), 16)}
+    assert found.keys() == SENT.keys()
+    assert [found[name].index for name in SENT] == list(range(5))
+    assert {o.session_id: o.request_class for o in found.values()} == {
+        "s1": "HEAVY",
+        "s2": "WARM",
+        "s4": "HEAVY",
+        "s5": "HEAVY",
+        "s6": "MEDIUM",
+    }
+    assert min(o.started_s for o in found.values()) == 0
+    of = found["s6"]
+    assert (of.ttft_s, of.tpot_s, of.e2e_s) == pytest.approx((0.0142, 0.0057, 0.0257), abs=1e-4)
+    assert of.itl_s == pytest.approx((0.006, 0.0054), abs=1e-4) and of.prompt_tokens == 233
+    assert of.started_s < (of.first_token_s or 0) < of.finished_s and of.error is None
+    assert of.output_tokens == of.wanted_tokens == 3
+    assert found["s5"].tpot_s is None and found["s5"].itl_s == ()
+    failed = found["s1"]
+    assert failed.error == "aiperf" and failed.ttft_s is None and failed.e2e_s > 0
+    assert (failed.message or "").startswith("InvalidInferenceResultError: No responses")
+    with pytest.raises(RunFailed, match="no record has turn 0"):
+        outcomes(EXPORT, records("s2"), Classes(), 16)
+
+
+def test_the_command_is_one_of_sessions_or_of_times(tmp_path: Path) -> None:
+    how = {"model": "m", "endpoint": "chat", "block_tokens": 16, "timeout_s": 60.0}
+    paths = (tmp_path / "aiperf", "http://a", tmp_path / "t.jsonl", tmp_path)
+    words = command(*paths, **how, requests=9, sessions=4, headers={"X-Team": "t"})
+    text = " ".join(words)
+    assert "--no-fixed-schedule --concurrency 4 --request-count 9" in text
+    assert "--prompt-input-tokens-block-size 16 --tokenizer builtin" in text
+    assert words[-2:] == ["-H", "X-Team:t"]
+    assert "--fixed-schedule --request-count 9" in " ".join(
+        command(*paths, **how, requests=9, sessions=None)
+    )
+    with pytest.raises(RunFailed, match="--aiperf"):
+        profile(paths[0], "http://a", records("s2"), tmp_path, Classes(), sessions=1, **how)

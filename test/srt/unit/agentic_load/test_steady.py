@@ -1,0 +1,123 @@
+"""A steady load: what is sent, and what of it counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmark.agentic.fleet.spec import Arm
+from benchmark.agentic.load.steady import COLD, FIRST, LATER, Made, Window, _Load, made_sessions
+from benchmark.agentic.studies.spec import LoadSpec, Point, Study
+
+WORDS = range(16, 5000)
+
+
+def played(made: Made, sessions: int) -> list[list[tuple[object, list[int]]]]:
+    """Sessions of which each answer is its turn's number, three times."""
+    found = []
+    source = made_sessions(made, WORDS)
+    for _ in range(sessions):
+        session, turns = next(source), []
+        following = next(session, None)
+        while following is not None:
+            turn, request = following
+            turns.append((turn, list(request.prompt)))
+            try:
+                following = session.send([turn.turn or 0] * 3)
+            except StopIteration:
+                following = None
+        found.append(turns)
+    return found
+
+
+def test_a_turn_has_the_history_with_its_answers() -> None:
+    """Guards against sessions whose answers a cache on decode could not hold, and against prompts
+    that differ between arms or share what they should not."""
+    made = Made(first_tokens=20, turns=3, turn_tokens=5, prefixes=2, prefix_tokens=7)
+    sessions = played(made, 4)
+    assert sessions == played(made, 4)
+    for number, turns in enumerate(sessions):
+        assert [turn.kind for turn, _ in turns] == [FIRST, LATER, LATER]
+        assert [turn.index for turn, _ in turns] == [3 * number, 3 * number + 1, 3 * number + 2]
+        (_, first), (_, second), (_, third) = turns
+        assert second[:27] == first and second[27:30] == [0] * 3 and len(second) == 35
+        assert third[:35] == second and third[35:38] == [1] * 3
+        assert all(turn.prompt_tokens == len(prompt) for turn, prompt in turns)
+    starts = [turns[0][1] for turns in sessions]
+    assert starts[0][:7] == starts[2][:7] != starts[1][:7] == starts[3][:7]
+    assert starts[0][7:] != starts[2][7:]
+    assert made.largest == 27 + 2 * 5 + 3 * made.answer_tokens
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5])
+def test_a_share_of_the_requests_is_cold(share: float) -> None:
+    made = Made(first_tokens=4, turns=4, turn_tokens=2, cold_tokens=9, cold_share=share)
+    kinds = Counter(turn.kind for turns in played(made, 2000) for turn, _ in turns)
+    assert kinds[COLD] / kinds.total() == pytest.approx(share, abs=0.03)
+    assert made.classes == [FIRST, LATER] + [COLD] * (share > 0)
+    with pytest.raises(ValueError, match="cold_share"):
+        Made(cold_share=1.0)
+
+
+@given(st.lists(st.sampled_from([FIRST, LATER]), min_size=60, max_size=200), st.integers(1, 8))
+def test_what_counts_began_in_the_window_and_is_waited_for(kinds: list[str], many: int) -> None:
+    """Guards against counting the start, the end, or only what was short enough to end in time."""
+    window = Window(warm_up=5, requests=20, of_class=6, limit_s=1e9)
+    load = _Load(window, [FIRST, LATER])
+    under_way: list[bool] = []
+    counted, ended = Counter[str](), 0
+    for now, kind in enumerate(kinds):
+        if load.over:
+            break
+        counts = load.begins(kind, float(now))
+        assert not (counts and ended < 5), "the warm-up counts"
+        assert not (counts and load.closed), "the end counts"
+        counted[kind] += counts
+        under_way.append(counts)
+        if len(under_way) >= many:
+            load.ended(under_way.pop(0))
+            ended += 1
+    if load.closed:
+        assert counted.total() >= 20 and min(counted[FIRST], counted[LATER]) >= 6
+        assert load.over == (not any(under_way))
+    else:
+        assert counted.total() < 20 or min(counted[FIRST], counted[LATER]) < 6
+
+
+def test_a_window_closes_in_the_end() -> None:
+    load = _Load(Window(warm_up=0, requests=1000, limit_s=10), [FIRST, COLD])
+    assert load.begins(FIRST, 1.0) and load.begins(FIRST, 9.0)
+    assert not load.begins(FIRST, 12.0) and load.closed == 12.0 and not load.over
+    load.ended(True)
+    load.ended(True)
+    assert load.over
+
+
+def test_a_grid_is_every_combination_at_every_load() -> None:
+    arms = {"a": Arm(title="a", aggregated=1)}
+    grid = {"cold_share": (0.0, 0.5), "turn_tokens": (8.0,)}
+    load = LoadSpec(sessions=(2, 4), window=Window())
+    study = Study(title="t", question="q", arms=arms, load=load, made=Made(), grid=grid)
+    names = [point.name for point in study.points]
+    assert names == [
+        f"{many}, cold_share {share}, turn_tokens 8" for share in ("0", "0.5") for many in (2, 4)
+    ]
+    made = study.points[-1].made(Made())
+    assert (made.cold_share, made.turn_tokens) == (0.5, 8) and isinstance(made.turn_tokens, int)
+    assert Point(4.0).made(Made()) == Made()
+    for wrong in ({"made": None}, {"grid": {"nothing": (1.0,)}}, {"load": LoadSpec(sessions=(2,))}):
+        with pytest.raises(ValueError, match="`made`"):
+            Study(
+                **{
+                    "title": "t",
+                    "question": "q",
+                    "arms": arms,
+                    "load": load,
+                    "made": Made(),
+                    "grid": grid,
+                    **wrong,
+                }
+            )
