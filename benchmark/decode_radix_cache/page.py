@@ -1,12 +1,10 @@
-"""Summaries of runs as tables and a picture; shared by the command and the READMEs."""
+"""Summaries of runs as tables; shared by the commands and the READMEs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmark.harness import plot
 from benchmark.harness.report import megabytes
 
 Json = Mapping[str, Any]
@@ -56,21 +54,6 @@ def throughput(summary: Json) -> Table:
     each = [", ".join(map(rate, of)) for of in summary["runs"].values()]
     rows.insert(1, ["requests/s, each run", *each])
     return ["", *arms], rows
-
-
-def draw(path: Path, summary: Json) -> None:
-    """A panel a quantity, an arm a bar."""
-    panels: dict[str, Callable[[Json], float]] = {
-        "requests/s (more is better)": lambda run: run["summary"]["requests_per_s"],
-        "requests running together": lambda run: run["peak_running"],
-        "TTFT p50, s (less is better)": lambda run: run["summary"]["ttft_s"]["p50"],
-        "ITL p50, ms (less is better)": lambda run: run["summary"]["itl_s"]["p50"] * 1e3,
-        "KV moved, MB (less is better)": lambda run: run["traffic"]["bytes_moved"] / 1e6,
-    }
-    arms = medians(summary)
-    plot.bars(
-        path, {title: {n: of(run) for n, run in arms.items()} for title, of in panels.items()}
-    )
 
 
 def wire(summary: Json) -> Table:

@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from benchmark.decode_radix_cache import throughput
 from benchmark.harness.models import on_current
 from benchmark.harness.pair import PairConfig
 from benchmark.harness.servers import LEAN, Sizes
 from benchmark.harness.variants import PROGRESS_DELAY
-from benchmark.local_turns import compare
-from benchmark.local_turns.load import Load
+from benchmark.lead.load import BURST_SHAPE, SHAPE, Burst, Load
 from sglang.srt.patchset.environment import (
     DECODE_ADMISSION,
     LOCAL_CHUNK,
@@ -65,7 +63,7 @@ ARMS: Mapping[str, tuple[Arm, ...]] = {
 }
 """By kind of load: a kind has servers, a model and arms of its own."""
 
-SHAPES = {"sessions": compare.SHAPE, "burst": throughput.SHAPE, "bounds": compare.SHAPE}
+SHAPES = {"sessions": SHAPE, "burst": BURST_SHAPE, "bounds": SHAPE}
 LOADS: Mapping[str, tuple[str, ...]] = {
     "sessions": ("alone", "beside cold prompts"),
     "burst": ("burst",),
@@ -79,7 +77,7 @@ SESSIONS: Mapping[str, tuple[Load, int]] = {
     "long turns": (Load(talks=5, turns=4, turn_tokens=1000, cold_clients=(1,)), 3),
 }
 """What sessions send, and how often a pair plays it in a round."""
-BURST = throughput.Load()
+BURST = Burst()
 
 
 def plays(name: str) -> list[Load]:

@@ -31,7 +31,7 @@ from benchmark.lead.arms import (
     plays,
     prefill_sizes,
 )
-from benchmark.local_turns.load import Load, play
+from benchmark.lead.load import Load, play
 
 Answers = dict[str, list[int]]
 """Tokens by ``LOAD SEED LABEL``."""

@@ -30,12 +30,11 @@ from benchmark.harness.models import random_qwen3
 from benchmark.harness.pair import Pair, PairConfig
 from benchmark.harness.servers import HOST, Sizes
 from benchmark.harness.workload import token_range
-from benchmark.local_turns.compare import SHAPE
-from benchmark.local_turns.load import Load
-from benchmark.local_turns.measure import COMPUTED
+from benchmark.lead.load import SHAPE, Load
 
 BOUND_S = 0.05
 """What is claimed of all of them."""
+COMPUTED = ("sglang:realtime_tokens_total", "mode", "prefill_compute")
 TURN_TOKENS = 400
 ARRIVE_S = 0.05
 """From sending a request to sending the message."""

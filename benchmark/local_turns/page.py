@@ -1,17 +1,15 @@
-"""The summary of a run as tables, sentences and a picture; for the command and the READMEs."""
+"""The committed summaries as tables and sentences. ``benchmark run local_turns`` measures anew."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from benchmark.harness import plot
 from benchmark.harness.report import Verdict, megabytes
-from benchmark.local_turns.measure import BOUNDS_MS
 
 Json = Mapping[str, Any]
+BOUNDS_MS = (100, 50)
 
 AGGREGATED, STOCK = "two aggregated", "PD, stock"
 REMOTE, ALWAYS, CHOSEN = "PD, remote", "PD, always local", "PD, chosen"
@@ -202,32 +200,3 @@ def claims(summary: Json) -> list[Verdict]:
         over = gap(busy[AGGREGATED]) / gap(chosen)
         found.append(_claim("busy, ITL p99: two aggregated over chosen", over, 10, at_least=True))
     return found
-
-
-PANELS: Mapping[str, Callable[[Json], float]] = {
-    "TTFT p50 of later turns, ms": lambda m: m["ttft_later_s"]["p50"] * 1e3,
-    "inter-token latency p99, ms": lambda m: m["gap_s"]["p99"] * 1e3,
-    "requests/s of the sessions": lambda m: m["requests_per_s"],
-    "cold prompts, tokens a second": lambda m: m["cold_tokens_per_s"],
-}
-
-
-def draw(path: Path, summary: Json) -> None:
-    """Over the load of cold prompts, a line an arm; bars are the smallest and the largest of the
-    rounds."""
-    loads = summary["load"]["cold_clients"]
-    with plot.panels(path, len(PANELS), (3.6, 3.4)) as axes:
-        for axis, (title, value) in zip(axes, PANELS.items(), strict=True):
-            for (arm, runs), color in zip(summary["runs"].items(), plot.COLORS, strict=False):
-                middle = [value(medians(summary, clients)[arm]) for clients in loads]
-                rounds = [[value(m) for m in runs[str(clients)]] for clients in loads]
-                low = [m - min(of) for m, of in zip(middle, rounds, strict=True)]
-                high = [max(of) - m for m, of in zip(middle, rounds, strict=True)]
-                bars = {"yerr": (low, high), "capsize": 3}
-                axis.errorbar(loads, middle, fmt="o-", label=arm, color=color, **bars)
-            axis.set_title(title)
-            axis.set_xticks(loads)
-            axis.set_xlabel("clients with cold prompts")
-            if "ms" in title:
-                axis.set_yscale("log")
-        axes[0].legend(fontsize=7, frameon=False)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from benchmark.decode_radix_cache import throughput
 from benchmark.demo import play
-from benchmark.harness.pair import PairConfig
 from benchmark.harness.variants import (
     FLAG,
     PATCHED,
@@ -24,18 +21,6 @@ DELAY = "SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY"
 RADIX = "--disaggregation-decode-enable-radix-cache"
 LOCAL = "--disaggregation-decode-local-tokens 64"
 
-Configure = Callable[[Variant], PairConfig]
-both = pytest.mark.parametrize(
-    "configure",
-    [
-        pytest.param(
-            lambda variant: throughput.configure(Path("m"), throughput.Load(), variant, 32),
-            id="throughput",
-        ),
-        pytest.param(lambda variant: play.configure(Path("m"), variant), id="demo"),
-    ],
-)
-
 
 def test_the_arm_without_a_flag_is_always_there() -> None:
     """Guards against a gain of NIXL's sleeping thread that is ascribed to the flag."""
@@ -43,7 +28,6 @@ def test_the_arm_without_a_flag_is_always_there() -> None:
     assert variants(spinning=True) == (STOCK, PATCHED, FLAG, SPINNING)
 
 
-@both
 @pytest.mark.parametrize(
     ("variant", "stock", "of_decode", "delay"),
     [
@@ -56,10 +40,10 @@ def test_the_arm_without_a_flag_is_always_there() -> None:
     ids=["stock", "patched", "flag", "spinning", "local turns"],
 )
 def test_arms_differ_in_what_they_are_called(
-    configure: Configure, variant: Variant, stock: bool, of_decode: set[str], delay: str | None
+    variant: Variant, stock: bool, of_decode: set[str], delay: str | None
 ) -> None:
     """Guards against an arm whose servers run something else than its column says."""
-    prefill, decode, *_ = configure(variant).layout()
+    prefill, decode, *_ = play.configure(Path("m"), variant).layout()
     for server, flags in ((prefill, set()), (decode, of_decode)):
         command = " ".join(server.command)
         assert {flag for flag in (RADIX, LOCAL) if flag in command} == flags
@@ -69,8 +53,7 @@ def test_arms_differ_in_what_they_are_called(
         assert server.environment()["SGLANG_CPU_STANDIN"] == "1"
 
 
-@both
-def test_arms_have_the_same_sizes(configure: Configure) -> None:
+def test_arms_have_the_same_sizes() -> None:
     """Guards against memory or batch sizes that are measured instead of the code."""
-    arms = [configure(variant) for variant in variants()]
+    arms = [play.configure(Path("m"), variant) for variant in variants()]
     assert len({(arm.prefill_sizes, arm.decode_sizes, arm.decode_args) for arm in arms}) == 1

@@ -11,6 +11,19 @@ from dataclasses import dataclass, field
 from aiohttp import ClientSession
 
 from benchmark.harness.client import Request, Result, Target, open_session, send
+from benchmark.harness.workload import SharedPrefixes
+
+SHAPE = {
+    "layers": 1,
+    "heads": 2,
+    "kv_heads": 1,
+    "head_dim": 32,
+    "hidden": 256,
+    "intermediate": 1536,
+}
+"""SGLang's attention on a CPU computes the whole square of a prompt, also where most is cached: a
+short turn costs as much as its history. This model has little of it, so that a turn costs by its
+new tokens, as on a GPU: about a fortieth of a cold prompt."""
 
 
 @dataclass(frozen=True)
@@ -117,3 +130,25 @@ async def _talk(
         request = Request(prompt, answer_tokens, label=f"{label}.{number}")
         results.append(await send(session, target, request))
     return results
+
+
+BURST_SHAPE = {"layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 32}
+"""Attention on a CPU costs each request its whole context anew at every step, so that a step's time
+grows with the batch and hides what the batch is worth. This model has as little of it as can be; on
+a GPU a step's time depends little on the batch as well."""
+
+
+@dataclass(frozen=True)
+class Burst(SharedPrefixes):
+    """The load and the sizes, the same for all arms. Lengths and pools in tokens."""
+
+    requests: int = 24
+    groups: int = 2
+    prefix_tokens: int = 3000
+    suffix_tokens: int = 100
+    generated_tokens: int = 160
+    decode_pool: int = 8000
+    prefill_pool: int = 16000
+    reserved_decode_tokens: int = 512
+    chunked_prefill_tokens: int = 512
+    max_running: int = 32
