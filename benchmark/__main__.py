@@ -14,7 +14,6 @@ COMMANDS = {
     "generate": ("agentic.traces.cli:generate", "generate a trace of agentic traffic"),
     "sample": ("agentic.traces.cli:sample", "sample a smaller trace with the same sharing"),
     "describe": ("agentic.traces.cli:describe", "describe a trace"),
-    "convert": ("agentic.traces.convert:convert", "convert other formats to a trace"),
     "route": ("agentic.router.cli:main", "run the router"),
     "capacity": ("agentic.capacity:main", "compute how many requests a decode pool holds"),
     "demo": ("demo", "what the flags save, in a minute and a half"),

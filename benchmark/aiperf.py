@@ -15,13 +15,25 @@ from typing import Any
 import msgspec
 
 from benchmark.agentic.load.outcome import Classes, Outcome
-from benchmark.agentic.load.plan import jobs
+from benchmark.agentic.load.plan import Turn, jobs
+from benchmark.agentic.load.steady import Counting, Window
 from benchmark.harness.command import RunFailed
 from benchmark.traces.read import write
 from benchmark.traces.record import Record
 from benchmark.traces.sessions import annotate
 
 EXPORT = "profile_export.jsonl"
+MOONCAKE = "mooncake_trace"
+
+
+class Program(msgspec.Struct, frozen=True):
+    """What sends."""
+
+    path: Path
+    file: Path | None = None
+    """A trace that AIPerf reads itself; None: the study's, sampled and scaled."""
+    format: str = MOONCAKE
+    """Of the file, as ``--custom-dataset-type``."""
 
 
 class _Metadata(msgspec.Struct):
@@ -42,6 +54,9 @@ class _Error(msgspec.Struct):
     message: str = ""
 
 
+_SIZES = ("input_sequence_length", "output_sequence_length")
+
+
 class _Line(msgspec.Struct):
     """Of ``profile_export.jsonl``: a request."""
 
@@ -51,7 +66,7 @@ class _Line(msgspec.Struct):
 
 
 def command(
-    program: Path,
+    program: Program,
     url: str,
     trace: Path,
     out: Path,
@@ -59,74 +74,88 @@ def command(
     model: str,
     endpoint: str,
     block_tokens: int,
-    requests: int,
+    requests: int | None,
     sessions: int | None,
     timeout_s: float,
     tokenizer: str = "builtin",
     headers: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Of a profile of a trace: so many ``sessions`` at once, or None: at the trace's times."""
+    """Of a profile of a trace: so many ``sessions`` at once, or None: at the trace's times; all
+    ``requests`` where that is None."""
     how = ["--fixed-schedule"]
     if sessions is not None:
         how = ["--no-fixed-schedule", "--concurrency", str(sessions)]
-    words = [str(program), "profile", "--model-names", model, "--url", url]
+    if requests is not None:
+        how += ["--request-count", str(requests)]
+    words = [str(program.path), "profile", "--model-names", model, "--url", url]
     words += ["--endpoint-type", endpoint, "--streaming", "--use-server-token-count"]
-    words += ["--custom-dataset-type", "mooncake_trace", "--input-file", str(trace)]
+    words += ["--custom-dataset-type", program.format, "--input-file", str(trace)]
     words += ["--prompt-input-tokens-block-size", str(block_tokens), "--tokenizer", tokenizer]
-    words += [*how, "--request-count", str(requests), "--extra-inputs", "ignore_eos:true"]
+    words += [*how, "--extra-inputs", "ignore_eos:true"]
     words += ["--request-timeout-seconds", f"{timeout_s:g}", "--ui", "none"]
     words += ["--output-artifact-dir", str(out)]
     return words + [w for name, value in (headers or {}).items() for w in ("-H", f"{name}:{value}")]
 
 
 def profile(
-    program: Path, url: str, records: Sequence[Record], out: Path, classes: Classes, **how: Any
-) -> list[Outcome]:
-    """Sends the records once. ``how``: the rest of ``command``.
+    program: Program,
+    url: str,
+    records: Sequence[Record],
+    out: Path,
+    classes: Classes,
+    window: Window | None,
+    **how: Any,
+) -> tuple[list[Outcome], tuple[float, float] | None]:
+    """Sends the records once; with a ``window`` what of them counts, and when it was open.
+
+    ``how``: the rest of ``command``.
 
     Raises:
         RunFailed: AIPerf cannot be run, or has no result; the message has the end of its log.
     """
     out.mkdir(parents=True, exist_ok=True)
-    named = list(annotate(records, how["block_tokens"]))
-    write(out / "trace.jsonl", named)
-    words = command(program, url, out / "trace.jsonl", out, requests=len(named), **how)
+    file, turns, requests = program.file, None, None
+    if file is None:
+        file, named = out / "trace.jsonl", list(annotate(records, how["block_tokens"]))
+        write(file, named)
+        turns = [job.turn(classes) for job in jobs(named, how["block_tokens"])]
+        requests = len(named)
+    if window is not None:  # those that keep up the load while the last that count end
+        more = window.warm_up + window.requests + 2 * (how["sessions"] or 0)
+        requests = min(requests or more, more)
+    words = command(program, url, file, out, requests=requests, **how)
     try:
         ended = subprocess.run(words, capture_output=True, text=True)
     except OSError as error:
-        raise RunFailed(f"--aiperf {program}: {error}") from error
+        raise RunFailed(f"--aiperf {program.path}: {error}") from error
     export = out / EXPORT
     if ended.returncode or not export.exists():
         raise RunFailed(f"aiperf ended with {ended.returncode}: {ended.stdout[-2000:]}")
-    return outcomes(export, named, classes, how["block_tokens"])
+    found = outcomes(export, turns)
+    return (found, None) if window is None else counted(found, window)
 
 
-def outcomes(
-    export: Path, records: Sequence[Record], classes: Classes, block_tokens: int
-) -> list[Outcome]:
-    """Of an export's requests, by end. Its clock's 0 is the first request.
+def outcomes(export: Path, turns: Sequence[Turn] | None) -> list[Outcome]:
+    """Of an export's requests, by end. Its clock's 0 is the first request. ``turns``: what was
+    sent; None: only AIPerf knows.
 
     Raises:
-        RunFailed: a request is not of these records.
+        RunFailed: a request is not one of these.
     """
-    sent = {}
-    for job in jobs(records, block_tokens):
-        turn = job.turn(classes)
-        sent[turn.session_id or f"i{turn.index}", turn.turn or 0] = turn
-    lines = [
-        msgspec.json.decode(line, type=_Line) for line in export.read_bytes().splitlines() if line
-    ]
+    lines = [msgspec.json.decode(line, type=_Line) for line in export.read_bytes().splitlines()]
     lines = [line for line in lines if line.metadata.benchmark_phase == "profiling"]
-    zero = min((line.metadata.request_start_ns for line in lines), default=0)
+    lines.sort(key=lambda line: line.metadata.request_start_ns)
+    zero = lines[0].metadata.request_start_ns if lines else 0
+    if turns is None:
+        turns = [_turn(index, line) for index, line in enumerate(lines)]
+    sent = {(turn.session_id or f"i{turn.index}", turn.turn or 0): turn for turn in turns}
     found = []
     for line in sorted(lines, key=lambda line: line.metadata.request_end_ns):
         about, of = line.metadata, {name: each.value for name, each in line.metrics.items()}
-        turn = sent.get((about.conversation_id, about.turn_index))
-        if turn is None:
+        if (turn := sent.get((about.conversation_id, about.turn_index))) is None:
             raise RunFailed(f"{export}: no record has turn {about.turn_index} of a session")
-        started, finished = (
-            (at - zero) / 1e9 for at in (about.request_start_ns, about.request_end_ns)
-        )
+        times = (about.request_start_ns, about.request_end_ns)
+        started, finished = ((at - zero) / 1e9 for at in times)
         ttft = _seconds(of.get("time_to_first_token"))
         found.append(
             Outcome(
@@ -152,6 +181,31 @@ def outcomes(
             )
         )
     return found
+
+
+def _turn(index: int, line: _Line) -> Turn:
+    """As far as an export tells."""
+    about, of = (
+        line.metadata,
+        {name: int(each.value) for name, each in line.metrics.items() if name in _SIZES},
+    )
+    prompt, answer = (of.get(name, 0) for name in _SIZES)
+    return Turn(index, about.conversation_id, about.turn_index, prompt, answer, prompt, "ALL")
+
+
+def counted(found: Sequence[Outcome], window: Window) -> tuple[list[Outcome], tuple[float, float]]:
+    """Those that began while the window was open, as a steady load of ours counts them."""
+    load, counts = Counting(window, ()), dict[int, bool]()
+    steps = [(o.started_s, 1, n) for n, o in enumerate(found)]
+    steps += [(o.finished_s, 0, n) for n, o in enumerate(found)]
+    for at, begins, number in sorted(steps):
+        if begins:
+            counts[number] = load.begins(found[number].request_class, at)
+        else:
+            load.ended(counts.get(number, False))
+    closed = load.closed or max((o.finished_s for o in found), default=0.0)
+    of = [msgspec.structs.replace(o, counted=counts[n]) for n, o in enumerate(found)]
+    return of, (load.opened, closed)
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -81,6 +81,5 @@ class UnitCheck:
         return [
             f"{path}: {self._requests:,} requests within {span_s:,.3f} s, {self._soon:,} of "
             f"{self._follow_ups:,} following turns within {SOONEST_S:g} s of the turn before: the "
-            f"times were read as {read_as} and seem to be {unit} (`python -m benchmark "
-            f"convert --format mooncake --timestamps-in {unit}` makes a trace of them)"
+            f"times were read as {read_as} and seem to be {unit} (`timestamp` is in ms)"
         ]

@@ -159,7 +159,7 @@ async def steady(
 
     ``classes``: those that are waited for.
     """
-    load = _Load(window, classes)
+    load = Counting(window, classes)
     clock = Clock(0.0)
     async with open_session(settings.timeout_s, reuse=False, headers=settings.headers) as http:
         lag = LoopLag()
@@ -206,7 +206,7 @@ def _next(session: Session, answer: Ids) -> Sent | None:
         return None
 
 
-class _Load:
+class Counting:
     """When the window opens and closes, and when the load is over. Seconds of the load's clock."""
 
     def __init__(self, window: Window, classes: Sequence[str]) -> None:

@@ -111,8 +111,8 @@ class Level:
     @property
     def kinds(self) -> list[str]:
         """Classes that it has requests of, in the page's order."""
-        known = dict.fromkeys((*CLASSES, *MADE_CLASSES))
-        return [name for name in known if name in self.classes]
+        known = dict.fromkeys((*CLASSES, *MADE_CLASSES, *self.classes))
+        return [name for name in known if name and name in self.classes]
 
     @property
     def rounds(self) -> int:

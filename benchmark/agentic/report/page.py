@@ -163,7 +163,8 @@ def _load(run: Run) -> str:
             f"Fields that a load names are otherwise there. The next turn is sent {think} after "
             f"the previous answer. A failed request counts as {load.timeout_s:g} s."
         )
-    of = trace["described"]
+    if (of := trace.get("described")) is None:
+        return f"{steady}{trace['source']}. A failed request counts as {load.timeout_s:g} s."
     lengths = "; ".join(
         f"{what} tokens mean {x['mean']:,.0f}, p50 {x['p50']:,.0f}, p90 {x['p90']:,.0f}, p99 "
         f"{x['p99']:,.0f}"

@@ -28,6 +28,7 @@ from benchmark.agentic.studies.load import Trace, limit, prepare
 from benchmark.agentic.studies.record import Cell, Run
 from benchmark.agentic.studies.run import cells
 from benchmark.agentic.studies.spec import Study, find, titles
+from benchmark.aiperf import MOONCAKE, Program
 from benchmark.harness.command import reported, retyped
 from benchmark.harness.environment import describe
 from benchmark.harness.report import plain, write_summary
@@ -63,6 +64,7 @@ def run(argv: list[str]) -> int:
         help="continue the run in --out; its finished loads are not repeated",
     )
     add("--aiperf", type=Path, help="send with this aiperf program; fleets by URL, traces")
+    add("--format", default=MOONCAKE, help="of --trace, as --aiperf knows it; it is sent whole")
     add("--out", type=Path, help="folder of the run; default: out/NAME")
     add(
         "--page",
@@ -162,24 +164,32 @@ def _run(args: argparse.Namespace, console: Console, words: str) -> int:
     if study.rig and fleet.rig is not None:
         rig = msgspec.convert({**msgspec.to_builtins(fleet.rig), **study.rig}, type(fleet.rig))
         fleet = msgspec.structs.replace(fleet, rig=rig)
-    if args.aiperf and (fleet.rig or fleet.endpoint == "generate" or study.load.window):
+    if args.aiperf and (fleet.rig or fleet.endpoint == "generate" or study.made):
         raise ValueError(
             "--aiperf needs a fleet by URL with `endpoint: chat` or `completions`, and a study of "
-            "a trace without `window`"
+            "a trace"
         )
+    whole = args.format != MOONCAKE
+    if whole and not (args.aiperf and args.trace):
+        raise ValueError("--format needs --aiperf and --trace")
+    program = None
+    if args.aiperf:
+        program = Program(args.aiperf, args.trace if whole else None, args.format)
     arms, missing = (study.arms, []) if fleet.rig else study.at(fleet.named())
     arms = _chosen(arms, args.arms)
     trace = None
-    if study.made is None:
+    if study.made is None and not whole:
         trace = prepare(study.trace, fleet)
-    else:
+    elif study.made is not None:
         _check_made(study, fleet)
     for note in trace.notes if trace else ():
         console.print(f"[yellow]{escape(note)}[/]", soft_wrap=True)
     out: Path = args.out or Path("out") / path.stem
     out.mkdir(parents=True, exist_ok=True)
     raise_open_files(max(study.load.sessions, default=1000))
-    shown = _described(trace) if trace else {"classes": ABOUT_MADE}
+    shown = _described(trace) if trace else {"classes": ABOUT_MADE if study.made else "No classes"}
+    if whole:
+        shown["source"] = f"{args.trace.name}, as AIPerf reads {args.format}"
     file = trace.source if trace and study.trace.file else None
     public = msgspec.structs.replace(study.trace, file=file)
     done = Run(
@@ -203,7 +213,7 @@ def _run(args: argparse.Namespace, console: Console, words: str) -> int:
     steps = study.rounds * len(arms) * len(study.points) - len(done.cells)
     if earlier is not None:
         done.environment = _both(earlier.environment, done.environment if steps else {})
-    what = f"{len(trace.records)} requests of {escape(trace.source)}" if trace else "made sessions"
+    what = f"{len(trace.records)} requests of {escape(trace.source)}" if trace else "Sessions"
     each = study.load.window.requests if study.load.window else len(trace.records) if trace else 1
     console.print(f"{what}, {len(arms)} arms, {study.rounds} rounds: {steps} loads")
     began, failed = time.monotonic(), 0
@@ -219,7 +229,7 @@ def _run(args: argparse.Namespace, console: Console, words: str) -> int:
             at = done_at(now, steps, time.monotonic() - began, datetime.now())
             progress.update(bar, description=escape(text), completed=now, failed=failed, at=at)
 
-        for cell in cells(study, arms, fleet, trace, out, told, earlier, args.aiperf):
+        for cell in cells(study, arms, fleet, trace, out, told, earlier, program):
             done.cells.append(cell)
             record.save(out, done)  # what was measured outlives a later failure
     write(done, args.page or out, console)
@@ -259,7 +269,7 @@ def _changed(study: Study, fleet: FleetFile, args: argparse.Namespace) -> Study:
         trace = change(trace, file=str(args.trace))
     if args.skip_invalid:
         trace = change(trace, skip_invalid=True)
-    if args.requests:
+    if args.requests and study.load.window is None:
         trace = change(trace, requests=args.requests)
     load = study.load
     if args.requests and load.window is not None:

@@ -22,7 +22,7 @@ from benchmark.agentic.studies import load, record
 from benchmark.agentic.studies.load import Trace
 from benchmark.agentic.studies.record import Cell, Run
 from benchmark.agentic.studies.spec import Study
-from benchmark.aiperf import profile
+from benchmark.aiperf import Program, profile
 from benchmark.harness.command import RunFailed
 from benchmark.harness.models import random_qwen3
 
@@ -38,7 +38,7 @@ def cells(
     out: Path,
     told: Told,
     earlier: Run | None = None,
-    aiperf: Path | None = None,
+    aiperf: Program | None = None,
 ) -> Iterator[Cell]:
     """Measures every arm at every load in every round; each cell as it ends.
 
@@ -65,7 +65,7 @@ def cells(
                     running.check()
                     for at in left:
                         cell = Cell(name, number, at.load, at.over, via=running.via)
-                        if aiperf is not None and trace is not None:
+                        if aiperf is not None:
                             _profile(cell, running, study, trace, aiperf, out / "aiperf")
                             for outcome in cell.outcomes:
                                 record.append(lines, cell, outcome, cold=False)
@@ -84,7 +84,7 @@ def _running(name: str, arm: Arm, fleet: FleetFile, out: Path) -> AbstractContex
 
 
 def _profile(
-    cell: Cell, running: Servers, study: Study, trace: Trace, program: Path, out: Path
+    cell: Cell, running: Servers, study: Study, trace: Trace | None, program: Program, out: Path
 ) -> None:
     """Fills the cell with what AIPerf measures."""
     about, how = running.about, study.load
@@ -94,12 +94,13 @@ def _profile(
     cell.via += ", by AIPerf"
     before = running.counters()
     with running.sampled() as cell.samples:
-        cell.outcomes = profile(
+        cell.outcomes, cell.window = profile(
             program,
             running.target.url,
-            trace.at(how, cell.load),
+            trace.at(how, cell.load) if trace else (),
             out / f"{cell.arm}-{cell.load:g}-{cell.round}",
-            trace.classes,
+            trace.classes if trace else Classes(),
+            how.window,
             model=about.model,
             endpoint=about.endpoint,
             block_tokens=about.block_tokens,

@@ -7,13 +7,19 @@ from pathlib import Path
 import pytest
 
 from benchmark.agentic.load.outcome import Classes
-from benchmark.aiperf import command, outcomes, profile
+from benchmark.agentic.load.plan import Turn, jobs
+from benchmark.agentic.load.steady import Window
+from benchmark.aiperf import Program, command, counted, outcomes, profile
 from benchmark.harness.command import RunFailed
 from benchmark.traces.record import Record
 
 EXPORT = Path(__file__).with_name("aiperf_export.jsonl")
 #: Session -> tokens of the prompt and of the answer, as they were sent.
 SENT = {"s1": (592, 2), "s2": (256, 4), "s4": (592, 2), "s5": (437, 1), "s6": (370, 3)}
+
+
+def turns(*names: str) -> list[Turn]:
+    return [job.turn(Classes(300, 400)) for job in jobs(records(*names), 16)]
 
 
 def records(*names: str) -> list[Record]:
@@ -27,7 +33,7 @@ def records(*names: str) -> list[Record]:
 def test_a_recorded_export_is_read() -> None:
     """Guards units, clocks and names: requests keep the trace's index and class, an answer of one
     token has no time a token, and what failed is failed."""
-    found = {o.session_id: o for o in outcomes(EXPORT, records(*SENT), Classes(300, 400), 16)}
+    found = {o.session_id: o for o in outcomes(EXPORT, turns(*SENT))}
     assert found.keys() == SENT.keys()
     assert [found[name].index for name in SENT] == list(range(5))
     assert {o.session_id: o.request_class for o in found.values()} == {
@@ -48,19 +54,32 @@ def test_a_recorded_export_is_read() -> None:
     assert failed.error == "aiperf" and failed.ttft_s is None and failed.e2e_s > 0
     assert (failed.message or "").startswith("InvalidInferenceResultError: No responses")
     with pytest.raises(RunFailed, match="no record has turn 0"):
-        outcomes(EXPORT, records("s2"), Classes(), 16)
+        outcomes(EXPORT, turns("s2"))
 
 
 def test_the_command_is_one_of_sessions_or_of_times(tmp_path: Path) -> None:
     how = {"model": "m", "endpoint": "chat", "block_tokens": 16, "timeout_s": 60.0}
-    paths = (tmp_path / "aiperf", "http://a", tmp_path / "t.jsonl", tmp_path)
+    paths = (Program(tmp_path / "aiperf"), "http://a", tmp_path / "t.jsonl", tmp_path)
     words = command(*paths, **how, requests=9, sessions=4, headers={"X-Team": "t"})
     text = " ".join(words)
     assert "--no-fixed-schedule --concurrency 4 --request-count 9" in text
+    assert "--custom-dataset-type mooncake_trace" in text
     assert "--prompt-input-tokens-block-size 16 --tokenizer builtin" in text
     assert words[-2:] == ["-H", "X-Team:t"]
     assert "--fixed-schedule --request-count 9" in " ".join(
         command(*paths, **how, requests=9, sessions=None)
     )
     with pytest.raises(RunFailed, match="--aiperf"):
-        profile(paths[0], "http://a", records("s2"), tmp_path, Classes(), sessions=1, **how)
+        profile(paths[0], "http://a", records("s2"), tmp_path, Classes(), None, sessions=1, **how)
+
+
+def test_what_only_aiperf_knows_is_counted_in_a_window() -> None:
+    """Guards a trace in another format, and the start and the end of a load."""
+    found = outcomes(EXPORT, None)
+    assert sorted(o.index for o in found) == list(range(5))
+    assert {o.request_class for o in found} == {"ALL"}
+    of, (opened, closed) = counted(found, Window(warm_up=1, requests=2, of_class=1))
+    first = min(o.finished_s for o in of)
+    inside = [o for o in of if o.counted]
+    assert all(o.started_s >= first for o in inside) and len(inside) <= 2
+    assert opened <= closed

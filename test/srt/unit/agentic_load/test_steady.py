@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmark.agentic.fleet.spec import Arm
-from benchmark.agentic.load.steady import COLD, FIRST, LATER, Made, Window, _Load, made_sessions
+from benchmark.agentic.load.steady import COLD, FIRST, LATER, Counting, Made, Window, made_sessions
 from benchmark.agentic.studies.spec import LoadSpec, Point, Study
 
 WORDS = range(16, 5000)
@@ -66,7 +66,7 @@ def test_a_share_of_the_requests_is_cold(share: float) -> None:
 def test_what_counts_began_in_the_window_and_is_waited_for(kinds: list[str], many: int) -> None:
     """Guards against counting the start, the end, or only what was short enough to end in time."""
     window = Window(warm_up=5, requests=20, of_class=6, limit_s=1e9)
-    load = _Load(window, [FIRST, LATER])
+    load = Counting(window, [FIRST, LATER])
     under_way: list[bool] = []
     counted, ended = Counter[str](), 0
     for now, kind in enumerate(kinds):
@@ -88,7 +88,7 @@ def test_what_counts_began_in_the_window_and_is_waited_for(kinds: list[str], man
 
 
 def test_a_window_closes_in_the_end() -> None:
-    load = _Load(Window(warm_up=0, requests=1000, limit_s=10), [FIRST, COLD])
+    load = Counting(Window(warm_up=0, requests=1000, limit_s=10), [FIRST, COLD])
     assert load.begins(FIRST, 1.0) and load.begins(FIRST, 9.0)
     assert not load.begins(FIRST, 12.0) and load.closed == 12.0 and not load.over
     load.ended(True)

@@ -35,8 +35,7 @@ def test_seconds_that_are_read_as_milliseconds(shape: Shape) -> None:
     """Guards against an hour that is replayed in four seconds, without a word."""
     (said,) = seen(times(1e-3, shape)).told("my.jsonl")
     assert said.startswith("my.jsonl: 400 requests within ")
-    assert "read as ms and seem to be s " in said
-    assert "--timestamps-in s`" in said
+    assert said.endswith("seem to be s (`timestamp` is in ms)")
 
 
 def test_requests_without_sessions_are_judged_by_their_rate() -> None:
