@@ -15,8 +15,11 @@ Curves = Mapping[str, Mapping[float, float]]
 
 
 @contextmanager
-def panels(path: Path, count: int = 1, size: tuple[float, float] = (7.0, 4.0)) -> Iterator[Any]:
-    """The axes of ``count`` panels side by side, which are written to ``path`` afterwards.
+def panels(
+    path: Path, count: int = 1, size: tuple[float, float] = (7.0, 4.0), rows: int = 1
+) -> Iterator[Any]:
+    """The axes of ``count`` panels side by side, in ``rows``, which are written to ``path``
+    afterwards.
 
     ``size``: inches of one panel. The format is that of the path's suffix, ``.png`` or ``.svg``.
     """
@@ -27,9 +30,11 @@ def panels(path: Path, count: int = 1, size: tuple[float, float] = (7.0, 4.0)) -
     from PIL import Image  # comes with it
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure, axes = pyplot.subplots(1, count, figsize=(size[0] * count, size[1]), squeeze=False)
-    yield axes[0]
-    for axis in axes[0]:
+    inches = (size[0] * count, size[1] * rows)
+    axes = pyplot.subplots(rows, count, figsize=inches, squeeze=False)[1].ravel()
+    figure = axes[0].figure
+    yield axes
+    for axis in axes:
         axis.title.set_fontsize(9)
         axis.tick_params(labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)

@@ -12,12 +12,13 @@ from benchmark.harness import plot
 
 BETTER, WORSE, NONE = "#55a868", "#c0504d", "#e8e8e8"
 FILE = "grid.svg"
+SHOWN = ("ttft", "itl", "goodput")
 
 
 def draw(run: Run, levels: Sequence[Level], folder: Path) -> str:
-    """A panel an arm and quantity: the last field of the grid and the load across, the others down.
-    Green is better than the first arm beyond a cell's interval, red worse, grey no verdict.
-    Returns the file's name."""
+    """A row of panels a quantity, a column an arm: the last field of the grid and the load across,
+    the others down. Green is better than the first arm beyond a cell's interval, red worse, grey no
+    verdict. Returns the file's name."""
     base, *others = run.titles
     across = list(dict.fromkeys((level.load, level.point.over[-1:]) for level in levels))
     down = list(dict.fromkeys(level.point.over[:-1] for level in levels))
@@ -25,11 +26,13 @@ def draw(run: Run, levels: Sequence[Level], folder: Path) -> str:
     found = {
         (level.point, arm): compared(level, arm, base, sure) for level in levels for arm in others
     }
-    size = (1.1 * len(across) + 1.5, 0.55 * len(down) + 1.4)
-    with plot.panels(folder / FILE, len(others) * len(AGAINST), size) as axes:
-        panels = [(arm, quantity) for arm in others for quantity in AGAINST]
+    size = (0.8 * len(across) + 1.5, 0.45 * len(down) + 1.1)
+    with plot.panels(folder / FILE, len(others), size, len(SHOWN)) as axes:
+        panels = [(arm, quantity) for quantity in SHOWN for arm in others]
         for axis, (arm, quantity) in zip(axes, panels, strict=True):
+            fields = ", ".join(name for name, _ in across[0][1])
             axis.set_title(f"{run.titles[arm]}: {AGAINST[quantity]} over {run.titles[base]}")
+            axis.set_xlabel(fields and f"sessions at once; {fields}", fontsize=8)
             for level in levels:
                 x = across.index((level.load, level.point.over[-1:]))
                 y = down.index(level.point.over[:-1])
@@ -40,7 +43,10 @@ def draw(run: Run, levels: Sequence[Level], folder: Path) -> str:
             axis.set_xlim(-0.5, len(across) - 0.5)
             axis.set_ylim(len(down) - 0.5, -0.5)
             axis.set_xticks(range(len(across)), [_names(*each) for each in across])
-            axis.set_yticks(range(len(down)), [", ".join(map(_field, of)) for of in down])
+            axis.set_yticks(range(len(down)), ["\n".join(map(_field, of)) for of in down])
+            axis.tick_params(length=0)
+            for spine in axis.spines.values():
+                spine.set_visible(False)
     return FILE
 
 
@@ -63,4 +69,4 @@ def _field(of: tuple[str, float]) -> str:
 
 
 def _names(load: float, over: Sequence[tuple[str, float]]) -> str:
-    return "\n".join((f"{load:g} sessions", *map(_field, over)))
+    return "\n".join((f"{load:g} sess.", *(f"{value:g}" for _, value in over)))
