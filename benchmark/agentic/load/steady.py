@@ -27,6 +27,8 @@ from benchmark.agentic.load.run import Clock, LoopLag, Settings, outcome
 from benchmark.harness.client import Message, Request, Result, Target, open_session, send
 
 FIRST, LATER, COLD = MADE_CLASSES = ("FIRST", "LATER", "COLD")
+FAILED_S = 0.1
+"""After a request that failed, before the next session: a dead server fails at once."""
 Ids = Sequence[int]
 
 
@@ -176,6 +178,7 @@ async def steady(
                     load.ended(counts)
                     on_outcome(msgspec.structs.replace(told, counted=counts, answer=digest(result)))
                     if result.error is not None:
+                        await asyncio.sleep(FAILED_S)
                         break  # what comes next would lack its answer
                     following = _next(session, result.output_ids)
                     if following is not None and settings.think_s:

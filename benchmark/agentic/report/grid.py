@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmark.agentic.report.numbers import Interval, Level
-from benchmark.agentic.report.verdict import AGAINST, better, compared
+from benchmark.agentic.report.numbers import Level
+from benchmark.agentic.report.verdict import AGAINST, CELL, SHOWN, compared, standing
 from benchmark.agentic.studies.record import Run
 from benchmark.harness import plot
 
-BETTER, WORSE, NONE = "#55a868", "#c0504d", "#e8e8e8"
+COLORS = {1: "#55a868", -1: "#c0504d", 0: "#e8e8e8"}
 FILE = "grid.svg"
-SHOWN = ("ttft", "itl", "goodput")
 
 
 def draw(run: Run, levels: Sequence[Level], folder: Path) -> str:
@@ -20,12 +19,10 @@ def draw(run: Run, levels: Sequence[Level], folder: Path) -> str:
     the others down. Green is better than the first arm beyond a cell's interval, red worse, grey no
     verdict. Returns the file's name."""
     base, *others = run.titles
+    levels = [level for level in levels if level.cells.keys() == run.titles.keys()]
     across = list(dict.fromkeys((level.load, level.point.over[-1:]) for level in levels))
     down = list(dict.fromkeys(level.point.over[:-1] for level in levels))
-    sure = 1 - 0.05 / len(AGAINST)  # of the quantities of a cell together
-    found = {
-        (level.point, arm): compared(level, arm, base, sure) for level in levels for arm in others
-    }
+    found = {(of.point, arm): compared(of, arm, base, CELL) for of in levels for arm in others}
     size = (0.8 * len(across) + 1.5, 0.45 * len(down) + 1.1)
     with plot.panels(folder / FILE, len(others), size, len(SHOWN)) as axes:
         panels = [(arm, quantity) for quantity in SHOWN for arm in others]
@@ -37,7 +34,7 @@ def draw(run: Run, levels: Sequence[Level], folder: Path) -> str:
                 x = across.index((level.load, level.point.over[-1:]))
                 y = down.index(level.point.over[:-1])
                 ratio = found[level.point, arm][quantity]
-                axis.add_patch(_cell(x, y, verdict(quantity, ratio)))
+                axis.add_patch(_cell(x, y, COLORS[standing(quantity, ratio)]))
                 text = f"{ratio.value:.2f}\n[{ratio.low:.2f}, {ratio.high:.2f}]"
                 axis.text(x, y, text, ha="center", va="center", fontsize=6)
             axis.set_xlim(-0.5, len(across) - 0.5)
@@ -48,14 +45,6 @@ def draw(run: Run, levels: Sequence[Level], folder: Path) -> str:
             for spine in axis.spines.values():
                 spine.set_visible(False)
     return FILE
-
-
-def verdict(quantity: str, ratio: Interval) -> str:
-    """The colour of a cell."""
-    if better({quantity: ratio}):
-        return BETTER
-    inverse = Interval(1 / ratio.value, 1 / ratio.high, 1 / ratio.low) if ratio.low > 0 else ratio
-    return WORSE if better({quantity: inverse}) else NONE
 
 
 def _cell(x: int, y: int, color: str) -> object:

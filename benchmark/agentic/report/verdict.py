@@ -17,6 +17,10 @@ ROUNDS = 3
 """Fewer give no verdict: what lies between two runs of one arm is not known then."""
 AGAINST = {**NAMES, "itl": "ITL p99", "goodput": "goodput"}
 """What arms are compared by: an arm is best only if no other one is better in any of these."""
+SHOWN = ("ttft", "itl", "goodput")
+"""Of a grid."""
+CELL = 1 - 0.05 / len(AGAINST)
+"""How sure the intervals of one cell of a grid are, so that all of them hold with 95 %."""
 SHARE = 0.9
 """Of requests that must meet the SLO for an arm to hold a load."""
 
@@ -29,8 +33,35 @@ def answer(run: Run, levels: Sequence[Level]) -> str:
             f"**No verdict: {rounds} round{'s' * (rounds != 1)} measured, and a verdict needs at "
             f"least {ROUNDS}.**"
         )
+    if run.study.grid:
+        return _over_a_grid(run, levels)
     sure = confidence(len(levels), len(run.titles))
     return " ".join(_headline(run, level, sure) for level in levels)
+
+
+def _over_a_grid(run: Run, levels: Sequence[Level]) -> str:
+    """At how many loads each arm is better and worse than the first one."""
+    base, *others = run.titles
+    said = []
+    for arm in others:
+        there = [level for level in levels if {base, arm} <= level.cells.keys()]
+        of = [compared(level, arm, base, CELL) for level in there]
+        each = []
+        for quantity in SHOWN:
+            found = Counter(standing(quantity, ratios[quantity]) for ratios in of)
+            each.append(f"{AGAINST[quantity]} at {found[1]}, worse at {found[-1]}")
+        said.append(f"**{run.titles[arm]}** is better in {'; in '.join(each)}")
+    return (
+        f"Of {len(levels)} loads, against {run.titles[base]}: {'. '.join(said)}. At the others "
+        "there is no verdict. Each load is compared by itself, at 95 % over its "
+        f"{len(AGAINST)} quantities."
+    )
+
+
+def standing(quantity: str, ratio: Interval) -> int:
+    """1 where the first of two arms is better beyond the interval, -1 where it is worse, else 0."""
+    less = (ratio.high < 1) - (ratio.low > 1)
+    return -less if quantity == "goodput" else less
 
 
 def confidence(loads: int, arms: int) -> float:
@@ -47,7 +78,7 @@ def compared(level: Level, arm: str, other: str, sure: float) -> dict[str, Inter
 
 def better(ratios: Mapping[str, Interval]) -> list[str]:
     """In what the first of two compared arms is better, beyond the interval."""
-    return [q for q, of in ratios.items() if (of.low > 1 if q == "goodput" else of.high < 1)]
+    return [quantity for quantity, of in ratios.items() if standing(quantity, of) > 0]
 
 
 def best(arms: Sequence[str], wins: Mapping[tuple[str, str], Sequence[str]]) -> str | None:

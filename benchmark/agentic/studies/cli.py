@@ -222,7 +222,7 @@ def _run(args: argparse.Namespace, console: Console, words: str) -> int:
 
         def told(cell: Cell) -> None:
             nonlocal failed
-            failed += cell.outcomes[-1].error is not None
+            failed += bool(cell.outcomes) and cell.outcomes[-1].error is not None
             text = f"round {cell.round + 1}, {done.titles[cell.arm]}, {cell.key[2].name}"
             ended = len(done.cells) - len(earlier.cells if earlier else ())
             now = ended + min(0.99, len(cell.outcomes) / each)

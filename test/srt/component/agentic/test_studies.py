@@ -69,6 +69,7 @@ def test_three_urls_and_a_trace_give_a_page(
     )
     out = tmp_path / "run"
     words = ["worth", "--fleet", file, "--trace", trace, "--requests", "16", "--sessions", "4"]
+    words += ["--rounds", "3"]
     assert cli.run([*words, "--out", str(out)]) == 0
 
     text = (out / "page.md").read_text()
@@ -90,7 +91,7 @@ def test_three_urls_and_a_trace_give_a_page(
 
     assert all(cell.samples and not cell.unflushed for cell in record.load(out).at("pd", Point(4)))
     assert record.load(out).trace["source"] == "trace.jsonl"
-    assert cli.run([*words, "--out", str(out), "--resume", "--rounds", "4"]) == 2
+    assert cli.run([*words, "--out", str(out), "--resume", "--sessions", "5"]) == 2
     told = Path(file).read_text()
     Path(file).write_text(told.replace("max_answer_tokens: 20", "max_answer_tokens: 30"))
     assert cli.run([*words, "--out", str(out), "--resume"]) == 2, "its answers are longer"
@@ -239,7 +240,8 @@ def test_a_steady_grid_gives_a_page_and_a_picture(tmp_path: Path) -> None:
     assert compared > 50 and different == 0
     text = (out / "page.md").read_text()
     # How sure that is on a busy machine is not for this test to say.
-    assert "At 4 sessions at once, cold_share 0.3, **" in text
+    assert "Of 4 loads, against slow: **fast** is better in TTFT at " in text
+    assert "## 4 sessions at once, cold_share 0.3\n" in text
     assert re.search(r"\| fast is faster \| 0\.5, paper \| .* \| (agrees|no verdict) \|", text)
     assert "grid.svg" in text and (out / "grid.svg").exists()
     assert "20 requests were answered" not in text and "all identical" in text

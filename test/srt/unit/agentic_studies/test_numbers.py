@@ -17,11 +17,20 @@ from hypothesis import strategies as st
 from benchmark.agentic.fleet import spec
 from benchmark.agentic.fleet.spec import Arm
 from benchmark.agentic.load.outcome import Outcome
+from benchmark.agentic.load.steady import Made, Window
 from benchmark.agentic.report.events import events
-from benchmark.agentic.report.numbers import STAGES, STATISTICS, Level, levels, plain, quantile
+from benchmark.agentic.report.numbers import (
+    STAGES,
+    STATISTICS,
+    Interval,
+    Level,
+    levels,
+    plain,
+    quantile,
+)
 from benchmark.agentic.report.page import html, page
 from benchmark.agentic.report.summary import summary
-from benchmark.agentic.report.verdict import answer, best, breaks, warnings
+from benchmark.agentic.report.verdict import answer, best, breaks, standing, warnings
 from benchmark.agentic.studies import cli, record
 from benchmark.agentic.studies.load import cold, prepare
 from benchmark.agentic.studies.record import Cell, Run
@@ -120,6 +129,21 @@ def test_an_arm_that_wins_by_one_quantity_is_not_best() -> None:
     text = answer(made, levels(made))
     assert "**a trade**: a has 0.2" in text and "is best" not in text
     assert re.search(r"times the TTFT.* of b, and b 0\.50 \[.*\] times the TPOT of a\.$", text)
+
+
+def test_a_grid_says_at_how_many_loads() -> None:
+    """Guards the first sentence of a grid: goodput is better where it is more, times where less."""
+    ratio = {1: Interval(0.5, 0.4, 0.6), -1: Interval(2, 1.5, 3), 0: Interval(0.9, 0.8, 1.1)}
+    assert all(standing("itl", of) == of_time for of_time, of in ratio.items())
+    assert all(standing("goodput", of) == -of_time for of_time, of in ratio.items())
+    made = run(cells("a", 1.0), cells("b", 0.5), cells("a", 1.0, load=8), cells("b", 1.0, load=8))
+    made.study = msgspec.structs.replace(
+        made.study, made=Made(), grid={"turns": (2,)}, load=LoadSpec((4, 8), window=Window())
+    )
+    text = answer(made, levels(made))
+    assert text.startswith(
+        "Of 2 loads, against a: **b** is better in TTFT at 1, worse at 0; in ITL"
+    )
 
 
 WINS = st.sets(st.sampled_from(["ttft", "tpot", "itl", "e2e", "goodput"]))
