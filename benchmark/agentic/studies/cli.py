@@ -55,7 +55,8 @@ def run(argv: list[str]) -> int:
     add("--skip-invalid", action="store_true", help="skip lines that cannot be read")
     add("--arms", help="only arms whose names match this pattern")
     add("--rounds", type=int, help="instead of the study's")
-    add("--requests", type=int, help="approximate requests of the trace, instead of the study's")
+    about = "approximate requests of the trace, or that count in a round of a steady load"
+    add("--requests", type=int, help=about)
     add("--sessions", type=int, nargs="+", help="concurrent sessions, instead of the study's loads")
     add("--rate", type=float, nargs="+", help="requests/s, instead of the study's loads")
     add(
