@@ -92,8 +92,9 @@ def _claims(run: Run, told: Json) -> str:
     for of in told["claims"]:
         bounds = (("at most", of["at_most"]), ("at least", of["at_least"]))
         bound = " and ".join(f"{word} {x:g}" for word, x in bounds if x is not None)
-        rows.append([of["text"], of["theirs"] or bound, share(of["ours"]), of["verdict"]])
-    return markdown(["claim", "theirs", "ours", ""], rows) if rows else ""
+        said = [of["claim"], of["load"], of["theirs"] or bound]
+        rows.append([*said, share(of["ours"]), of["verdict"]])
+    return markdown(["claim", "load", "theirs", "ours", ""], rows) if rows else ""
 
 
 def _titled(title: str, text: str, table: str) -> Iterator[str]:

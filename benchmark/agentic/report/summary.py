@@ -28,7 +28,7 @@ def summary(run: Run, levels: Sequence[Level]) -> dict[str, Any]:
         "breaks": list(breaks(run, levels)),
         "warnings": list(warnings(run, levels)),
         "claims": [
-            {**msgspec.to_builtins(of.claim), "ours": of.ours, "verdict": of.verdict}
+            {**msgspec.to_builtins(of.claim), **of._asdict(), "claim": of.claim.text}
             for of in claims(run, levels)
         ],
         "answers": answers(run),

@@ -248,6 +248,7 @@ class Checked(NamedTuple):
     """A claim, and what was measured of it."""
 
     claim: Claim
+    load: str
     ours: Interval
     verdict: str
     """``agrees``, ``does not agree``, or ``no verdict`` where the interval holds the bound."""
@@ -274,7 +275,7 @@ def claims(run: Run, levels: Sequence[Level]) -> list[Checked]:
                 verdict = "agrees"
             elif ours.high < low or ours.low > high:
                 verdict = "does not agree"
-            found.append(Checked(claim, ours, verdict))
+            found.append(Checked(claim, level.point.name, ours, verdict))
     return found
 
 

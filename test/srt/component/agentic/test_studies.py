@@ -242,7 +242,10 @@ def test_a_steady_grid_gives_a_page_and_a_picture(tmp_path: Path) -> None:
     # How sure that is on a busy machine is not for this test to say.
     assert "Of 4 loads, against slow: **fast** is better in TTFT at " in text
     assert "## 4 sessions at once, cold_share 0.3\n" in text
-    assert re.search(r"\| fast is faster \| 0\.5, paper \| .* \| (agrees|no verdict) \|", text)
+    assert re.search(
+        r"\| fast is faster \| 4, cold_share 0.3 \| 0\.5, paper \| .* \| (agrees|no verdict) \|",
+        text,
+    )
     assert "grid.svg" in text and (out / "grid.svg").exists()
     assert "20 requests were answered" not in text and "all identical" in text
 
