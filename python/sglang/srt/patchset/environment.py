@@ -230,9 +230,8 @@ NIXL_PROGRESS_DELAY = _integer(
 DESCRIPTOR_COSTS: Variable[tuple[float, ...]] = Variable(
     "SGLANG_DISAGGREGATION_DESCRIPTOR_COSTS", "nixl",
     "Time to build the descriptors of a chunk: fixed for ranges, per range, fixed for a prepared "
-    "list, per entry. A chunk uses the cheaper form. `python -m "
-    "benchmark.kv_transfer choice` measures them and prints the variable (the default is of a "
-    "2-core CPU).",
+    "list, per entry. A chunk uses the cheaper form. The default was measured once, on a 2-core "
+    "CPU.",
     (75.0, 0.064, 15.0, 0.0028),
     "four comma-separated numbers of microseconds, each at least 0", _four_numbers,
     "75,0.064,15,0.0028",
