@@ -301,8 +301,8 @@ class Costs:
     prepared_each: float
 
 
-#: Measured once, on a 2-core CPU. NIXL merges neighbours of a selection itself, so what is posted is
-#: the same in either form; but it looks at every page for that, and ranges only at every run.
+#: Measured once, on a 2-core CPU. NIXL merges neighbours of a selection itself, so what is posted
+#: is the same in either form; but it looks at every page for that, and ranges only at every run.
 COSTS = Costs(*environment.DESCRIPTOR_COSTS.default)
 
 
