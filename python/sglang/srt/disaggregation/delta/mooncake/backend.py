@@ -4,7 +4,8 @@ The engine's blocking calls are made on threads of each decode rank, and a handl
 of one call. Its asynchronous calls do not serve: asking how far a batch is
 (``get_batch_transfer_status``) waits until the batch has settled, and the engines of other
 accelerators have none. A call that hangs is under way until it returns, at most for the engine's
-own ``MC_TRANSFER_TIMEOUT``; it holds up transfers to its own decode rank only.
+own ``MC_TRANSFER_TIMEOUT``; it holds up transfers to its own decode rank, and is one of the calls
+that may be made at once.
 
 SGLang's staging buffers gather head slices on the GPU by a worker of SGLang's own: with them the
 whole group stays stock.
@@ -110,17 +111,20 @@ class MooncakeBackend:
         is_stopped: Callable[[int], bool],
         registered: dict[str, Any],
         threads: int,
+        calls: int,
     ) -> None:
         """``describe``: the batches that go to a decode rank, each with what it is.
         ``complete`` notifies the decode rank of an announcement; ``is_stopped``: whether a room was
         given up. ``registered``: SGLang's ``decode_kv_args_table``. ``threads``: for each decode
-        rank."""
+        rank; ``calls``: of the engine at once, over all of them."""
         self._engine = engine
         self._describe = describe
         self._complete = complete
         self._is_stopped = is_stopped
         self._registered = registered
         self._threads = threads
+        #: A call of the engine takes a core until it is done, whatever it waits for.
+        self._calls = threading.Semaphore(calls)
         self._lines: dict[str, Line] = {}
         self._lines_lock = threading.Lock()
         self._failed: set[str] = set()
@@ -146,6 +150,10 @@ class MooncakeBackend:
 
         The numbers become Python's only here: those of all layers would be hundreds of megabytes.
         """
+        with self._calls:
+            return self._write_now(to, what, batch)
+
+    def _write_now(self, to: Any, what: str, batch: Batch) -> State:
         peer = to.mooncake_session_id
         if self._is_stopped(to.room):
             return State.DROPPED  # it waited behind a call that took long

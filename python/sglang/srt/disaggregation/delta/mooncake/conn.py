@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -161,6 +162,7 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
             self._is_stopped,
             self.decode_kv_args_table,
             settings.threads_per_queue,
+            min(settings.workers, max(os.cpu_count() or 1, 2)),
         )
         return self._backend
 
