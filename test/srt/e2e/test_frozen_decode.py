@@ -43,7 +43,7 @@ ENV = {
     "MC_TRANSFER_TIMEOUT": "8",
 }
 #: What prefill says of a write that goes on after its room was given up.
-UNDER_WAY = {"nixl": "did not settle by its deadline", "mooncake": "had not ended after"}
+UNDER_WAY = "did not settle by its deadline"
 
 
 def given_up(pair: Pair, rooms: int) -> None:
@@ -109,7 +109,7 @@ def test_decode_wakes_after_prefill_gave_its_rooms_up(
                 events.wait_admitted(len(prompts))
                 decode_stands.enter_context(frozen(pair.processes["decode"]))
             given_up(pair, len(prompts))
-            assert UNDER_WAY[backend] in pair.processes["prefill"].log_text(), "nothing was written"
+            assert UNDER_WAY in pair.processes["prefill"].log_text(), "nothing was written"
             overwrite(pair, others)
         results: list[Result] = asked.result(timeout=120)
         for result in results:

@@ -193,8 +193,8 @@ TRANSFER_TIMEOUT = _seconds(
 CLAIM_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_CLAIM_TIMEOUT", "prefill", 120.0,
     "Longest time for which a room that decode announced waits for its request on prefill. Then "
-    "decode is notified. Time in which prefill compiles, loads or is paused counts: it should be "
-    "longer than that.",
+    "decode is notified. Time in which prefill compiles, loads or is paused counts, so set it "
+    "above the longest such time.",
 )  # fmt: skip
 PEER_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_PEER_TIMEOUT", "prefill", 120.0,

@@ -234,7 +234,7 @@ _DECLARED = (
         labels=("chunk",),
         buckets=(0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2),
     ),
-    # With NIXL only, from here on. A *transfer* is one chunk to one peer.
+    # A *transfer* is one chunk to one peer.
     *declare(
         "gauge",
         "prefill",

@@ -187,7 +187,7 @@ class Record:
     without_metadata_since: float | None = None
     #: Why its transfer failed, where decode itself found that out.
     failure: str | None = None
-    #: With a draft model, keys of its text that the tree may lack (``speculation.key_pairs``).
+    #: With a draft model, keys of its text that the tree may lack (``prefix_tree.key_pairs``).
     pairs: list[tuple[int, int]] = field(default_factory=list)
     #: While it is retracted: the draft model's KV, in the form of ``Req.kv_cache_cpu``.
     draft_copy: Any = None
