@@ -158,7 +158,7 @@ class MooncakeBackend:
         if self._is_stopped(to.room):
             return State.DROPPED  # it waited behind a call that took long
         if peer in self._failed:
-            raise TransferError(Reason.TRANSPORT, _SHUT_OUT.format(peer))
+            raise TransferError(Reason.PEER_LOST, _SHUT_OUT.format(peer))  # it never began
         status = self._engine.batch_transfer_sync(peer, *batch.T.tolist())
         if status == 0:
             return State.DONE

@@ -275,7 +275,7 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
             if info.is_ours:
                 is_due = is_broken and room.state in UNDER_WAY
             else:
-                is_due = is_broken or kind is Reason.PEER_LOST
+                is_due = is_broken or kind in (Reason.PEER_LOST, Reason.MISMATCH)
             if is_due and not info.is_dummy and not info.is_told:
                 info.is_told = True
                 self.send_status(info, KVPoll.Failed)

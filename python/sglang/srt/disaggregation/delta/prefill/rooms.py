@@ -318,6 +318,8 @@ class RoomTable:
             room = self._rooms.get(number)
             if room is None:
                 refused, _ = self._ended.get(number, ("", True))
+                if not refused:  # a later room of the number, with an end of its own
+                    self._ended.pop(number, None)
                 room = Room(number, announced_at=self._clock())
             elif room.reason is not None:
                 refused = room.reason if room.state is State.DRAINED else ""

@@ -201,7 +201,9 @@ class Worker:
             try:
                 state = self._backend.state(handle)
             except Exception as error:
-                state, failure = State.ERROR, failure or error
+                never_began = isinstance(error, TransferError) and error.reason is Reason.PEER_LOST
+                state = State.DROPPED if never_began else State.ERROR
+                failure = failure or error
             if state is State.IN_PROGRESS:
                 still.append(handle)
             elif state is State.DROPPED:
@@ -213,6 +215,7 @@ class Worker:
             # What was sent of it may still be on its way. It counts as under way for as long as
             # decode would hold its pages without a word, and nobody is told anything before that.
             transfer.settles_at = now + self._doubt_s
+        if was_broken or failure is not None:
             text = f"a transfer to {transfer.peer} failed in the transport"
             self._fail_because(transfer.room, text, failure)
         if still:
