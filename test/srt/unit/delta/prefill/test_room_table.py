@@ -166,6 +166,7 @@ ORDERS = {
     "claim fail forget D claim D enter": "told D, open",
     "D2 E2 claim fail forget fail D2 E2 claim enter": "told D, told E, open",
     "D claim fail forget fail D claim": "told D, told D, open",
+    "D1 claim fail forget D1 -D claim": "told D, told D, refused, over",
     "D1 fail later D1 claim": "told D, told D, refused, over",
     "claim fail forget later D claim": "told D, open",
     "D claim claim complete last": "refused, delivered",

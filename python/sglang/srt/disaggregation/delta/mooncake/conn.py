@@ -173,6 +173,7 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
         """SGLang's threads end at once: the transfer pool has its own."""
 
     def _is_stopped(self, number: int) -> bool:
+        self.rooms.check_suspension()  # a write that waited for a call is only begun now
         room = self.rooms.room(number)
         return room is not None and room.reason is not None
 

@@ -357,7 +357,7 @@ class RoomTable:
 
     def enter(self, room: Room) -> bool:
         """Whether a write may be posted now; if so, ``leave`` follows once nothing is under way."""
-        self._check_suspension()
+        self.check_suspension()
         with self._lock:
             return self._move(room, Event.ENTER)
 
@@ -404,7 +404,7 @@ class RoomTable:
 
     def tick(self) -> None:
         """Called every second or so by the reader thread: fail rooms whose request never came."""
-        self._check_suspension()
+        self.check_suspension()
         self._ticked_at = self._clock()
         for room in self.all():
             waited = self._ticked_at - room.announced_at
@@ -416,7 +416,7 @@ class RoomTable:
                     "(SGLANG_DISAGGREGATION_CLAIM_TIMEOUT)",
                 )
 
-    def _check_suspension(self) -> None:
+    def check_suspension(self) -> None:
         """If this process did not run for long, decode may have given its pages to others."""
         gap = self._clock() - self._ticked_at
         for room in self.all() if gap >= self._lease_s else ():
