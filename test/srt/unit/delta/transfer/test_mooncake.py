@@ -1,4 +1,4 @@
-"""What waits for a call of Mooncake's engine: a decode rank's transfers are made one after another."""
+"""What waits for a call of Mooncake's engine: a decode rank's transfers take turns."""
 
 from __future__ import annotations
 
