@@ -150,16 +150,13 @@ class MooncakeBackend:
 
         The numbers become Python's only here: those of all layers would be hundreds of megabytes.
         """
-        with self._calls:
-            return self._write_now(to, what, batch)
-
-    def _write_now(self, to: Any, what: str, batch: Batch) -> State:
         peer = to.mooncake_session_id
-        if self._is_stopped(to.room):
-            return State.DROPPED  # it waited behind a call that took long
-        if peer in self._failed:
-            raise TransferError(Reason.PEER_LOST, _SHUT_OUT.format(peer))  # it never began
-        status = self._engine.batch_transfer_sync(peer, *batch.T.tolist())
+        with self._calls:
+            if self._is_stopped(to.room):
+                return State.DROPPED  # it waited behind a call that took long
+            if peer in self._failed:
+                raise TransferError(Reason.PEER_LOST, _SHUT_OUT.format(peer))  # it never began
+            status = self._engine.batch_transfer_sync(peer, *batch.T.tolist())
         if status == 0:
             return State.DONE
         logger.error("transfers to decode rank %s fail until it registers again", peer)
