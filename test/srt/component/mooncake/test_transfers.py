@@ -59,7 +59,6 @@ def test_stock_decode_is_told_of_a_failed_transfer(pair: Pair) -> None:
     assert pair.reason(sender) and "prefill could not deliver it" in pair.reason(receiver)
 
 
-@pytest.mark.hazard("pages-written-after-release", "peer-lost-for-ever")
 def test_stock_decode_is_told_of_a_mismatch(pair: Pair) -> None:
     """Guards against an unpatched decode server that waits for its own deadline where prefill has
     other pages than it announced."""
@@ -72,6 +71,7 @@ def test_stock_decode_is_told_of_a_mismatch(pair: Pair) -> None:
     assert pair.reason(sender) and "prefill could not deliver it" in pair.reason(receiver)
 
 
+@pytest.mark.hazard("pages-written-after-release", "peer-lost-for-ever")
 def test_batch_that_the_engine_refuses(pair: Pair) -> None:
     """How much of the batch is under way is not known. Guards against pages given to others while
     its writes may still arrive, against clients that wait as long as the pages, and against a
