@@ -164,7 +164,11 @@ def prefill(backend: str, sockets: Any = None, **own: Any) -> Any:
     """A prefill rank's manager; its transfer workers have nothing to drop."""
     manager = bare(backend, DisaggregationMode.PREFILL, sockets, **own)
     manager.transfers = SimpleNamespace(open=_nothing, cancel=_nothing, forget=_nothing)
-    manager._backend = SimpleNamespace(registered=_nothing, forget=_nothing)
+    table = manager.decode_kv_args_table
+    manager._backend = SimpleNamespace(
+        register=lambda info: table.__setitem__(info.mooncake_session_id, info),
+        forget=lambda peer: table.pop(peer, None),
+    )
     return manager
 
 

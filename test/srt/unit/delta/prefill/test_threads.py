@@ -139,9 +139,10 @@ def test_an_exit_does_not_wait_for_a_call() -> None:
     """Guards against a server that ends and stays for as long as a call of Mooncake's hangs."""
     program = (
         "import time\n"
-        "from sglang.srt.disaggregation.delta.mooncake.backend import Line\n"
-        "assert Line(1).submit(int, '7').result(60) == 7\n"
-        "Line(1).submit(time.sleep, 3600)\n"
+        "from sglang.srt.disaggregation.delta.mooncake.backend import Callers, Line\n"
+        "callers, line = Callers(1, 1), Line(None)\n"
+        "assert callers.submit(line, int, '7').result(60) == 7\n"
+        "callers.submit(line, time.sleep, 3600)\n"
         "time.sleep(0.1)\n"
     )
     subprocess.run([sys.executable, "-c", program], timeout=120, check=True)

@@ -3,12 +3,11 @@ messages, and a transfer library that copies between numpy arrays when the test 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Condition
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from component.transfer import bare
 from component.transfer.messages import MOONCAKE
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.mooncake import backend
+from sglang.srt.disaggregation.delta.mooncake import conn as mooncake
 from sglang.srt.disaggregation.delta.nixl.decode import parse
 from sglang.srt.disaggregation.mooncake import conn
 from unit.delta.fakes import Clock
@@ -108,28 +107,22 @@ class Engine:
         return 0
 
 
-class Line(ThreadPoolExecutor):
-    """The thread on which calls to the decode rank are made; all there are are in ``made``."""
+class Callers(ThreadPoolExecutor):
+    """The one thread on which the engine is called."""
 
-    made: ClassVar[list[Line]] = []
-
-    def __init__(self, engine: Engine, *options: Any) -> None:
+    def __init__(self, engine: Engine) -> None:
         super().__init__(1)
         self._engine, self._open = engine, set[Future[Any]]()
-        self.made.append(self)
 
-    def submit(self, write: Any, to: Any, *arguments: Any) -> Future[Any]:
+    def submit(self, line: Any, send: Any, part: Any, to: Any, *arguments: Any) -> Future[Any]:
         def call() -> Any:
             self._engine.room = to.room
-            return write(to, *arguments)
+            return send(part, to, *arguments)
 
         future = super().submit(call)
         self._open.add(future)
         future.add_done_callback(self._done)
         return future
-
-    def close(self) -> None:
-        self.shutdown(wait=False)
 
     def _done(self, future: Future[Any]) -> None:
         with self._engine.changed:
@@ -176,8 +169,8 @@ class MooncakeRank:
         self.decode = {"decode": theirs}
         self.engine = Engine(self.side, theirs)
         without_threads(patch, self.clock)
-        patch.setattr(backend, "Line", functools.partial(Line, self.engine))
-        Line.made = []
+        self._callers = Callers(self.engine)
+        patch.setattr(mooncake, "Callers", lambda *options: self._callers)
         self.sockets = Sockets(lambda room: any(call.room == room for call in self.under_way()))
         for side in (self.side, theirs):
             side.args.__dict__.update(state_data_ptrs=[], state_item_lens=[], state_type="none")
@@ -231,7 +224,7 @@ class MooncakeRank:
         """Until the threads are in a call of the engine, or have nothing to do."""
         with self.engine.changed:
             assert self.engine.changed.wait_for(
-                lambda: self.under_way() or all(line.is_idle for line in Line.made), 60
+                lambda: self.under_way() or self._callers.is_idle, 60
             )
 
     @property
@@ -274,8 +267,7 @@ class MooncakeRank:
         """No thread stays."""
         while self.under_way():
             self.settle()
-        for line in Line.made:
-            line.close()
+        self._callers.shutdown()
 
 
 RANKS = {"nixl": NixlRank, "mooncake": MooncakeRank}

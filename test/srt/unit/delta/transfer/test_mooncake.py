@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from component.transfer.pair import until
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta.mooncake.backend import Callers, MooncakeBackend, Part
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, State, TransferError
 from sglang.srt.patchset.environment import QUARANTINE_TIMEOUT
 from unit.delta.transfer.ranks import MooncakeRank
 from unit.delta.transfer.steps import ROOM, failure_of, pages, started
@@ -48,3 +57,122 @@ def test_a_process_that_stood_still(rank: MooncakeRank) -> None:
     rank.pool.run()
     assert len(rank.writes) == 1 and other.poll() == KVPoll.Failed
     assert "did not run for" in str(failure_of(other))
+
+
+def test_what_waits_is_not_described(rank: MooncakeRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against the descriptors of all that waits behind a call that hangs: tens of megabytes
+    for each long prompt."""
+    described, describe = list[int](), rank.manager.send_kvcache
+
+    def counted(*arguments: Any) -> Any:
+        described.append(len(rank.writes))
+        return describe(*arguments)
+
+    monkeypatch.setattr(rank.manager, "send_kvcache", counted)
+    for number in (8, 9, 10):
+        started(rank, number).send(pages(5, 6))
+    rank.tick(0.01)
+    assert len(rank.writes) == 1 and not described
+    rank.finish()
+    assert described == [2, 4, 6], "each when what stood before it, KV and metadata, was written"
+
+
+# ---- the threads that call the engine ----
+
+
+class Ranks:
+    """The backend with its threads, and a call of the engine for each that the test settles."""
+
+    def __init__(self, threads: int, at_once: int = 1) -> None:
+        #: Of each call that was begun: the decode rank, and what it will return.
+        self.begun: SimpleQueue[tuple[str, Future[int]]] = SimpleQueue()
+        self.table: dict[str, Any] = {}
+        self.backend = MooncakeBackend(
+            self,
+            lambda *_: [("KV", np.array([[1, 2, 3]], np.uint64))],
+            lambda _: None,
+            lambda room: False,
+            self.table,
+            Callers(threads, at_once),
+        )
+
+    def batch_transfer_sync(self, session: str, *rows: list[int]) -> int:
+        status: Future[int] = Future()
+        self.begun.put((session, status))
+        return status.result(60)
+
+    def register(self, peer: str) -> None:
+        self.backend.register(SimpleNamespace(mooncake_session_id=peer))
+
+    def post(self, peer: str) -> Future[State]:
+        """A chunk to a decode rank."""
+        to = SimpleNamespace(mooncake_session_id=peer, room=ROOM, is_ours=True)
+        part = Part(pages(5), slice(0, 1), None, None, {peer: to})
+        (call,) = self.backend.post(Chunk(ROOM, (peer,), part, False, 0.0, 0.0), peer)
+        return call.future
+
+    def settle(self, peer: str, status: int = 0) -> None:
+        """The next call is to this decode rank, and returns."""
+        session, result = self.begun.get(timeout=60)
+        assert session == peer
+        result.set_result(status)
+
+
+def test_a_decode_rank_has_no_threads() -> None:
+    """Guards against threads of every decode rank that ever registered: stock ones do not say when
+    they end."""
+    ranks, peers = Ranks(threads=2), [f"10.0.0.{number}:1" for number in range(100)]
+    before = threading.active_count()
+    for peer in peers:
+        ranks.register(peer)
+        done = ranks.post(peer)
+        ranks.settle(peer)
+        assert done.result(60) is State.DONE
+    assert threading.active_count() <= before
+
+
+def test_a_decode_rank_that_hangs_leaves_threads_to_others() -> None:
+    """Guards against other decode ranks that wait behind one whose calls hang."""
+    ranks = Ranks(threads=2)
+    for peer in ("hangs", "lives"):
+        ranks.register(peer)
+    stuck = [ranks.post("hangs") for _ in range(8)]
+    _, hanging = ranks.begun.get(timeout=60)
+    for _ in range(3):
+        done = ranks.post("lives")
+        ranks.settle("lives")
+        assert done.result(60) is State.DONE
+    assert not any(each.done() for each in stuck)
+    hanging.set_result(0)
+    for each in stuck[1:]:
+        ranks.settle("hangs")
+        assert each.result(60) is State.DONE
+
+
+def test_a_decode_rank_that_is_gone() -> None:
+    """Guards against one that gets something after it was removed."""
+    ranks = Ranks(threads=1)
+    ranks.register("decode")
+    ranks.backend.forget("decode")
+    assert ranks.table == {}
+    with pytest.raises(TransferError, match="it must register again"):
+        ranks.post("decode")
+
+
+def test_a_late_failure_of_an_earlier_registration() -> None:
+    """Guards against a decode rank that registers anew after a call has failed, and is shut out by
+    another call that fails later: it takes itself for registered."""
+    ranks = Ranks(threads=3, at_once=2)
+    ranks.register("decode")
+    first, second = ranks.post("decode"), ranks.post("decode")
+    (_, early), (_, late) = (ranks.begun.get(timeout=60) for _ in range(2))
+    early.set_result(-1)
+    until(lambda: not ranks.table, "the failed rank must register again")
+    ranks.register("decode")
+    late.set_result(-1)
+    assert isinstance(first.exception(60), TransferError)
+    assert isinstance(second.exception(60), TransferError)
+    assert "decode" in ranks.table
+    done = ranks.post("decode")
+    ranks.settle("decode")
+    assert done.result(60) is State.DONE

@@ -1,11 +1,10 @@
 """How Mooncake moves a chunk: the backend of a prefill rank's transfer pool.
 
-The engine's blocking calls are made on threads of each decode rank, and a handle is the ``Future``
-of one call. Its asynchronous calls do not serve: asking how far a batch is
+The engine's blocking calls are made on threads of our own, and a handle is the ``Future`` of what
+goes of one chunk to one decode rank. Its asynchronous calls do not serve: asking how far a batch is
 (``get_batch_transfer_status``) waits until the batch has settled, and the engines of other
 accelerators have none. A call that hangs is under way until it returns, at most for the engine's
-own ``MC_TRANSFER_TIMEOUT``; it holds up transfers to its own decode rank, and is one of the calls
-that may be made at once.
+own ``MC_TRANSFER_TIMEOUT``; it holds up transfers to its own decode rank, and keeps its thread.
 
 SGLang's staging buffers gather head slices on the GPU by a worker of SGLang's own: with them the
 whole group stays stock.
@@ -15,8 +14,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple  # Any: SGLang's registrations and announcements
@@ -67,106 +68,116 @@ class _Call(NamedTuple):
     future: Future[State]
 
 
+@dataclass(eq=False)
 class Line:
-    """The threads of one decode rank. Daemons: a process that ends does not wait for a call that
-    hangs, as it would for an executor's."""
+    """What goes to a decode rank, from one of its registrations to the next."""
 
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
-        #: Calls that wait. None: the thread that takes it ends.
-        self._calls: SimpleQueue[tuple[Future[State], Callable[[], State]] | None] = SimpleQueue()
+    #: SGLang's ``KVArgsRegisterInfo``.
+    registration: Any
+    #: Calls that wait.
+    waiting: deque[tuple[Future[State], Callable[[], State]]] = field(default_factory=deque)
+    #: How many threads serve it, or are about to.
+    turns: int = 0
+    #: A write failed: nothing more goes to it.
+    has_failed: bool = False
+
+
+class Callers:
+    """Threads that make calls. Daemons: a process that ends does not wait for a call that hangs, as
+    it would for an executor's. Lines take turns, each with so many calls at once, so that one whose
+    calls hang leaves threads to the others."""
+
+    def __init__(self, threads: int, at_once: int) -> None:
+        self._at_once = at_once
+        self._lock = threading.Lock()
+        self._turns: SimpleQueue[Line] = SimpleQueue()
         for _ in range(threads):
             threading.Thread(target=self._run, name="kv-mooncake", daemon=True).start()
 
-    def submit(self, call: Callable[..., State], *arguments: Any) -> Future[State]:
+    def submit(self, line: Line, call: Callable[..., State], *arguments: Any) -> Future[State]:
         future: Future[State] = Future()
-        self._calls.put((future, partial(call, *arguments)))
+        with self._lock:
+            line.waiting.append((future, partial(call, *arguments)))
+            if line.turns < self._at_once:
+                line.turns += 1
+                self._turns.put(line)
         return future
 
-    def close(self) -> None:
-        """The threads end when what waits is done."""
-        for _ in range(self._threads):
-            self._calls.put(None)
-
     def _run(self) -> None:
-        while (item := self._calls.get()) is not None:
-            future, call = item
+        while True:
+            line = self._turns.get()
+            with self._lock:
+                if not line.waiting:
+                    line.turns -= 1
+                    continue
+                future, call = line.waiting.popleft()
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
                 except BaseException as error:
                     future.set_exception(error)
-            del item, call  # a batch is large
+            self._turns.put(line)
 
 
 class MooncakeBackend:
-    """``transfer_backend.Backend``. A decode rank to which a transfer failed gets nothing more
-    until it registers again."""
+    """``transfer_backend.Backend``. A decode rank to which a write failed gets nothing more until
+    it registers again."""
 
     def __init__(
         self,
         engine: Any,
-        describe: Callable[[Part, str], Iterable[tuple[str, Batch]]],
+        describe: Callable[[Part, Any, Any], Iterable[tuple[str, Batch]]],
         complete: Callable[[Any], None],
         is_stopped: Callable[[int], bool],
         registered: dict[str, Any],
-        threads: int,
-        calls: int,
+        callers: Callers,
     ) -> None:
-        """``describe``: the batches that go to a decode rank, each with what it is.
-        ``complete`` notifies the decode rank of an announcement; ``is_stopped``: whether a room was
-        given up. ``registered``: SGLang's ``decode_kv_args_table``. ``threads``: for each decode
-        rank; ``calls``: of the engine at once, over all of them."""
+        """``describe``: what goes to the decode rank of an announcement, by its registration, as
+        batches, each with what it is. ``complete`` notifies the decode rank of an announcement;
+        ``is_stopped``: whether a room was given up. ``registered``: SGLang's
+        ``decode_kv_args_table``, which is written here."""
         self._engine = engine
         self._describe = describe
         self._complete = complete
         self._is_stopped = is_stopped
         self._registered = registered
-        self._threads = threads
-        #: A call of the engine takes a core until it is done, whatever it waits for.
-        self._calls = threading.Semaphore(calls)
+        self._callers = callers
         self._lines: dict[str, Line] = {}
-        self._lines_lock = threading.Lock()
-        self._failed: set[str] = set()
+        #: Of ``_lines`` and ``_registered``.
+        self._lock = threading.Lock()
 
-    def post(self, chunk: Chunk, peer: str) -> Iterator[_Call]:
-        """KV, state and metadata of one chunk to one peer, in this order."""
-        if peer in self._failed or peer not in self._registered:
+    def post(self, chunk: Chunk, peer: str) -> list[_Call]:
+        """KV, state and metadata of one chunk to one peer, in this order. They are described when
+        the call begins: what waits behind one that hangs is page indices."""
+        line = self._lines.get(peer)
+        if line is None or line.has_failed:
             raise TransferError(Reason.PEER_LOST, _SHUT_OUT.format(peer))
-        with self._lines_lock:
-            line = self._lines.get(peer)
-            if line is None:
-                line = self._lines[peer] = Line(self._threads)
+        part = chunk.payload
+        future = self._callers.submit(line, self._send, part, part.destinations[peer], line)
+        return [_Call(chunk.room, future)]
+
+    def _send(self, part: Part, to: Any, line: Line) -> State:
+        """On one of the threads."""
+        peer: str = to.mooncake_session_id
         rows = moved = 0
-        for what, batch in self._describe(chunk.payload, peer):
-            rows, moved = rows + len(batch), moved + int(batch[:, 2].sum())
-            to = chunk.payload.destinations[peer]
-            yield _Call(chunk.room, line.submit(self._write, to, what, batch))
-        STATS.observe("kv_transfer_descriptors", rows)
-        STATS.observe("kv_transfer_bytes", moved)
-
-    def _write(self, to: Any, what: str, batch: Batch) -> State:
-        """On a thread of the decode rank's.
-
-        The numbers become Python's only here: those of all layers would be hundreds of megabytes.
-        """
-        peer = to.mooncake_session_id
-        with self._calls:
+        for what, batch in self._describe(part, to, line.registration):
             if self._is_stopped(to.room):
                 return State.DROPPED  # it waited behind a call that took long
-            if peer in self._failed:
-                raise TransferError(Reason.PEER_LOST, _SHUT_OUT.format(peer))  # it never began
-            status = self._engine.batch_transfer_sync(peer, *batch.T.tolist())
-        if status == 0:
-            return State.DONE
-        logger.error("transfers to decode rank %s fail until it registers again", peer)
-        self._failed.add(peer)
-        if to.is_ours:  # it registers again when it learns that it is unknown; a stock one does not
-            self._registered.pop(peer, None)
-        raise TransferError(
-            Reason.TRANSPORT,
-            f"Mooncake could not write {what} to decode rank {peer} (status {status})",
-        )
+            if line.has_failed:
+                raise TransferError(Reason.PEER_LOST, _SHUT_OUT.format(peer))
+            if status := self._engine.batch_transfer_sync(peer, *batch.T.tolist()):
+                logger.error("transfers to decode rank %s fail until it registers again", peer)
+                line.has_failed = True
+                if to.is_ours:  # it registers again when it learns that it is unknown
+                    self._forget(peer, line)
+                raise TransferError(
+                    Reason.TRANSPORT,
+                    f"Mooncake could not write {what} to decode rank {peer} (status {status})",
+                )
+            rows, moved = rows + len(batch), moved + int(batch[:, 2].sum())
+        STATS.observe("kv_transfer_descriptors", rows)
+        STATS.observe("kv_transfer_bytes", moved)
+        return State.DONE
 
     def state(self, call: _Call) -> State:
         """An error says nothing about the other writes of the batch: they may still land."""
@@ -184,14 +195,20 @@ class MooncakeBackend:
         for announcement in chunk.payload.destinations.values():
             self._complete(announcement)
 
-    def registered(self, peer: str) -> None:
-        """It has registered: no failure of its session counts any more."""
-        self._failed.discard(peer)
+    # ---- decode ranks ----
+
+    def register(self, registration: Any) -> None:
+        """A decode rank registers. Calls for an earlier registration of it say nothing about it."""
+        peer = registration.mooncake_session_id
+        with self._lock:
+            self._lines[peer], self._registered[peer] = Line(registration), registration
 
     def forget(self, peer: str) -> None:
         """It is gone."""
-        self._failed.discard(peer)
-        with self._lines_lock:
-            line = self._lines.pop(peer, None)
-        if line is not None:
-            line.close()
+        self._forget(peer, self._lines.get(peer))
+
+    def _forget(self, peer: str, line: Line | None) -> None:
+        with self._lock:
+            if self._lines.get(peer) is line:
+                self._lines.pop(peer, None)
+                self._registered.pop(peer, None)

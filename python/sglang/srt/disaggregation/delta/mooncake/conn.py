@@ -23,7 +23,7 @@ from typing_extensions import Self, override
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.decode.transfer_queue import Progress
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.mooncake.backend import Batch, MooncakeBackend, Part
+from sglang.srt.disaggregation.delta.mooncake.backend import Batch, Callers, MooncakeBackend, Part
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.nixl.layout import Layout
 from sglang.srt.disaggregation.delta.observability import count_sent
@@ -139,15 +139,10 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
             self.rooms,
             self.decode_ranks,
             self.decode_kv_args_table,
-            self._register,
+            self._backend.register,
         )
 
-    def _register(self, info: KVArgsRegisterInfo) -> None:
-        self.decode_kv_args_table[info.mooncake_session_id] = info
-        self._backend.registered(info.mooncake_session_id)
-
     def forget_peer(self, peer: str) -> None:
-        self.decode_kv_args_table.pop(peer, None)
         self._backend.forget(peer)
 
     # ---- sending ----
@@ -161,8 +156,8 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
             lambda announcement: self.send_status(announcement, KVPoll.Success),
             self._is_stopped,
             self.decode_kv_args_table,
-            settings.threads_per_queue,
-            min(settings.workers, max(os.cpu_count() or 1, 2)),
+            # A call takes a core until it is done, whatever it waits for.
+            Callers(min(settings.workers, max(os.cpu_count() or 1, 2)), settings.threads_per_queue),
         )
         return self._backend
 
@@ -200,15 +195,18 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
                 )
         return Part(np.array(pages, np.int32), part, metadata_slot, state_pages, destinations)
 
-    def describe(self, part: Part, peer: str) -> Iterator[tuple[str, Batch]]:
-        """What goes to one decode rank, on a worker's thread: KV, state and metadata."""
-        info, target = part.destinations[peer], self.decode_kv_args_table[peer]
+    def describe(
+        self, part: Part, info: MooncakeTransferInfo, target: KVArgsRegisterInfo
+    ) -> Iterator[tuple[str, Batch]]:
+        """What goes to one decode rank: KV, state and metadata. Each batch is asked for when those
+        before it are written."""
         moved = 0
         for batch in self._kv(part, info, target) if len(part.pages) else ():
             moved += int(batch[:, 2].sum())
             yield "KV", batch
         if moved:
-            count_sent(info.room, peer, part.pages, info.dst_kv_indices[part.place], moved)
+            peer, listed = info.mooncake_session_id, info.dst_kv_indices[part.place]
+            count_sent(info.room, peer, part.pages, listed, moved)
         if part.metadata_slot is None:
             return
         if part.state_pages is not None:
@@ -260,7 +258,7 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
     def _transfer_data(
         self, mooncake_session_id: str, transfer_blocks: list[tuple[int, int, int]]
     ) -> int:
-        """Not sent: kept for the transfer worker on whose thread SGLang describes it."""
+        """Not sent: kept for the caller of the method of SGLang's that describes it."""
         if transfer_blocks:
             self._described.batches.append(np.array(transfer_blocks, np.uint64))
         return 0

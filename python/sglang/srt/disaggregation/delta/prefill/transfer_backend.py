@@ -97,7 +97,7 @@ class State(enum.Enum):
 
     IN_PROGRESS = "in progress"
     DONE = "done"
-    #: Not begun, and never will be, since its room was given up.
+    #: Not begun, or not to its end, and nothing of it is under way.
     DROPPED = "dropped"
     #: Not delivered. What was sent of it may still land: it counts as under way for a while.
     ERROR = "error"
@@ -125,7 +125,8 @@ class Backend(Protocol):
 
     def state(self, handle: Any) -> State:
         """How far it is; ``DONE`` only where every byte is in the peer's memory. An exception
-        counts as ``State.ERROR``."""
+        counts as ``State.ERROR``, but a ``TransferError`` with another reason than ``TRANSPORT`` as
+        ``State.DROPPED``."""
 
     def release(self, handle: Any) -> None:
         """Called exactly once for each handle, when all handles of its post are over."""

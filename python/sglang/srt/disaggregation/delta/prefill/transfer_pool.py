@@ -188,7 +188,7 @@ class TransferPool:
         """End all rooms, wait at most so many seconds for what is under way, and end the threads.
 
         Idempotent. Returns when the threads have ended, or with an error in the log for those that
-        hang in a call of the backend. The backend may be torn down after that only if
+        have not. The backend may be torn down after that only if
         ``alive()`` is 0.
         """
         with self._stop_lock:
@@ -201,7 +201,9 @@ class TransferPool:
                 if each.thread.ident is not None:  # it was started
                     each.thread.join(max(0.0, until - time.monotonic()))
         if self.alive():
-            logger.error("%d transfer threads hang in a call of the transport", self.alive())
+            logger.error(
+                "%d transfer threads have not ended (py-spy dump shows where)", self.alive()
+            )
 
     def troubles(self) -> dict[int, str]:
         """Workers whose rooms cannot wait for them any longer, by index, and what is wrong."""
@@ -215,7 +217,7 @@ class TransferPool:
             if not each.thread.is_alive():
                 found[index] = f"{name} has ended"
             elif since is not None and now - since >= self._settings.stuck_s:
-                found[index] = f"{name} hangs in a call of the transport for {now - since:.0f} s"
+                found[index] = f"{name} has not finished a step for {now - since:.0f} s"
         return found
 
     def worker_of(self, room: int) -> int:

@@ -201,8 +201,10 @@ class Worker:
             try:
                 state = self._backend.state(handle)
             except Exception as error:
-                never_began = isinstance(error, TransferError) and error.reason is Reason.PEER_LOST
-                state = State.DROPPED if never_began else State.ERROR
+                is_refusal = (
+                    isinstance(error, TransferError) and error.reason is not Reason.TRANSPORT
+                )
+                state = State.DROPPED if is_refusal else State.ERROR
                 failure = failure or error
             if state is State.IN_PROGRESS:
                 still.append(handle)
