@@ -40,13 +40,16 @@ _NO_PREFIX_CHUNKS = {"flashinfer", "flashmla", "cutlass_mla", "trtllm_mla"}
 
 def is_given(args: Any, setting: str) -> bool:
     """Whether a server was given ``setting``, as a user writes it: "--flag", "--flag value",
-    "--flag above 1", "no --flag", or one of SGLang's own switches, "SGLANG_NAME=1"."""
+    "--flag above 1", "another --flag than one, two", "no --flag", or one of SGLang's own switches,
+    "SGLANG_NAME=1"."""
     if setting.startswith("no "):
         return not is_given(args, setting.removeprefix("no "))
     if setting.startswith("SGLANG_"):
         return environment.sglang_switch(setting.removesuffix("=1"))
-    flag, _, value = setting.partition(" ")
+    flag, _, value = setting.removeprefix("another ").partition(" ")
     found: Any = getattr(args, FIELDS.get(flag, flag[2:].replace("-", "_")), None)
+    if value.startswith("than "):
+        return found not in (None, *value.removeprefix("than ").split(", "))
     if value.startswith("above "):
         return bool((found or 0) > float(value.removeprefix("above ")))
     return str(found) == value if value else bool(found)

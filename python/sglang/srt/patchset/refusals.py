@@ -56,20 +56,9 @@ class Refusal:
 # ---- conditions ----
 
 
-def _is_no_decode_server(args: Any) -> bool:
-    return bool(args.disaggregation_mode != "decode")
-
-
-def _moves_whole_prompts(args: Any) -> bool:
-    return args.disaggregation_transfer_backend not in DELTA_BACKENDS
-
-
 def _is_in_a_pair(args: Any) -> bool:
-    return args.disaggregation_mode != "null" and not _moves_whole_prompts(args)
-
-
-def _drafts_otherwise(args: Any) -> bool:
-    return args.speculative_algorithm not in (None, "STANDALONE", "NGRAM", *DRAFTING)
+    moves_deltas = args.disaggregation_transfer_backend in DELTA_BACKENDS
+    return moves_deltas and args.disaggregation_mode != "null"
 
 
 def _drafts_trees(args: Any) -> bool:
@@ -94,18 +83,14 @@ def _has_buffers_for_decode_steps(args: Any) -> bool:
     return args.moe_a2a_backend != "none" and args.deepep_mode == "low_latency"
 
 
-def _has_untested_store(args: Any) -> bool:
-    return args.hicache_storage_backend not in (None, *STORES)
-
-
 def _drafts_behind_a_cache(args: Any) -> bool:
-    is_stock_prefill = args.disaggregation_mode == "prefill" and not is_given(args, ON)
-    return is_stock_prefill and bool(args.speculative_algorithm)
+    loads_prompts = args.disaggregation_mode == "prefill" or is_given(args, ON)
+    return loads_prompts and bool(args.speculative_algorithm)
 
 
 def _hf_configs(config: Any) -> list[Any]:
-    found = (getattr(config, "hf_config", None), getattr(config, "hf_text_config", None))
-    return [each for each in found if each is not None]
+    names = "hf_config", "hf_text_config"
+    return [each for name in names if (each := getattr(config, name, None)) is not None]
 
 
 def _has_window_pool(config: Any) -> bool:
@@ -123,22 +108,11 @@ def _runs_on_transformers(config: Any) -> bool:
     return is_on and bool(getattr(config, "is_multimodal", False))
 
 
-_UNFIT = {
-    "models with a separate pool for sliding-window layers": _has_window_pool,
-    "models with state-space or linear-attention layers": _has_state_layers,
-}
-_WITHOUT_TREE = {
-    "multimodal models with --model-impl transformers (SGLang turns their tree off)": (
-        _runs_on_transformers
-    )
-}
-
-
 # ---- the rows ----
 
 RADIX, TURNS, BUFFER = (FLAG,), (LOCAL, LOCAL_WHEN_LOST), (ON,)
 FP4, HICACHE = ("--kv-cache-dtype fp4_e2m1",), ("--enable-hierarchical-cache",)
-_BACKENDS, _DRAFTS, _STORES = " or ".join(DELTA_BACKENDS), ", ".join(DRAFTING), ", ".join(STORES)
+_BACKENDS, _DRAFTS, _STORES = map(", ".join, (DELTA_BACKENDS, DRAFTING, STORES))
 
 #: Refused as the user gave them, and as SGLang has filled in the rest.
 ALWAYS: tuple[Refusal, ...] = (
@@ -148,7 +122,6 @@ ALWAYS: tuple[Refusal, ...] = (
         "a prefill server needs no flag to take part",
         "{flag} is for decode servers, but --disaggregation-mode is {disaggregation_mode}. Give it "
         "to the decode server only; a prefill server needs no flag to take part.",
-        when=_is_no_decode_server,
     ),
     Refusal(
         RADIX,
@@ -156,8 +129,7 @@ ALWAYS: tuple[Refusal, ...] = (
         "it cannot send a part of a prompt",
         "{flag} needs a transfer backend that can send a part of a prompt, and "
         "--disaggregation-transfer-backend {disaggregation_transfer_backend} cannot. Use "
-        f"--disaggregation-transfer-backend {_BACKENDS}.",
-        when=_moves_whole_prompts,
+        f"one of {_BACKENDS}.",
     ),
     Refusal(
         RADIX, "--enable-hisparse", "it keeps only a part of a request's KV in the device pool"
@@ -195,7 +167,6 @@ ALWAYS: tuple[Refusal, ...] = (
         "what its draft model needs to be transferred is unknown",
         "{flag} cannot be combined with --speculative-algorithm {speculative_algorithm}: what its "
         "draft model needs to be transferred is unknown. Remove one of them.",
-        when=_drafts_otherwise,
     ),
     Refusal(
         RADIX,
@@ -204,8 +175,7 @@ ALWAYS: tuple[Refusal, ...] = (
         "Llama and Grok models, so give 1",
         "{flag} cannot be combined with --speculative-eagle-topk {speculative_eagle_topk} "
         "(SGLang's own choice for some models where none is given): a tree of drafts takes more "
-        "slots than admission counts, and moves KV between them when one is accepted; use "
-        "--speculative-eagle-topk 1. Remove one of them.",
+        "slots than admission counts; use --speculative-eagle-topk 1. Remove one of them.",
         when=_drafts_trees,
     ),
     Refusal(
@@ -219,10 +189,8 @@ ALWAYS: tuple[Refusal, ...] = (
         f"SGLANG_ENABLE_SPEC_V2=1 with more than {MOST_DRAFTS_V2} draft tokens",
         "SGLang's rows of slots are too short for them",
         "{flag} cannot be combined with SGLANG_ENABLE_SPEC_V2=1 with "
-        "{speculative_num_draft_tokens} draft tokens: near the context length a request holds "
-        "slots of two steps ahead of its text, and SGLang's rows have room for one step and 4 "
-        "tokens, so it would write into the next row; use --speculative-num-steps "
-        f"{MOST_DRAFTS_V2 - 1} at most. Remove one of them.",
+        "{speculative_num_draft_tokens} draft tokens: SGLang's rows of slots are too short for "
+        f"them; use --speculative-num-steps {MOST_DRAFTS_V2 - 1} at most. Remove one of them.",
         when=_drafts_beyond_its_row,
     ),
     Refusal(
@@ -259,7 +227,6 @@ ALWAYS: tuple[Refusal, ...] = (
         "this package was not tested with it",
         "{flag} does not support --hicache-storage-backend {hicache_storage_backend}: this package "
         f"was not tested with it. Use one of {_STORES}, or {MODE} cache.",
-        when=_has_untested_store,
     ),
     Refusal(
         BUFFER,
@@ -364,21 +331,28 @@ FILLED_IN: tuple[Refusal, ...] = (
     ),
 )
 
-_MODEL = "{{flag}} does not support {}, given with --model-path {{model_path}}. {}"
-#: Models whose KV is not one pool of pages, by their configuration.
-MODELS: tuple[Refusal, ...] = tuple(
+_NO_POOL = "their KV is not one pool of pages"
+_STOCK_TREE = "Remove {flag} to serve --model-path {model_path}."
+_STOCK_HOST = (
+    f"Use {MODE} cache for --model-path {{model_path}}, or no --enable-hierarchical-cache."
+)
+#: Models, by their configuration.
+MODELS: tuple[Refusal, ...] = (
+    *(
+        Refusal(flags, kind, _NO_POOL, when=when, instead=instead)
+        for flags, instead in ((RADIX, _STOCK_TREE), (BUFFER, _STOCK_HOST))
+        for kind, when in (
+            ("models with a separate pool for sliding-window layers", _has_window_pool),
+            ("models with state-space or linear-attention layers", _has_state_layers),
+        )
+    ),
     Refusal(
-        flags,
-        kind,
-        "their KV is not one pool of pages",
-        text=_MODEL.format(kind, instead),
-        when=when,
-    )
-    for flags, instead, kinds in (
-        (RADIX, "Remove {flag} to serve it.", _UNFIT | _WITHOUT_TREE),
-        (BUFFER, f"Use {MODE} cache, or remove --enable-hierarchical-cache.", _UNFIT),
-    )
-    for kind, when in kinds.items()
+        RADIX,
+        "multimodal models with --model-impl transformers",
+        "SGLang turns their radix tree off",
+        when=_runs_on_transformers,
+        instead=_STOCK_TREE,
+    ),
 )
 
 #: Not refused, but slower than who asked for it may think: nothing else would show it.
@@ -396,8 +370,8 @@ WARNED: tuple[Refusal, ...] = (
         "--speculative-algorithm",
         "the host and the store have no draft KV",
         "{flag} with --speculative-algorithm: the host and the store have no draft KV. After a "
-        "prefix is loaded from them, decode servers receive draft KV that does not match the text. "
-        "Outputs are the same; fewer drafts are accepted.",
+        "prefix is loaded from them, the draft KV does not match the text, also on a decode server "
+        "that receives it. Outputs are the same; fewer drafts are accepted.",
         when=_drafts_behind_a_cache,
     ),
     Refusal(
@@ -406,14 +380,6 @@ WARNED: tuple[Refusal, ...] = (
         "a request uses only the pages that arrived before it is scheduled",
         "{flag} with --hicache-storage-prefetch-policy best_effort: a request uses only the pages "
         "that arrived before it is scheduled, often none. Use wait_complete or timeout.",
-    ),
-    Refusal(
-        BUFFER,
-        "--speculative-algorithm",
-        "the store has no draft KV",
-        "{flag} with --speculative-algorithm: the store has no draft KV. After a prefix is loaded "
-        "from it, the draft KV does not match the text, also on a decode server that receives it. "
-        "Outputs are the same; fewer drafts are accepted.",
     ),
 )
 
@@ -436,7 +402,7 @@ def check_filled_in(args: Any) -> None:
 
 
 def check_model(args: Any, config: Any) -> None:
-    """Raise ``ValueError`` for a model, by its configuration, that our flags do not support."""
+    """Raise ``ValueError`` for a model that our flags do not support."""
     for text in _texts(MODELS, args, config):
         raise ValueError(text)
     has_index = any(getattr(c, "index_topk", None) is not None for c in _hf_configs(config))

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from sglang.srt.hardware_backend import cpu_standin
-from sglang.srt.hardware_backend.cpu_standin import runtime
+from sglang.srt.hardware_backend.cpu_standin import edits
 from sglang.srt.hardware_backend.cpu_standin.finder import (
     ADDED_ON_0_5_23,
     EDITS,
@@ -159,7 +159,7 @@ def test_edits_of_torch() -> None:
     request that waits for a C++ compiler, in both forms of the decorator, and against a device that
     torch reaches without any of the known device nodes."""
     torch = fake_torch(has_cuda=False)
-    runtime.torch_without_cuda(torch)
+    edits.torch_without_cuda(torch)
     torch.cuda.synchronize()
     torch.cuda.synchronize("cpu")
     torch.Tensor().record_stream("a stream")
@@ -169,7 +169,7 @@ def test_edits_of_torch() -> None:
     assert torch.compile(function, dynamic=True) is function
     assert torch.compile(fullgraph=True)(function) is function
     with pytest.raises(cpu_standin.StandinRefused, match="torch sees a CUDA device"):
-        runtime.torch_without_cuda(fake_torch(has_cuda=True))
+        edits.torch_without_cuda(fake_torch(has_cuda=True))
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
@@ -185,9 +185,9 @@ def test_start_method(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     monkeypatch.setenv(START_METHOD.name, method)
     if method == "forkserver":
         with pytest.raises(ImportError, match=START_METHOD.name):
-            runtime.start_method(engine)
+            edits.start_method(engine)
         return
-    runtime.start_method(engine)
+    edits.start_method(engine)
     engine.mp.set_start_method("spawn", force=True)
     assert chosen == [method] and engine.mp.Pipe == "the real one"
 
@@ -201,6 +201,6 @@ def test_a_release_that_has_cpu_forms_keeps_them() -> None:
         *("sglang.srt.entrypoints.engine", "sglang.srt.speculative.draft_utils"),
         *ADDED_ON_0_5_23,
     }
-    added = {("speculative:edit",), ("draft_attention:attend_drafts",)}
+    added = {("speculative:edit",), ("speculative:attend_drafts",)}
     assert set(ADDED_ON_0_5_23.values()) == added
     assert {"torch", "nixl._api", "nixl_cu12._api", "nixl_cu13._api"} < set(edited)

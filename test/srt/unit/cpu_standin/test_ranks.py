@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang.srt.hardware_backend.cpu_standin import memory, ranks
+from sglang.srt.hardware_backend.cpu_standin import edits
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_heads_are_padded_only_where_replicas_do_not_do(
         return config
 
     module = SimpleNamespace(adjust_config_with_unaligned_cpu_tp=pad)
-    ranks.replicate_heads(module)
+    edits.replicate_heads(module)
     config = SimpleNamespace(num_attention_heads=heads, get_total_num_kv_heads=lambda: kv_heads)
     assert module.adjust_config_with_unaligned_cpu_tp(config, None, tp_size) is config
     assert bool(calls) == padded
@@ -41,16 +41,16 @@ def test_heads_are_padded_only_where_replicas_do_not_do(
 def test_rows_are_copied_from_and_to_an_offset() -> None:
     """Guards against another rank's rows overwritten, or taken for one's own."""
     whole, part = torch.arange(12.0).reshape(6, 2), torch.zeros(3, 2)
-    ranks.copy_rows(part, whole, 0, torch.tensor(2), torch.tensor(2), True)
+    edits.copy_rows(part, whole, 0, torch.tensor(2), torch.tensor(2), True)
     assert part.tolist() == [[4, 5], [6, 7], [0, 0]]
-    ranks.copy_rows(whole, part, 0, torch.tensor(4), torch.tensor(1), False)
+    edits.copy_rows(whole, part, 0, torch.tensor(4), torch.tensor(1), False)
     assert whole.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7], [4, 5], [10, 11]]
 
 
 def test_no_memory_is_pinned() -> None:
     """Guards against a batch that asks for a driver; the rest of torch stays what it is."""
     module = SimpleNamespace(torch=torch)
-    memory.without_pinning(module)
+    edits.without_pinning(module)
     assert module.torch.tensor([1, 2], pin_memory=True).tolist() == [1, 2]
     assert module.torch.int64 is torch.int64
 
@@ -59,6 +59,6 @@ def test_no_memory_is_pinned_for_adapters(monkeypatch: pytest.MonkeyPatch) -> No
     """Guards against the first batch of a server with LoRA adapters that asks for a driver."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.pin_memory)  # put back afterwards
     module = SimpleNamespace(torch=torch)
-    memory.without_pinning_of_adapters(module)
+    edits.without_pinning_of_adapters(module)
     assert module.torch.zeros((2,), dtype=torch.int32, pin_memory=True).tolist() == [0, 0]
     assert module.torch.tensor([1], pin_memory=True).pin_memory().tolist() == [1]

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.hardware_backend.cpu_standin import draft_attention, speculative
+from sglang.srt.hardware_backend.cpu_standin import speculative
 
 TOKENS = st.integers(0, 3)
 
@@ -103,7 +103,7 @@ def test_attention(requests: list[tuple[int, int]]) -> None:
     rows = torch.tensor([7, 2, 5])[: len(requests)]
     lens, counts = [before + new for before, new in requests], [new for _, new in requests]
     query = torch.randn(sum(counts), 4, 8)
-    found = draft_attention.attend(query, keys, values, table, rows, lens, counts, 0.5)
+    found = speculative.attend(query, keys, values, table, rows, lens, counts, 0.5)
     at = 0
     for row, (before, new) in zip(rows.tolist(), requests, strict=True):
         for ahead in range(new):

@@ -23,26 +23,26 @@ Edit = Callable[[ModuleType], None]
 
 #: Module of SGLang, torch or NIXL -> "file:function" of this package, called with it after it ran.
 EDITS = {
-    "torch": ("runtime:torch_without_cuda",),
-    "nixl._api": ("memory:nixl_in_host_memory",),
-    "nixl_cu12._api": ("memory:nixl_in_host_memory",),
-    "nixl_cu13._api": ("memory:nixl_in_host_memory",),
-    "sglang.srt.constrained.llguidance_backend": ("runtime:mask_of_each_batch",),
-    "sglang.srt.constrained.xgrammar_backend": ("runtime:mask_by_xgrammar",),
-    "sglang.srt.distributed.parallel_state": ("ranks:exchange_by_gloo",),
-    "sglang.srt.entrypoints.engine": ("runtime:start_method",),
+    "torch": ("edits:torch_without_cuda",),
+    "nixl._api": ("edits:nixl_in_host_memory",),
+    "nixl_cu12._api": ("edits:nixl_in_host_memory",),
+    "nixl_cu13._api": ("edits:nixl_in_host_memory",),
+    "sglang.srt.constrained.llguidance_backend": ("edits:mask_of_each_batch",),
+    "sglang.srt.constrained.xgrammar_backend": ("edits:mask_by_xgrammar",),
+    "sglang.srt.distributed.parallel_state": ("edits:exchange_by_gloo",),
+    "sglang.srt.entrypoints.engine": ("edits:start_method",),
     "sglang.srt.layers.attention.torch_native_backend": (
-        "ranks:pad_batches",
-        "draft_attention:attend_drafts",
+        "edits:pad_batches",
+        "speculative:attend_drafts",
     ),
-    "sglang.srt.layers.dp_attention": ("ranks:copy_rows_in_torch",),
-    "sglang.srt.lora.backend.torch_backend": ("memory:without_pinning_of_adapters",),
+    "sglang.srt.layers.dp_attention": ("edits:copy_rows_in_torch",),
+    "sglang.srt.lora.backend.torch_backend": ("edits:without_pinning_of_adapters",),
     "sglang.srt.mem_cache.allocator": ("allocator:edit",),
     "sglang.srt.mem_cache.memory_pool": ("speculative:edit",),
-    "sglang.srt.mem_cache.memory_pool_host": ("memory:without_pinning_of_host_pools",),
-    "sglang.srt.model_executor.forward_batch_info": ("memory:without_pinning",),
-    "sglang.srt.model_executor.model_runner": ("ranks:replicate_heads",),
-    "sglang.srt.speculative.draft_utils": ("draft_attention:draft_backends",),
+    "sglang.srt.mem_cache.memory_pool_host": ("edits:without_pinning_of_host_pools",),
+    "sglang.srt.model_executor.forward_batch_info": ("edits:without_pinning",),
+    "sglang.srt.model_executor.model_runner": ("edits:replicate_heads",),
+    "sglang.srt.speculative.draft_utils": ("speculative:draft_backends",),
     "sglang.srt.speculative.eagle_info_v2": ("speculative:edit",),
     "sglang.srt.speculative.eagle_utils": ("speculative:edit",),
     "sglang.srt.speculative.spec_utils": ("speculative:edit",),
@@ -60,7 +60,7 @@ ADDED_ON_0_5_23 = dict.fromkeys(
         "sglang.srt.mem_cache.allocation",
     ),
     ("speculative:edit",),
-) | {"sglang.srt.layers.attention.torch_native_backend": ("draft_attention:attend_drafts",)}
+) | {"sglang.srt.layers.attention.torch_native_backend": ("speculative:attend_drafts",)}
 
 #: That release has CPU forms of the rest: of ``EDITS`` it needs these.
 EDITED_ON_0_5_23 = (
