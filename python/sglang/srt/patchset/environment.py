@@ -89,13 +89,6 @@ def _switch(name: str, group: str, text: str) -> Variable[bool]:
     return Variable(name, group, text, False, _SPELLINGS, _boolean, "off")
 
 
-def _four_numbers(text: str) -> tuple[float, ...]:
-    numbers = tuple(map(_number(float, 0, math.inf), text.split(",")))
-    if len(numbers) != 4:
-        raise ValueError
-    return numbers
-
-
 def _choice(*words: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in words:
@@ -226,15 +219,6 @@ NIXL_PROGRESS_DELAY = _integer(
     "Pause of NIXL's own progress thread, on prefill and decode. With `0` it polls without a "
     "pause, as in stock SGLang.",
     unit="microseconds",
-)  # fmt: skip
-DESCRIPTOR_COSTS: Variable[tuple[float, ...]] = Variable(
-    "SGLANG_DISAGGREGATION_DESCRIPTOR_COSTS", "nixl",
-    "Time to build the descriptors of a chunk: fixed for ranges, per range, fixed for a prepared "
-    "list, per entry. A chunk uses the cheaper form. The default was measured once, on a 2-core "
-    "CPU.",
-    (75.0, 0.064, 15.0, 0.0028),
-    "four comma-separated numbers of microseconds, each at least 0", _four_numbers,
-    "75,0.064,15,0.0028",
 )  # fmt: skip
 
 BUFFER_READ_TIMEOUT = _seconds(

@@ -8,7 +8,6 @@ python program.py BACKEND
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from functools import partial
 from typing import Any
@@ -28,15 +27,15 @@ from component.pools.memory import (
     snapshot,
 )
 from component.transfer.pair import ADDRESS, DONE, pages
+from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.pages import index_buffers, sources_of
-from sglang.srt.patchset.environment import DESCRIPTOR_COSTS
 
 PROMPT, PREFIX = 11, 4
 """Pages of a prompt, and those of them that decode holds."""
 BACKEND = sys.argv[1]
 Pair = importlib.import_module(f"component.{BACKEND}.pair").Pair
 #: By page size: NIXL's form of descriptors, and costs with which it is always taken.
-FORMS = {1: ("initialize_xfer", "0,0,1,1"), 16: ("make_prepped_xfer", "1,1,0,0")}
+FORMS = {1: "initialize_xfer", 16: "make_prepped_xfer"}
 
 
 class PoolPair(Pair):  # type: ignore[misc, valid-type]
@@ -106,7 +105,8 @@ def run_ranks(
 ) -> None:
     """Every prefill rank sends its slice to every decode rank that SGLang connects it to, also
     where another replica has sent the heads."""
-    call, os.environ[DESCRIPTOR_COSTS.name] = FORMS[page]
+    call = FORMS[page]
+    descriptors.is_selected_faster = lambda *_: call == "make_prepped_xfer"
     prefill = rank_pools(prefill_size, heads, page, seed=1, v_dim=v_dim)
     wanted = rank_pools(decode_size, heads, page, seed=1, v_dim=v_dim)
     decode = rank_pools(decode_size, heads, page, seed=2, v_dim=v_dim)

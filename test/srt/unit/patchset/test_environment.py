@@ -15,7 +15,6 @@ PACKAGE = Path(__file__).parents[4] / "python"
 SECONDS = environment.CLAIM_TIMEOUT
 INTEGER = environment.PREFIX_WAIT_TOKENS
 BOUNDED = environment.QUEUES
-COSTS = environment.DESCRIPTOR_COSTS
 
 
 @pytest.mark.parametrize("variable", VARIABLES, ids=lambda each: each.name)
@@ -36,7 +35,6 @@ VALUES: list[tuple[Variable[Any], str, Any]] = [
     (INTEGER, " 8 ", 8),
     (BOUNDED, "1", 1),
     (BOUNDED, "256", 256),
-    (COSTS, "80,0.1,20,0.004", (80.0, 0.1, 20.0, 0.004)),
     (environment.START_METHOD, "fork", "fork"),
     (environment.DISABLED_GROUPS, " nixl_async,, buffer_only ", ("nixl_async", "buffer_only")),
     (environment.ACTIVE, "0", False),
@@ -62,7 +60,6 @@ WRONG: list[tuple[Variable[Any], str]] = [
     *((SECONDS, text) for text in ("", "soon", "-0.1", "nan", "inf", "-inf", "1s")),
     *((INTEGER, text) for text in ("", "many", "1.5", "-1", "0x10")),
     *((BOUNDED, text) for text in ("0", "257")),
-    *((COSTS, text) for text in ("", "1,2,3", "1,2,3,4,5", "1,2,3,x", "1,2,3,-4", "1,2,3,inf")),
     (environment.START_METHOD, "forkserver"),
     *((environment.LOCAL_ALWAYS, text) for text in ("", "2", "enabled", "ture")),
 ]

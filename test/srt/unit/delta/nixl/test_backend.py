@@ -15,12 +15,11 @@ import pytest
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import observability, wire
-from sglang.srt.disaggregation.delta.nixl import backend, prefill
+from sglang.srt.disaggregation.delta.nixl import backend, descriptors, prefill
 from sglang.srt.disaggregation.delta.nixl.decode import parse
 from sglang.srt.disaggregation.delta.observability import STATS, Moved
 from sglang.srt.disaggregation.delta.pages import heads_of, sources_of
 from sglang.srt.disaggregation.nixl.conn import TransferStatus
-from sglang.srt.patchset.environment import DESCRIPTOR_COSTS
 from unit.delta.nixl.prefill_rank import PrefillRank
 from unit.delta.nixl.sides import KEY_BYTES, PAGE, Side
 from unit.delta.transfer.steps import ROOM, pages
@@ -66,15 +65,14 @@ CASES = [
     if (ranks == "of equal size" or not GOES[goes][0])
     and not (lists == "stock peer" and GOES[goes][1])
 ]
-#: Costs with which a form is always taken, where it can be.
-FORMS = {"ranges": "0,0,1,1", "prepared": "1,1,0,0"}
 
 
 def rank_of(
     patch: pytest.MonkeyPatch, ranks: str, form: str = "prepared", stages: int = 1
 ) -> PrefillRank:
     """A prefill rank, of one of some pipeline ``stages``, and the decode rank that it serves."""
-    patch.setenv(DESCRIPTOR_COSTS.name, FORMS.get(form, form))
+    if form:
+        patch.setattr(descriptors, "is_selected_faster", lambda *_: form == "prepared")
     rank, size, their_rank, their_size, total = RANKS[ranks]
     is_mla = ranks == "latent"
     ours = Side(2**63 - 5000, 12, rank, size, total, is_mla)
@@ -264,21 +262,25 @@ def test_slices_are_prepared_once(monkeypatch: pytest.MonkeyPatch, ranks: str) -
 #: With these costs the form depends on what is counted: a descriptor a run, or one a page (where
 #: heads are cut out of them, one a token), in each of 4 buffers.
 CHOICES = [
-    ("of equal size", "0,1,7.5,0", "prepared"),
-    ("of equal size", "0,1,8.5,0", "ranges"),
-    ("of equal size", "15.5,0,0,1", "ranges"),
-    ("of equal size", "16.5,0,0,1", "prepared"),
-    ("to the last of two", "0,1,63.5,0", "prepared"),
-    ("to the last of two", "0,1,64.5,0", "ranges"),
-    ("to the last of two", "63.5,0,0,1", "ranges"),
-    ("to the last of two", "64.5,0,0,1", "prepared"),
+    ("of equal size", (0, 1, 7.5, 0), "prepared"),
+    ("of equal size", (0, 1, 8.5, 0), "ranges"),
+    ("of equal size", (15.5, 0, 0, 1), "ranges"),
+    ("of equal size", (16.5, 0, 0, 1), "prepared"),
+    ("to the last of two", (0, 1, 63.5, 0), "prepared"),
+    ("to the last of two", (0, 1, 64.5, 0), "ranges"),
+    ("to the last of two", (63.5, 0, 0, 1), "ranges"),
+    ("to the last of two", (64.5, 0, 0, 1), "prepared"),
 ]
 
 
 @pytest.mark.hazard("drained-per-request")
 @pytest.mark.parametrize(("ranks", "costs", "form"), CHOICES)
 def test_numbers_of_a_delivery(
-    monkeypatch: pytest.MonkeyPatch, moved: list[Moved], ranks: str, costs: str, form: str
+    monkeypatch: pytest.MonkeyPatch,
+    moved: list[Moved],
+    ranks: str,
+    costs: tuple[float, ...],
+    form: str,
 ) -> None:
     """Guards against a choice by other costs than this machine's, or that is fed with something
     else than was measured, a descriptor for each page where neighbours can be merged, counting what
@@ -286,7 +288,9 @@ def test_numbers_of_a_delivery(
     ticks = itertools.count()
     clocked = functools.partial(backend.NixlBackend, clock=lambda: float(next(ticks)))
     monkeypatch.setattr(prefill, "NixlBackend", clocked)
-    rank = rank_of(monkeypatch, ranks, costs)
+    monkeypatch.setattr(descriptors, "RANGES_US", costs[:2])
+    monkeypatch.setattr(descriptors, "SELECTED_US", costs[2:])
+    rank = rank_of(monkeypatch, ranks, form="")
     before = STATS.totals.copy()
     handles = serve(rank, [2, 3, 4, 7], [4, 5, 6, 1])
     assert handles[0].is_prepared == (form == "prepared")

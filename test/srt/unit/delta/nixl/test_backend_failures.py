@@ -9,8 +9,8 @@ import pytest
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import observability
+from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.observability import COUNT, STATS
-from sglang.srt.patchset.environment import DESCRIPTOR_COSTS
 from unit.delta.nixl.fakes import nixlRemoteDisconnectError
 from unit.delta.nixl.prefill_rank import PrefillRank
 from unit.delta.transfer.steps import ROOM, failure_of, pages
@@ -20,10 +20,10 @@ MAKES = ("initialize_xfer", "make_prepped_xfer")
 ERROR = ZeroDivisionError("bindings raise what they like")
 
 
-@pytest.fixture(params=["0,0,1,1", "1,1,0,0"], ids=["ranges", "prepared"])
+@pytest.fixture(params=[False, True], ids=["ranges", "prepared"])
 def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PrefillRank:
     """One that describes everything in one form, as far as that is possible."""
-    monkeypatch.setenv(DESCRIPTOR_COSTS.name, request.param)
+    monkeypatch.setattr(descriptors, "is_selected_faster", lambda *_: request.param)
     return PrefillRank(monkeypatch, ("decode", "other"))
 
 

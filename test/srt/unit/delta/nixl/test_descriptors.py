@@ -8,14 +8,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sglang.srt.disaggregation.delta.nixl.descriptors import (
-    Costs,
-    Form,
     Heads,
     Pool,
     Rows,
     SelectorOverflow,
     check_pair,
-    choose,
+    is_selected_faster,
     prepared_strided,
     ranges,
     runs_of,
@@ -277,17 +275,12 @@ def test_pools_that_do_not_fit() -> None:
             check_pair(ours, pool(item_lens, 4, 0))
 
 
-def test_choice() -> None:
-    """Guards against prepared lists where there are none, or where pages are neighbours, and
-    against ranges where they are scattered."""
-    costs = Costs(ranges_fixed=10, ranges_each=3, prepared_fixed=20, prepared_each=1)
-
-    def chosen(pages: int, runs: int, has_prepared: bool = True) -> Form:
-        return choose(buffers=2, pages=pages, runs=runs, has_prepared=has_prepared, costs=costs)
-
-    # 30 pages in 11 runs: 76 against 80; in 12: 82.
-    for pages, runs in ((2048, 1), (30, 11), (1, 1), (0, 0)):
-        assert chosen(pages, runs) is Form.RANGES
-    for pages, runs in ((2048, 2048), (30, 12)):
-        assert chosen(pages, runs) is Form.PREPARED
-        assert chosen(pages, runs, has_prepared=False) is Form.RANGES
+@pytest.mark.parametrize(
+    ("pages", "runs", "is_selected"),
+    # In 2 buffers: 60,000 pages 351 us, in 2,000 runs 331 us, in 3,000 459 us.
+    [(2048, 1, True), (60_000, 1, False), (60_000, 2000, False), (60_000, 3000, True)],
+)
+def test_choice(pages: int, runs: int, is_selected: bool) -> None:
+    """Guards against prepared lists where pages are neighbours, and against ranges where they are
+    scattered."""
+    assert is_selected_faster(2, pages, runs) == is_selected

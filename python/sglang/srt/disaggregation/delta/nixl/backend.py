@@ -32,7 +32,7 @@ import numpy as np
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl import descriptors
-from sglang.srt.disaggregation.delta.nixl.descriptors import ChunkPayload, Destination, Form
+from sglang.srt.disaggregation.delta.nixl.descriptors import ChunkPayload, Destination
 from sglang.srt.disaggregation.delta.nixl.layout import Layout, Pair
 from sglang.srt.disaggregation.delta.nixl.peers import OURS, Peer, Peers, PreparedLists
 from sglang.srt.disaggregation.delta.observability import (
@@ -112,7 +112,6 @@ class NixlBackend:
         layout: Layout,
         *,
         writer: int,
-        costs: descriptors.Costs = descriptors.COSTS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``writer``: ``RankView.writer_id`` of this rank."""
@@ -120,7 +119,6 @@ class NixlBackend:
         self._peers = peers
         self._layout = layout
         self._writer = writer
-        self._costs = costs
         self._clock = clock
         self._lists = PreparedLists(agent, OURS)
         self._has_telemetry = True
@@ -268,16 +266,11 @@ class NixlBackend:
             ours = self._lists.get(memory, pair.source)
             theirs = peer.lists.get(memory, pair.destination)
         buffers = len(pair.source.bases)
-        form = descriptors.choose(
-            buffers=buffers,
-            pages=slots,
-            runs=len(runs),
-            has_prepared=ours is not None and theirs is not None,
-            costs=self._costs,
-        )
-        transfer.descriptors += buffers * (len(runs) if form is Form.RANGES else slots)
+        has_lists = ours is not None and theirs is not None
+        is_selected = has_lists and descriptors.is_selected_faster(buffers, slots, len(runs))
+        transfer.descriptors += buffers * (slots if is_selected else len(runs))
         transfer.bytes += slots * sum(pair.source.item_lens)
-        if form is Form.RANGES:
+        if not is_selected:
             rows = descriptors.ranges(pair.source, pair.destination, runs)
             sides = [self._agent.get_xfer_descs(side, memory) for side in rows]
             handle = self._agent.initialize_xfer("WRITE", *sides, peer.name)
@@ -293,8 +286,7 @@ class NixlBackend:
             raise TransferError(Reason.TRANSPORT, f"NIXL made no transfer to {peer.name}")
         built = self._clock()
         transfer.build_s += built - began
-        lists = () if form is Form.RANGES else (ours, theirs)
-        posted = _Posted(handle, self._peers.share(peer), transfer, lists)
+        posted = _Posted(handle, self._peers.share(peer), transfer, (ours, theirs))
         transfer.open += 1
         # First: what is in flight is waited for and released, also if posting raises half way.
         yield posted

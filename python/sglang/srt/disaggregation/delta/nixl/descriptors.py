@@ -15,7 +15,6 @@ uint64, and selectors in int32.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 import msgspec
@@ -23,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang.srt.disaggregation.delta.pages import Pages
-from sglang.srt.patchset import environment
 
 #: Rows of numbers, unsigned since an address may be 2**63 or more.
 Rows = npt.NDArray[np.uint64]
@@ -283,34 +281,16 @@ def _check_selectable(pool: Pool) -> None:
 # ---- which of the two ----
 
 
-class Form(enum.Enum):
-    """How a chunk is described to the transport."""
-
-    RANGES = "ranges"
-    PREPARED = "prepared"
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Microseconds of building and posting a chunk, and what of its wire time depends on the number
-    of its descriptors: a fixed part, and one for each descriptor."""
-
-    ranges_fixed: float
-    ranges_each: float
-    prepared_fixed: float
-    prepared_each: float
+#: Microseconds of building and posting a chunk, and what of its wire time depends on the number of
+#: its descriptors: a fixed part, and one for each of them. Measured once, on a 2-core CPU. NIXL
+#: merges neighbours of a selection itself, so what is posted is the same in either form; but it
+#: looks at every page for that, and ranges only at every run.
+RANGES_US, SELECTED_US = (75.0, 0.064), (15.0, 0.0028)
 
 
-#: Measured once, on a 2-core CPU. NIXL merges neighbours of a selection itself, so what is posted
-#: is the same in either form; but it looks at every page for that, and ranges only at every run.
-COSTS = Costs(*environment.DESCRIPTOR_COSTS.default)
-
-
-def choose(
-    *, buffers: int, pages: int, runs: int, has_prepared: bool, costs: Costs = COSTS
-) -> Form:
-    """The cheaper form for a chunk of ``pages`` pages (or heads of as many tokens) in ``runs``
-    runs, in each of ``buffers`` buffers. ``has_prepared``: both sides have prepared lists."""
-    by_ranges = costs.ranges_fixed + costs.ranges_each * buffers * runs
-    by_selectors = costs.prepared_fixed + costs.prepared_each * buffers * pages
-    return Form.PREPARED if has_prepared and by_selectors < by_ranges else Form.RANGES
+def is_selected_faster(buffers: int, pages: int, runs: int) -> bool:
+    """Whether to select a chunk of ``pages`` pages (or heads of as many tokens) in ``runs`` runs,
+    in each of ``buffers`` buffers, from prepared lists, and not to build ranges."""
+    return SELECTED_US[0] + SELECTED_US[1] * buffers * pages < (
+        RANGES_US[0] + RANGES_US[1] * buffers * runs
+    )

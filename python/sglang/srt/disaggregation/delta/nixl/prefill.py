@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any  # Any: page indices in each of SGLang's f
 import numpy as np
 from typing_extensions import Self, override
 
-from sglang.srt.disaggregation.delta.nixl import agent, descriptors
+from sglang.srt.disaggregation.delta.nixl import agent
 from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend
 from sglang.srt.disaggregation.delta.nixl.decode import NixlDecode
 from sglang.srt.disaggregation.delta.nixl.descriptors import ChunkPayload, Destination
@@ -29,7 +29,6 @@ from sglang.srt.disaggregation.delta.peer_messages import (
 )
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import PooledManager, PooledSender
-from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs
@@ -164,7 +163,6 @@ class NixlPrefill(PooledManager, NixlKVManager):
             self.peers,
             Layout(self.rank, self.get_mla_kv_ptrs_with_pp, self.get_mha_kv_ptrs_with_pp),
             writer=self.rank.writer_id,
-            costs=descriptors.Costs(*environment.DESCRIPTOR_COSTS.read()),
         )
 
     @cached_property

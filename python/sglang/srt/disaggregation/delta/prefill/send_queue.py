@@ -110,8 +110,6 @@ class SendQueue:
         self.waiting = 0
         #: Posted transfers that are neither over nor overdue: they take a place in the window.
         self.in_window = 0
-        #: Nothing was found to post, and nothing has changed since then.
-        self._stuck = False
 
     def __len__(self) -> int:
         """Peers for which anything waits or is under way."""
@@ -122,7 +120,6 @@ class SendQueue:
         self._queue.setdefault(transfer.peer, _PeerQueue()).waiting[transfer] = None
         self._turns.setdefault(transfer.peer)
         self.waiting += 1
-        self._stuck = False
 
     def drop(self, transfer: Transfer) -> None:
         """It waits no more, and is not posted."""
@@ -131,8 +128,6 @@ class SendQueue:
 
     def take(self) -> Transfer | None:
         """The next transfer to post, which takes its slots; None where nothing may be posted."""
-        if self._stuck:
-            return None
         window_full = self.in_window >= self._window
         for peer in self._turns:
             queue = self._queue[peer]
@@ -145,7 +140,6 @@ class SendQueue:
             self._turns.move_to_end(peer)
             self._changed(peer, -1)
             return transfer
-        self._stuck = True
         return None
 
     def mark_overdue(self, transfer: Transfer) -> None:
@@ -154,7 +148,6 @@ class SendQueue:
         queue.posted -= 1
         queue.overdue.add(transfer)
         self.in_window -= 1
-        self._stuck = False
 
     def finish(self, transfer: Transfer, delivered: bool = False) -> None:
         """A posted transfer is over, or not waited for any more. Harmless for one that is."""
@@ -173,7 +166,6 @@ class SendQueue:
     def _changed(self, peer: str, waiting: int = 0) -> None:
         queue = self._queue[peer]
         self.waiting += waiting
-        self._stuck = False
         if not queue.waiting:
             self._turns.pop(peer, None)
             if not queue.posted and not queue.overdue:
