@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.delta.observability import STATS, TransferReport
 from sglang.srt.disaggregation.delta.prefill import transfer_pool
 from sglang.srt.disaggregation.delta.prefill.rooms import Room
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, Settings, State
-from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool, Watchdog, worker_of
+from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool, worker_of
 from unit.delta.prefill.rig import Handle, Script, Side, Transport
 
 #: No test waits so long unless it fails.
@@ -239,18 +239,17 @@ def test_a_worker_that_hangs_is_noticed(started: Threads, caplog: pytest.LogCapt
     """Guards against rooms that wait for ever for a worker stuck in a call of the transport: they
     fail with its name, rooms of others do not, and it serves again when it goes on."""
     counted, failed = STATS.totals["kv_transfer_stuck_workers",], started.manager.failure_records
-    watchdog = Watchdog(started.pool, started.table)
     for number in range(1, 20):
         started.claim(number)
     theirs = [number for number in range(20) if started.same_worker(0, number) == number]
     started.send(0)
     assert started.transport.entered.wait(LONG_S)
     for _ in range(2):
-        watchdog.tick()
+        started.pool.tick()
         assert failed == {} and caplog.text == ""
         started.ahead_s += started.settings.stuck_s / 2 + 0.5
     for _ in range(3):
-        watchdog.tick()
+        started.pool.tick()
     assert sorted(failed) == theirs and len(theirs) < 20
     assert STATS.totals["kv_transfer_stuck_workers",] == counted + 1
     name = f"kv-transfer-{worker_of(0, started.settings.workers)}"
@@ -260,13 +259,13 @@ def test_a_worker_that_hangs_is_noticed(started: Threads, caplog: pytest.LogCapt
     assert [number for number in range(20) if started.requests[number].is_over] == theirs
     late = started.same_worker(0, 100)
     started.claim(late)
-    watchdog.tick()
+    started.pool.tick()
     assert started.requests[late].is_over, "one that came since then"
     assert started.requests[0].is_over and not started.transport.released
     started.transport.go_on.set()
     assert started.over() == 0
     started.wait_until_idle()
-    watchdog.tick()
+    started.pool.tick()
     assert "makes progress again" in caplog.text
 
 
@@ -274,18 +273,17 @@ def test_a_worker_that_hangs_is_noticed(started: Threads, caplog: pytest.LogCapt
 def test_a_process_that_was_stopped(started: Threads) -> None:
     """Guards against rooms that fail because the whole process did not run, or the thread that
     looks was kept waiting with the worker, or the worker had nothing to do for long."""
-    watchdog = Watchdog(started.pool, started.table)
     for number in range(1, 20):
         started.claim(number)
     started.send(0)
     assert started.transport.entered.wait(LONG_S)
-    watchdog.tick()
+    started.pool.tick()
     started.ahead_s += 3600
-    watchdog.tick()  # first
+    started.pool.tick()  # first
     started.transport.go_on.set()
     assert started.over() == 0
     started.wait_until_idle()
     for _ in range(2):
-        watchdog.tick()
+        started.pool.tick()
         started.ahead_s += 3600
     assert [*started.manager.failure_records] in ([], [0])

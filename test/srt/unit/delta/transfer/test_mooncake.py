@@ -15,6 +15,7 @@ import pytest
 from component.transfer.pair import until
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.mooncake.backend import Callers, MooncakeBackend, Part
+from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, State, TransferError
 from sglang.srt.patchset.environment import QUARANTINE_TIMEOUT
 from unit.delta.transfer.ranks import MooncakeRank
@@ -62,13 +63,13 @@ def test_a_process_that_stood_still(rank: MooncakeRank) -> None:
 def test_what_waits_is_not_described(rank: MooncakeRank, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against the descriptors of all that waits behind a call that hangs: tens of megabytes
     for each long prompt."""
-    described, describe = list[int](), rank.manager.send_kvcache
+    described, describe = list[int](), descriptors.runs_of
 
     def counted(*arguments: Any) -> Any:
         described.append(len(rank.writes))
         return describe(*arguments)
 
-    monkeypatch.setattr(rank.manager, "send_kvcache", counted)
+    monkeypatch.setattr(descriptors, "runs_of", counted)
     for number in (8, 9, 10):
         started(rank, number).send(pages(5, 6))
     rank.tick(0.01)

@@ -27,7 +27,7 @@ from sglang.srt.disaggregation.delta.mooncake.backend import Batch, Callers, Moo
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.nixl.layout import Layout
 from sglang.srt.disaggregation.delta.observability import count_sent
-from sglang.srt.disaggregation.delta.pages import DeltaMismatch, Pages, page_ceil
+from sglang.srt.disaggregation.delta.pages import DeltaMismatch, page_ceil
 from sglang.srt.disaggregation.delta.peer_messages import (
     Announcements,
     BadMessage,
@@ -52,6 +52,8 @@ else:
 logger = logging.getLogger(__name__)
 
 _REGISTRATION_FRAMES = 10
+#: Of one call of the engine: their numbers become Python's, about 100 bytes a row.
+_MOST_ROWS = 2**16
 
 
 @dataclasses.dataclass
@@ -129,8 +131,7 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
 
     @override
     def start_prefill_thread(self) -> None:
-        self.start_transfers()
-        self.start_reader(self.announcements().take, self.tick_transfers)
+        self.start_prefill()
 
     def announcements(self) -> MooncakeAnnouncements:
         """Takes what decode ranks register and announce."""
@@ -223,28 +224,19 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
     def _kv(
         self, part: Part, info: MooncakeTransferInfo, target: KVArgsRegisterInfo
     ) -> Iterator[Batch]:
-        session, source, pointers = info.mooncake_session_id, part.pages, target.dst_kv_ptrs
+        """Stock sends replicas of fewer heads than ranks the head of a neighbour, where the tensor
+        parallel sizes differ; and makes a tuple of numbers of each row."""
         listed = info.dst_kv_indices
         if target.enable_hisparse:
-            yield from self._described_by(
-                self.send_kvcache_hisparse, session, source, pointers, listed, part.place, _INLINE
-            )
-        elif self.is_mla_backend or self.attn_tp_size == target.dst_attn_tp_size:
-            yield from self._described_by(
-                self.send_kvcache, session, source, pointers, listed[part.place], _INLINE
-            )
-        else:
-            yield from self._slices(source, listed[part.place], target)
-
-    def _slices(self, source: Pages, listed: Pages, target: KVArgsRegisterInfo) -> Iterator[Batch]:
-        """The heads that a decode rank of another tensor parallel size takes from this rank, a
-        batch a buffer. Stock sends replicas of fewer heads than ranks the head of a neighbour."""
+            to = info.mooncake_session_id, part.pages, target.dst_kv_ptrs, listed, part.place
+            yield from self._described_by(self.send_kvcache_hisparse, *to, _INLINE)
+            return
         pair = self._layout.kv(target, None)
-        runs = descriptors.runs_of(source, listed, pair.source.heads)
-        rows = descriptors.ranges(pair.source, pair.destination, runs)
-        for first in range(0, len(rows[0]), len(runs)):
-            ours, theirs = (side[first : first + len(runs)] for side in rows)
-            yield np.stack([ours[:, 0], theirs[:, 0], ours[:, 1]], axis=1)
+        runs = descriptors.runs_of(part.pages, listed[part.place], pair.source.heads)
+        ours, theirs = descriptors.ranges(pair.source, pair.destination, runs)
+        for first in range(0, len(ours), _MOST_ROWS):
+            rows = slice(first, first + _MOST_ROWS)
+            yield np.stack([ours[rows, 0], theirs[rows, 0], ours[rows, 1]], axis=1)
 
     def _described_by(self, send: Callable[..., int], *arguments: Any) -> list[Batch]:
         """The batches that a method of SGLang's would send."""
@@ -392,12 +384,6 @@ class DeltaMooncakeSender(PooledSender, MooncakeKVSender):
             return listed
         page: int = self.kv_mgr.kv_args.page_size
         return page_ceil(listed, page) // page  # it lists tokens
-
-    def error_of(self, text: str) -> Exception:
-        from sglang.srt.disaggregation.mooncake.conn import KVTransferError
-
-        error: Exception = KVTransferError(self.bootstrap_room, text)
-        return error
 
     @override
     def clear(self) -> None:

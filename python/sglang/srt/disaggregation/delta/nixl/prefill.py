@@ -176,8 +176,7 @@ class NixlPrefill(PooledManager, NixlKVManager):
 
     @override
     def _start_bootstrap_thread(self) -> None:
-        self.start_transfers()
-        self.start_reader(self.announcements().take, self.tick_transfers)
+        self.start_prefill()
 
     def announcements(self) -> NixlAnnouncements:
         """Takes what decode ranks register and announce."""

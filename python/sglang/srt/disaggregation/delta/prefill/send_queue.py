@@ -77,16 +77,6 @@ class Transfer:
     #: It missed its deadline or was broken off: its room does not wait for it.
     is_overdue: bool = False
 
-    @property
-    def room(self) -> RoomQueue:
-        """The room that it belongs to."""
-        return self.send.room
-
-    @property
-    def chunk(self) -> Chunk:
-        """The chunk that it belongs to."""
-        return self.send.chunk
-
 
 @dataclass
 class _PeerQueue:

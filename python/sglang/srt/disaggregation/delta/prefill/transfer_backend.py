@@ -40,9 +40,6 @@ class Settings:
     stuck_s: float = 30.0
 
     def __post_init__(self) -> None:
-        for name in ("queues", "threads", "window", "quota"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.threads < self.queues:
             raise ValueError(
                 f"{environment.THREADS.name} ({self.threads}) must be at least "
@@ -140,14 +137,15 @@ class Backend(Protocol):
 # ---- threads that take no core from a running one when they wake up: Linux' SCHED_BATCH ----
 
 
-def use_batch_scheduling() -> None:
-    """From now on this thread, and those that it starts, take no core from a running thread when
-    they wake up; they wait for a free one, or for their turn.
+def use_batch_scheduling(thread: int = 0) -> None:
+    """From now on this thread (or ``thread``, by Linux' number), and those that it starts, take no
+    core from a running thread when they wake up; they wait for a free one, or for their turn.
 
     Without that, waking a worker may cost the scheduler its core for milliseconds, in the middle of
     ``send``. (Linux' SCHED_BATCH; elsewhere, or where it is forbidden, nothing happens.)
     """
-    _set_batch(0)
+    with contextlib.suppress(AttributeError, OSError):
+        os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
 @contextlib.contextmanager
@@ -159,14 +157,9 @@ def batch_scheduling(nice: int = 0) -> Iterator[None]:
     before = _threads()
     yield
     for thread in _threads() - before - {each.native_id for each in threading.enumerate()}:
-        _set_batch(thread)
+        use_batch_scheduling(thread)
         with contextlib.suppress(AttributeError, OSError):  # it may have ended
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)
-
-
-def _set_batch(thread: int) -> None:
-    with contextlib.suppress(AttributeError, OSError):
-        os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _threads() -> set[int]:

@@ -1,8 +1,8 @@
 """The threads of the transfer workers, and what both backends' managers and senders do with them.
 
 The rest of the process calls ``TransferPool``, which only appends to a queue. The threads run under
-SCHED_BATCH: waking one never takes the scheduler's core. ``Watchdog`` notices workers that do not
-go on, and fails their rooms instead of letting them wait.
+SCHED_BATCH: waking one never takes the scheduler's core. ``TransferPool.tick`` notices workers that
+do not go on, and fails their rooms instead of letting them wait.
 """
 
 from __future__ import annotations
@@ -148,6 +148,7 @@ class TransferPool:
     ) -> None:
         """``prepare_thread`` is called first on every thread: it sets the CUDA device."""
         self.backend = backend
+        self._rooms = rooms
         self._settings = settings
         self._clock = clock
         self._stop_lock = threading.Lock()
@@ -161,6 +162,9 @@ class TransferPool:
             )
             for index in range(settings.workers)
         ]
+        #: Workers in trouble at the last tick, by index; in ``_suspected`` for the first time, too.
+        self._in_trouble: dict[int, str] = {}
+        self._suspected: set[int] = set()
 
     def start(self) -> None:
         """Start the threads; once."""
@@ -220,31 +224,9 @@ class TransferPool:
                 found[index] = f"{name} has not finished a step for {now - since:.0f} s"
         return found
 
-    def worker_of(self, room: int) -> int:
-        """The index of the worker that a room belongs to."""
-        return worker_of(room, len(self._threads))
-
-    def alive(self) -> int:
-        """How many of the threads run. Fewer than ``Settings.workers`` before ``stop``: a bug."""
-        return sum(each.thread.is_alive() for each in self._threads)
-
-    def _put(self, room: int, command: Callable[[Worker], None]) -> None:
-        self._threads[self.worker_of(room)].commands.put(command)
-
-
-class Watchdog:
-    """Of one transfer pool, asked every second or so by a thread that is none of its workers."""
-
-    def __init__(self, pool: TransferPool, rooms: RoomTable) -> None:
-        self._pool = pool
-        self._rooms = rooms
-        #: Workers in trouble, by index.
-        self._known: dict[int, str] = {}
-        #: Those that seemed to be at the last tick.
-        self._suspected: set[int] = set()
-
     def tick(self) -> None:
-        """Fail the rooms of workers in trouble, those that came since the last time included.
+        """Every second or so, on another thread: fail the rooms of workers in trouble, those that
+        came since the last time included.
 
         A worker that wakes up finds its rooms stopped: it posts nothing more for them,
         and their peers are never told that they are complete. So the scheduler need not wait for
@@ -253,27 +235,32 @@ class Watchdog:
         Once is no proof: where the process did not run, or this thread was kept waiting together
         with the workers, they are late by the clock and go on at once.
         """
-        found = self._pool.troubles()
+        found = self.troubles()
         troubles = {index: text for index, text in found.items() if index in self._suspected}
         self._suspected = set(found)
         for index, text in troubles.items():
-            if index not in self._known:
+            if index not in self._in_trouble:
                 STATS.count("kv_transfer_stuck_workers", 1)
                 logger.critical(
                     "KV transfer worker %s; its rooms fail until it makes progress. If it does "
                     "not, restart this prefill server (py-spy dump shows where it hangs)",
                     text,
                 )
-        for index in self._known.keys() - troubles.keys():
+        for index in self._in_trouble.keys() - troubles.keys():
             logger.error("KV transfer worker %d makes progress again", index)
-        self._known = troubles
-        if not troubles:
-            return
-        for room in self._rooms.all():
-            why = troubles.get(self._pool.worker_of(room.number))
+        self._in_trouble = troubles
+        for room in self._rooms.all() if troubles else ():
+            why = troubles.get(worker_of(room.number, len(self._threads)))
             if why is not None and room.state not in UNCLAIMED:
                 text = f"room {room.number}: transfer worker {why}"
                 self._rooms.abandon(room, Reason.INTERNAL, text)
+
+    def alive(self) -> int:
+        """How many of the threads run. Fewer than ``Settings.workers`` before ``stop``: a bug."""
+        return sum(each.thread.is_alive() for each in self._threads)
+
+    def _put(self, room: int, command: Callable[[Worker], None]) -> None:
+        self._threads[worker_of(room, len(self._threads))].commands.put(command)
 
 
 class PooledManager(CommonKVManager):
@@ -294,6 +281,11 @@ class PooledManager(CommonKVManager):
         """
         raise NotImplementedError
 
+    def start_prefill(self) -> None:
+        """The threads of a prefill rank."""
+        self.start_transfers()
+        self.start_reader(self.announcements().take, self.tick_transfers)
+
     def start_transfers(self) -> None:
         """Start the transfer workers of this prefill rank.
 
@@ -312,7 +304,6 @@ class PooledManager(CommonKVManager):
             prepare_thread=self._prepare_thread,
         )
         self.rooms.on_stopped = self.room_stopped
-        self.watchdog = Watchdog(self.transfers, self.rooms)
         self.transfers.start()
         atexit.register(self.transfers.stop, _DRAIN_S)
 
@@ -347,7 +338,7 @@ class PooledManager(CommonKVManager):
     def tick_transfers(self) -> None:
         """Every second or so, by the reader thread."""
         self.transfer_report.tick()
-        self.watchdog.tick()
+        self.transfers.tick()
         self.forget_silent_peers()
 
 
@@ -414,17 +405,12 @@ class PooledSender(DeltaSender):
             return KVPoll.WaitingForInput
         return status
 
-    def error_of(self, text: str) -> Exception:
-        """What the scheduler is given where the room failed."""
-        return RuntimeError(text)
-
     @override
     def failure_exception(self) -> None:
         self.fail_with_others()  # unless it failed here
         known = self.kv_mgr.statuses.failure_of(self.bootstrap_room)
-        error, cause = self.error_of(self._room.reason or known), self._room.error
         self.end()
-        raise error from cause
+        raise RuntimeError(self._room.reason or known) from self._room.error
 
     def end(self) -> None:
         """Forget the room: the request has left the in-flight queue."""

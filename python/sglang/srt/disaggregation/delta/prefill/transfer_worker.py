@@ -170,7 +170,8 @@ class Worker:
     # ---- a transfer's way ----
 
     def _post(self, transfer: Transfer, now: float) -> None:
-        room, send = transfer.room, transfer.send
+        send = transfer.send
+        room = send.room
         transfer.is_posted = True  # the end of the room must not drop it
         if not self._may(self._table.enter, room):
             self._queue.finish(transfer)
@@ -178,11 +179,11 @@ class Worker:
             self._end(room)
             return
         room.posted += 1
-        STATS.observe("kv_transfer_queue_seconds", now - transfer.chunk.enqueued_at)
+        STATS.observe("kv_transfer_queue_seconds", now - send.chunk.enqueued_at)
         self._posted[transfer] = None
         failure: Exception | None = None
         try:
-            for handle in self._backend.post(transfer.chunk, transfer.peer):
+            for handle in self._backend.post(send.chunk, transfer.peer):
                 transfer.handles.append(handle)
         except Exception as error:  # bindings raise what they like
             failure = error
@@ -219,20 +220,21 @@ class Worker:
             transfer.settles_at = now + self._doubt_s
         if was_broken or failure is not None:
             text = f"a transfer to {transfer.peer} failed in the transport"
-            self._fail_because(transfer.room, text, failure)
+            self._fail_because(transfer.send.room, text, failure)
         if still:
             age = now - transfer.posted_at
             transfer.poll_at = send_queue.next_poll(now, age, transfer.is_overdue)
         elif now < transfer.settles_at:
             transfer.poll_at = transfer.settles_at
             self._mark_overdue(transfer)
-            self._say_if_overdue(transfer.room)
+            self._say_if_overdue(transfer.send.room)
         else:
             self._settled(transfer, now)
 
     def _settled(self, transfer: Transfer, now: float) -> None:
         """All its handles are over."""
-        room, send = transfer.room, transfer.send
+        send = transfer.send
+        room = send.room
         del self._posted[transfer]
         moved = bool(transfer.handles) and not transfer.settles_at and not transfer.is_dropped
         if moved and not room.ended:
@@ -286,7 +288,7 @@ class Worker:
         if not transfer.is_overdue:
             self._queue.mark_overdue(transfer)
             transfer.is_overdue = True
-            transfer.room.overdue += 1
+            transfer.send.room.overdue += 1
 
     def _contain(self, send: ChunkSend, do: Callable[..., None], *arguments: object) -> None:
         """Whatever a bug raises here costs the send's room, which is never left, and no other."""
