@@ -153,16 +153,6 @@ def test_only_the_pause_for_a_later_release(
 
 
 @pytest.mark.hazard("wrong-counts")
-def test_an_older_nixl(api: Any) -> None:
-    """Guards against workers on an agent that is not safe for them; the text says what to do."""
-    del api.nixl_thread_sync_t
-    text = r"thread synchronisation modes .*constraints\.txt"
-    with pytest.raises(RuntimeError, match=text), configured_agents():
-        pass
-    assert_restored(api)
-
-
-@pytest.mark.hazard("wrong-counts")
 @pytest.mark.parametrize("value", ["", "soon", "-1", "1.5"])
 def test_a_wrong_pause(api: Any, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     """Guards against a typing error that is taken for the default."""

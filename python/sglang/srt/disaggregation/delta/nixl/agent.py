@@ -63,20 +63,14 @@ def configured_agents(workers: int = 0) -> Iterator[None]:
     wait for one, and the scheduler for both. Not for use while other threads make agents.
 
     Raises:
-        RuntimeError: this NIXL has no synchronisation modes.
         ValueError: ``SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY`` is no number.
     """
     from nixl import _api
 
-    modes = getattr(_api, "nixl_thread_sync_t", None)
-    if modes is None:
-        raise RuntimeError(
-            "asynchronous NIXL transfer needs a NIXL with thread synchronisation modes "
-            "(nixl_thread_sync_t, in 1.5); install the version in constraints.txt"
-        )
+    mode = _api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
     names = {
         "nixl_agent_config": functools.partial(
-            _api.nixl_agent_config, sync_mode=modes.NIXL_THREAD_SYNC_RW, capture_telemetry=True
+            _api.nixl_agent_config, sync_mode=mode, capture_telemetry=True
         ),
         **_with_delay(_api, environment.NIXL_PROGRESS_DELAY),
     }

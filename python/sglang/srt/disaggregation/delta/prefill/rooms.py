@@ -13,9 +13,8 @@ pages again while a write reads them. Both are decided here, and nowhere else:
   ranks told, and only then (or when its writes are overdue, so that waiting for them has no end:
   decode is never told that such a room is complete) may its request and its pages go.
 
-``TRANSITIONS`` has every step that there is; docs/design.md draws it. Whoever has a ``Room`` names
-it by the object: a later room of its number is another one. The scheduler reads it without the
-lock. Nobody is called with the lock held but ``Statuses``.
+Whoever has a ``Room`` names it by the object: a later room of its number is another one. The
+scheduler reads it without the lock. Nobody is called with the lock held but ``Statuses``.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class Event(enum.Enum):
     __hash__ = object.__hash__
 
 
-#: Every step that there is. An event that is not listed for a state changes nothing.
+#: Every step that there is (docs/design.md draws it). An event that is not listed changes nothing.
 TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.ENDED, Event.ANNOUNCE): State.ANNOUNCED,
     (State.ENDED, Event.CLAIM): State.CLAIMED,
@@ -140,10 +139,7 @@ STOPPED = {State.STOPPED} | OVER
 
 @dataclass(eq=False)
 class Room:
-    """One request's transfer. Written by the table, read by anybody without its lock.
-
-    The scheduler asks each request in each step: what it reads are plain attributes.
-    """
+    """One request's transfer. Written by the table, read by anybody without its lock."""
 
     number: int
     state: State = State.ENDED
