@@ -46,12 +46,12 @@ def main(argv: list[str] | None = None) -> int:
         text, status = report_current(check=options.check)
         sys.stdout.write(text)
         return status
-    now = load_all() if options.check and state().active else examine()
+    now = examine() if state().inert or not options.check else load_all()
     sys.stdout.write(render(now))
     if now.inert:
         return 1
-    pending = options.check and any(each.status is GroupStatus.PENDING for each in now.groups)
-    return 2 if now.problem or now.stock or pending else 0
+    wrong = {GroupStatus.STOCK, GroupStatus.PENDING} if options.check else {GroupStatus.STOCK}
+    return 2 if now.problem or any(each.status in wrong for each in now.groups) else 0
 
 
 def render(now: State) -> str:

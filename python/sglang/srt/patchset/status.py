@@ -75,21 +75,6 @@ class State:
     groups: tuple[GroupState, ...]
     problem: str = ""
 
-    @property
-    def active(self) -> bool:
-        """Whether the hook replaces classes; single groups may still be stock."""
-        return not self.inert
-
-    @property
-    def rows(self) -> tuple[RowState, ...]:
-        """The rows of all groups."""
-        return tuple(row for group in self.groups for row in group.rows)
-
-    @property
-    def stock(self) -> tuple[GroupState, ...]:
-        """The groups that could not be attached, although they are not switched off."""
-        return tuple(group for group in self.groups if group.status is GroupStatus.STOCK)
-
 
 def installed_version() -> str:
     """Version of the installed SGLang, from its metadata; "none" where there is no metadata."""

@@ -66,8 +66,8 @@ def main() -> None:
         importlib.import_module(name)
     report = status.load_all()
     attachment = status.attachment
-    assert attachment is not None and report.active, report.inert
-    for item in report.rows:
+    assert attachment is not None and not report.inert, report.inert
+    for item in (item for group in report.groups for item in group.rows):
         if item.status is not status.RowStatus.BOUND:
             print(f"{item.row.target}: {item.status.value} {item.reason}")
     for row, (base, bound) in attachment.bound.items():

@@ -16,9 +16,10 @@ class Observer:
         if name == "sglang.srt.managers.scheduler_output_processor_mixin":
             from sglang.srt.patchset import state
             now = state()
-            bound = sum(item.status.value == "bound" for item in now.rows)
+            bound = sum(item.status.value == "bound" for g in now.groups for item in g.rows)
+            stock = sum(each.status.value == "stock" for each in now.groups)
             with open(os.environ["OBSERVED"], "a") as out:
-                out.write(f"{os.getpid()} {os.getppid()} {now.active} {bound} {len(now.stock)}\\n")
+                out.write(f"{os.getpid()} {os.getppid()} {not now.inert} {bound} {stock}\\n")
         return None
 sys.meta_path.insert(0, Observer())
 """

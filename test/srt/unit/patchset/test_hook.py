@@ -219,7 +219,7 @@ def test_targets_imported_before_the_hook(fake_sglang, first, rows, held):
         sys.meta_path.insert(0, hook)
         import sglang.srt.mixins
         from sglang.srt.patchset import state
-        print(*[item.status.value for item in state().rows])
+        print(*[item.status.value for group in state().groups for item in group.rows])
         """
     )
     assert result.stdout == f"{rows}\n"

@@ -70,7 +70,7 @@ def test_require_active_on_a_healthy_process(fake_sglang, before, after):
         import sglang.srt.settings
         from sglang.srt.patchset import require_active, state
         {before}
-        print(*{{item.status.value for item in state().rows}})
+        print(*{{item.status.value for group in state().groups for item in group.rows}})
         """
     )
     assert result.stdout.strip() == (after or "pending")

@@ -242,7 +242,7 @@ _DECLARED = (
             "kv_transfer_waiting": "Transfers that wait in the queues, the most since the last "
             "export",
             "kv_transfer_in_flight": "Transfers under way, the most since the last export",
-            "kv_transfer_overdue": "Transfers under way that missed their deadline",
+            "kv_transfer_overdue": "Transfers under way that missed their deadline or broke",
         },
     ),
     *declare(

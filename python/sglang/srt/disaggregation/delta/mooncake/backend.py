@@ -169,7 +169,7 @@ class MooncakeBackend:
                 logger.error("transfers to decode rank %s fail until it registers again", peer)
                 line.has_failed = True
                 if to.is_ours:  # it registers again when it learns that it is unknown
-                    self._forget(peer, line)
+                    self.forget(peer, line)
                 raise TransferError(
                     Reason.TRANSPORT,
                     f"Mooncake could not write {what} to decode rank {peer} (status {status})",
@@ -203,12 +203,9 @@ class MooncakeBackend:
         with self._lock:
             self._lines[peer], self._registered[peer] = Line(registration), registration
 
-    def forget(self, peer: str) -> None:
-        """It is gone."""
-        self._forget(peer, self._lines.get(peer))
-
-    def _forget(self, peer: str, line: Line | None) -> None:
+    def forget(self, peer: str, line: Line | None = None) -> None:
+        """It is gone, or its registration that has this line does not serve any more."""
         with self._lock:
-            if self._lines.get(peer) is line:
+            if line in (None, self._lines.get(peer)):
                 self._lines.pop(peer, None)
                 self._registered.pop(peer, None)

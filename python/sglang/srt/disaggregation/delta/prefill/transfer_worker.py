@@ -69,7 +69,6 @@ class Worker:
         self._count = itertools.count()
         #: Transfers with handles under way, in the order of posting; polled when they are due.
         self._posted: dict[Transfer, None] = {}
-        self._overdue: set[Transfer] = set()
         #: Handles of transfers at which a bug raised: some bindings release in the destructor.
         self._never_released: list[Any] = []
         self._stopped = False
@@ -139,7 +138,7 @@ class Worker:
             "peers": len(self._queue),
             "deadlines": sum(bool(send.transfers) for _, _, send in self._deadlines),
             "posted": len(self._posted),
-            "overdue": len(self._overdue),
+            "overdue": len(self._posted) - self._queue.in_window,
         }
 
     # ---- time ----
@@ -157,9 +156,8 @@ class Worker:
         chosen = self._queue.take()
         if chosen is not None:
             self._contain(chosen.send, self._post, chosen, now)
-        self._report.level(
-            self._index, self._queue.waiting, self._queue.in_window, len(self._overdue)
-        )
+        waiting, in_flight = self._queue.waiting, self._queue.in_window
+        self._report.level(self._index, waiting, in_flight, len(self._posted) - in_flight)
         if chosen is not None:
             return 0.0  # commands first: the next post may be one that was just cancelled
         times = [transfer.poll_at for transfer in self._posted]
@@ -246,7 +244,6 @@ class Worker:
                 logger.exception("room %d: could not release a transfer", room.number)
         room.posted -= 1
         room.overdue -= transfer.is_overdue
-        self._overdue.discard(transfer)
         self._queue.finish(transfer, delivered=moved)
         send.transfers.remove(transfer)
         self._complete(room)
@@ -272,14 +269,13 @@ class Worker:
                 continue  # broken off: it has a time of its own
             transfer.poll_at = send_queue.next_poll(now, now - transfer.posted_at, is_overdue=True)
             self._mark_overdue(transfer)
-            self._overdue.add(transfer)
             logger.error(
                 "room %d: a transfer to decode rank %s did not settle by its deadline. This server "
                 "still waits for it (%d such transfers); decode's pages stay in deferred release "
                 "until then, or for its SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT",
                 room.number,
                 transfer.peer,
-                len(self._overdue),
+                len(self._posted) - self._queue.in_window,
             )
         self._say_if_overdue(room)
 
@@ -303,7 +299,6 @@ class Worker:
             self._fail(room, Reason.INTERNAL, text, error)
             for transfer in send.transfers:  # only those under way are left
                 self._mark_overdue(transfer)
-                self._overdue.discard(transfer)
                 self._never_released += transfer.handles
                 self._posted.pop(transfer, None)
                 self._queue.finish(transfer)
