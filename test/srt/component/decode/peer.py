@@ -66,12 +66,13 @@ class Room:
     # ---- what a deferred free asks of a backend and of the prefill servers ----
 
     def defer_free(self) -> DeferredFree | None:
-        return DeferredFree(0, "", self, 1, forget=self.forget_deferred) if self.writing else None
+        followed: Any = self
+        return DeferredFree(followed, 1, forget=self.forget_deferred) if self.writing else None
 
     def is_drained(self, writers: int) -> bool:
         return not self.writing
 
-    def forget_deferred(self, deferred: DeferredFree) -> None:
+    def forget_deferred(self) -> None:
         assert self.cleared
 
     def failure_exception(self) -> None:

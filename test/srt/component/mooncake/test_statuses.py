@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from component.transfer.bare import ADDRESS, ITEM, SLOTS, decode
+from component.transfer.bare import ITEM, SLOTS, announced, decode
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
@@ -77,9 +77,9 @@ def test_words_of_a_room_that_is_followed() -> None:
     delivered or stopped, and are released when only one of them has."""
     manager = decode("mooncake", 7, writers=2)
     reader = reader_of(manager)
-    deferred = manager.servers.defer_free(7, ADDRESS, 1, 2)
-    manager.statuses.forget(7)
-    manager.required_prefill_response_num_table.clear()
+    receiver = announced(manager, 7, writers=2)
+    deferred = receiver.defer_free()
+    receiver.forget()
     reader.handle(status(7, writer=0))
     assert not deferred.is_drained()
     reader.handle(wire.encode_control(wire.Stopped(7, 1, "aborted")))

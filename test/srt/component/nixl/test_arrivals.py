@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from component.broken import broken
-from component.transfer.bare import ADDRESS, decode
+from component.transfer.bare import ADDRESS, announced, decode
 from effort import tries
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
@@ -154,7 +154,7 @@ def test_metadata_that_do_not_fit(lengths: tuple[int, ...]) -> None:
     assert not rank.take(note(lengths=lengths)) and rank.slots() == EMPTY
     text = rank.manager.failure_records[ROOM]
     assert f"metadata of {list(lengths)} bytes" in text and "expects [64, 8]" in text
-    assert rank.manager.take_progress(ROOM).is_drained(1), "it writes no more"
+    assert rank.manager.transfer_statuses[ROOM].is_drained(1), "it writes no more"
 
 
 # ---- drained ----
@@ -168,7 +168,7 @@ def test_a_room_that_was_given_up(last: Any) -> None:
     answered."""
     rank = Rank(writers=2)
     servers = rank.manager.servers
-    deferred = servers.defer_free(ROOM, ADDRESS, 1, 2)
+    deferred = announced(rank.manager, ROOM, writers=2).defer_free()
     for _ in range(2):
         rank.take(note(), b"5_kv_0_0_1")
         servers.take(wire.Stopped(ROOM, 0, "aborted"))
@@ -231,7 +231,7 @@ def test_notifications_that_cannot_be_read(
     receiver.init_time -= 31
     assert receiver.poll() == KVPoll.Failed
     assert "WAITING_TIMEOUT" in rank.manager.failure_records[ROOM]
-    assert not rank.manager.servers.defer_free(ROOM, ADDRESS, 1, 1).is_drained()
+    assert not announced(rank.manager, ROOM).defer_free().is_drained()
 
 
 @pytest.mark.hazard("drained-per-request")
@@ -239,10 +239,10 @@ def test_many_rooms_are_read_once_a_step() -> None:
     """Guards against one call of the agent for each of a decode server's rooms in every step, also
     of those that were given up and may still be written to."""
     rank, drains = Rank(), []
-    servers, agent = rank.manager.servers, rank.manager.agent
+    agent = rank.manager.agent
     read = agent.get_new_notifs
     agent.get_new_notifs = lambda: drains.append(1) or read()
-    deferred = [servers.defer_free(room, ADDRESS, 1, 1) for room in range(10, 15)]
+    deferred = [announced(rank.manager, room).defer_free() for room in range(10, 15)]
     receivers = [rank.receiver(room) for room in (ROOM, 6, 7)]
     for _ in range(5):
         for receiver in receivers:

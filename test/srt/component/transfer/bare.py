@@ -14,6 +14,8 @@ import torch
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta.decode.receiver import DeltaReceiver
+from sglang.srt.disaggregation.delta.decode.transfer_queue import Progress
 from sglang.srt.disaggregation.mooncake import conn as mooncake
 from sglang.srt.disaggregation.nixl import conn as nixl
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -40,7 +42,10 @@ def without_engine(kind: Any, **own: Any) -> Any:
     manager.__dict__.update({table: {} for table in TABLES})
     manager.__dict__.update(
         server_args=SimpleNamespace(
-            dp_size=1, disaggregation_decode_enable_radix_cache=True, enable_hisparse=False
+            dp_size=1,
+            disaggregation_decode_enable_radix_cache=True,
+            enable_hisparse=False,
+            speculative_algorithm=None,
         ),
         kv_args=None,
         is_mla_backend=False,
@@ -131,7 +136,7 @@ def _nixl() -> Any:
 def _mooncake() -> Any:
     return without_engine(
         mooncake.MooncakeKVManager,
-        transfer_statuses={},
+        transfer_statuses=defaultdict(Progress),
     )
 
 
@@ -183,9 +188,20 @@ def decode(backend: str, *rooms: int, writers: int = 1, **own: Any) -> Any:
     (over NIXL a test announces it)."""
     manager = bare(backend, DisaggregationMode.DECODE, **own)
     for room in rooms:
+        manager.transfer_statuses[room].address = ADDRESS
         if backend == "mooncake":
             manager.expect_metadata(room, room % SLOTS)
         manager.update_status(room, KVPoll.WaitingForInput)
         manager.required_prefill_response_num_table[room] = writers
         manager.addr_to_rooms_tracker[ADDRESS].add(room)
     return manager
+
+
+def announced(manager: Any, room: int, address: str = ADDRESS, writers: int = 1) -> Any:
+    """Decode's end of a room that ``writers`` ranks of the server at ``address`` may write to."""
+    made: Any = DeltaReceiver.__new__(DeltaReceiver)
+    made.__dict__.update(
+        kv_mgr=manager, bootstrap_addr=address, bootstrap_room=room, announced=True,
+        required_prefill_response_num=writers,
+    )  # fmt: skip
+    return made

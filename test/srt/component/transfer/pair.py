@@ -123,8 +123,7 @@ class Pair:
         for layer, tensor in enumerate([*self.prefill.kv, *self.prefill.index]):
             tensor += torch.arange(1, PAGES + 1)[:, None] + 1000 * layer
         self.start()
-        server = self.decode.manager.servers._servers[ADDRESS]
-        server.capabilities, server.epoch = wire.OURS, 1
+        self.decode.manager.servers._servers[ADDRESS].capabilities = wire.OURS
         self.connect()
         self.register()
 
@@ -175,6 +174,7 @@ class Pair:
         port = self.prefill.manager.rank_port
         info = {"rank_ip": "127.0.0.1", "rank_port": port, "is_dummy": False}
         manager.connection_pool[f"{ADDRESS}_0_0_0"] = [info]
+        manager.servers.connected(ADDRESS, [info])
 
     def register(self) -> None:
         """Decode lists its buffers; a room is needed for it, which is never announced."""

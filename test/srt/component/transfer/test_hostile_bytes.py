@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from component.broken import broken
-from component.transfer.bare import ADDRESS, decode
+from component.transfer.bare import ADDRESS, announced, decode
 from component.transfer.messages import DIALECTS, MOONCAKE, NIXL, Dialect
 from effort import tries
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -200,7 +200,7 @@ def test_to_decode(backend: str, spoil: Any, complaints: Any) -> None:
     manager = decode(backend, ROOM, WATCHED, OTHER, writers=2)
     servers = manager.servers
     servers.connected(ADDRESS, [{"rank_ip": "10.0.0.1", "rank_port": 5}])
-    deferred = servers.defer_free(WATCHED, ADDRESS, 1, 1)
+    deferred = announced(manager, WATCHED).defer_free()
     port = Port(manager, refuse if backend == "nixl" else manager.take_status)
     kinds = SAID[backend] + [
         wire.encode_control(message)
@@ -218,7 +218,9 @@ def test_to_decode(backend: str, spoil: Any, complaints: Any) -> None:
     assert len(complaints()) < 0.5 * port.refused
     assert set(manager.request_status) == {ROOM, WATCHED, OTHER}
     assert manager.request_status[OTHER] == KVPoll.WaitingForInput
-    assert set(manager.failure_records) <= {ROOM} and servers.deferred_rooms() == [WATCHED]
+    assert set(manager.failure_records) <= {ROOM}
+    followed = [room for room, each in manager.transfer_statuses.items() if each.is_deferred]
+    assert followed == [WATCHED]
     assert not deferred.is_drained(), "nobody spoke of it"
     assert not np.delete(manager.aux, ROOM, 0).any()
     for room in (WATCHED, OTHER):

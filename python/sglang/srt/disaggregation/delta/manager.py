@@ -19,7 +19,6 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.decode.heartbeat import WatchedServers
 from sglang.srt.disaggregation.delta.decode.prefill_servers import Tables
-from sglang.srt.disaggregation.delta.decode.transfer_queue import Progress
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks, ServedRooms
 from sglang.srt.disaggregation.delta.prefill.rooms import GONE, RoomTable, State
@@ -95,7 +94,7 @@ class DeltaManager(CommonKVManager):
     decode_ranks: Any = None
     #: Of a decode rank with the radix cache that does: ``PrefillServers``.
     servers: Any = None
-    #: Of a decode rank: ``Progress`` by room.
+    #: Of a decode rank: ``Progress`` by room, made when it is first asked for.
     transfer_statuses: dict[int, Any]
 
     def __init__(
@@ -109,6 +108,7 @@ class DeltaManager(CommonKVManager):
 
     def start_delta(self, mode: DisaggregationMode, server_args: ServerArgs) -> None:
         """Set up the side that this rank is on."""
+        from sglang.srt.disaggregation.common.conn import CommonKVReceiver
         from sglang.srt.disaggregation.utils import DisaggregationMode
 
         has_flag = getattr(server_args, "disaggregation_decode_enable_radix_cache", False)
@@ -128,9 +128,17 @@ class DeltaManager(CommonKVManager):
             self.rooms.on_drained = self.decode_ranks.tell
             self.served_rooms = ServedRooms(self.rank, server_args)
         elif has_flag:
-            self._receivers().drops_dead_sockets = True
-            tables, ask = Tables.of(self), super().try_ensure_parallel_info
-            self.servers = WatchedServers(self.rank, self.statuses, tables, self, ask, server_args)
+            receivers: Any = CommonKVReceiver  # with ours, ``DeltaReceiver``
+            receivers.drops_dead_sockets = True
+            self.servers = WatchedServers(
+                self.rank,
+                self.statuses,
+                Tables.of(self),
+                server_args,
+                ask=super().try_ensure_parallel_info,
+                peer_name=lambda: self.peer_name,
+                drop_socket=receivers.drop_socket,
+            )
 
     # ---- the thread that reads what peers send ----
 
@@ -173,31 +181,10 @@ class DeltaManager(CommonKVManager):
         """Read what the transport says has arrived, for room ``asker``; nothing where it says so by
         itself."""
 
-    def progress(self, room: int) -> Progress:
-        """What the writers of ``room`` have said, whose request is here."""
-        return self.transfer_statuses[room]
-
-    def take_progress(self, room: int) -> Progress:
-        """The same; it is not kept any longer."""
-        progress = self.progress(room)
-        self.transfer_statuses.pop(room, None)
-        return progress
-
     def expect_metadata(self, room: int, slot: int) -> bool:
         """``room`` is being announced with this metadata slot: whether its metadata may come in the
         note that completes it, instead of a write into the slot."""
         return False
-
-    def drop_socket(self, host: str, port: int) -> None:
-        """Throw away what is queued for a prefill rank that is gone."""
-        self._receivers().drop_socket(host, port)
-
-    @staticmethod
-    def _receivers() -> Any:
-        """The class whose sockets all receivers of this process share."""
-        from sglang.srt.disaggregation.common.conn import CommonKVReceiver
-
-        return CommonKVReceiver
 
     @override
     def get_mha_kv_ptrs_with_pp(self, src_kv_ptrs: list[int], dst_kv_ptrs: list[int]) -> Any:
@@ -249,8 +236,6 @@ class DeltaManager(CommonKVManager):
                 if room.state is not State.ANNOUNCED
                 and (room.state not in GONE or room.reason is None)
             ]
-        if self.servers is not None:
-            tables["deferred"] = self.servers.deferred_rooms()
         tracked = list(getattr(self, "addr_to_rooms_tracker", {}).values())
         tables["addr_to_rooms_tracker"] = [room for rooms in tracked for room in rooms]
         return tables

@@ -71,15 +71,14 @@ class Prefills:
         self.manager = bare.decode("nixl", local_ip="10.9.9.9")
         #: Sockets of SGLang's receivers that were closed.
         self.dropped: list[tuple[str, int]] = []
-        self.manager.drop_socket = lambda *address: self.dropped.append(address)
-        self.manager.server_args.speculative_algorithm = None
         self.servers = self.manager.servers = WatchedServers(
             self.manager.rank,
             self.manager.statuses,
             Tables.of(self.manager),
-            self.manager,
-            self.topology,
             self.manager.server_args,
+            ask=self.topology,
+            peer_name=lambda: "decode",
+            drop_socket=lambda *address: self.dropped.append(address),
         )
         self.beat = Beats(self.servers)
         patch.setattr(heartbeat, "time", self.beat)
@@ -153,13 +152,12 @@ class Prefills:
     def room(self, room: int = ROOM, address: str = ADDRESS) -> None:
         """A request that waits for a room."""
         self.manager.addr_to_rooms_tracker[address].add(room)
+        self.manager.transfer_statuses[room].address = address
         self.manager.update_status(room, KVPoll.WaitingForInput)
 
-    def give_up(
-        self, room: int = ROOM, address: str = ADDRESS, writers: int = 1, ago: int = 0
-    ) -> Any:
-        """``ago``: it is a room of that many servers before this one."""
-        return self.servers.defer_free(room, address, self.servers.epoch(address) - ago, writers)
+    def give_up(self, room: int = ROOM, address: str = ADDRESS) -> Any:
+        """What is deferred of it, if anything."""
+        return bare.announced(self.manager, room, address).defer_free()
 
     def end_of(self, room: int = ROOM) -> str | None:
         """Why a room failed; None if it did not."""

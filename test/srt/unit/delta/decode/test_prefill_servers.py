@@ -99,6 +99,7 @@ def test_a_restart_is_noticed_at_the_next_handshake(prefills: Prefills) -> None:
     against giving them back where the same server was only connected to again."""
     prefills.connect(name="a")
     prefills.room(7)
+    prefills.room(9)
     deferred = prefills.give_up(7)
     prefills.servers.disconnect(ADDRESS)
     prefills.connect(name="a")
@@ -107,7 +108,7 @@ def test_a_restart_is_noticed_at_the_next_handshake(prefills: Prefills) -> None:
     prefills.connect(name="b")
     assert deferred.is_drained()
     prefills.room(8)
-    assert prefills.give_up(8, ago=1) is None, "a room of the old one"
+    assert prefills.give_up(9) is None, "a room of the old one"
     assert prefills.give_up(8) is not None, "one of the new one"
 
 
@@ -202,7 +203,8 @@ def test_a_room_is_drained_when_each_writer_has_stopped(
     servers.fail(ROOM, Reason.TIMEOUT, "too late")
     reason = "prefill reported: because" if before else "too late"
     assert manager.failure_records == {ROOM: reason}
-    deferred = servers.defer_free(ROOM, ADDRESS, 1, writers)
+    receiver = bare.announced(manager, ROOM, writers=writers)
+    deferred = receiver.defer_free()
     stopped = set(before)
     assert (deferred is None) == (len(stopped) >= writers)
     for number, writer in enumerate(after if deferred is not None else ()):
@@ -214,11 +216,9 @@ def test_a_room_is_drained_when_each_writer_has_stopped(
         assert deferred.is_drained() == (len(stopped) >= writers)
         deferred.free(lambda entry: None)
     assert manager.failure_records == {ROOM: reason}
-    manager.statuses.forget(ROOM)
+    receiver.forget()
     servers.take(wire.Stopped(ROOM, 0, "late"))
     servers.fail(ROOM, Reason.PEER_FAILED, "late")
-    manager.required_prefill_response_num_table.clear()  # SGLang's receiver's
-    manager.addr_to_rooms_tracker.clear()
     assert not any(manager.open_rooms().values())
 
 
@@ -234,12 +234,11 @@ def test_words_about_other_rooms(prefills: Prefills) -> None:
         prefills.servers.take(wire.Stopped(room, 0, "because"))
     assert not deferred.is_drained() and prefills.end_of(7) is None
     assert not any(9 in rooms for rooms in prefills.manager.open_rooms().values())
-    assert prefills.servers.deferred(7) is deferred and prefills.servers.deferred(8) is None
-    assert prefills.servers.progress_of(7) is deferred.progress
     prefills.manager.statuses.forget(7)
     prefills.room(7)  # the new request, about to be refused
     prefills.servers.take(wire.Stopped(7, 0, "because"))
     assert deferred.is_drained() and prefills.end_of(7) is None
+    deferred.free(lambda entry: None)
     assert 7 not in prefills.manager.open_rooms()["transfer_statuses"]
 
 
@@ -288,7 +287,7 @@ def test_freed_after_the_bound_and_said_so(
     assert "request a (bootstrap_room=7)" in line and ": 32 tokens of KV are freed now" in line
     for _ in range(2):
         deferred.free(freed.append)
-    assert freed == [entry] and prefills.servers.deferred_rooms() == [8]
+    assert freed == [entry] and list(prefills.manager.transfer_statuses) == [8]
     assert DeferredFree().poll() == KVPoll.Success
 
 

@@ -1,5 +1,4 @@
-"""When a prefill server counts as lost: probes in a row, each of all servers at the same time; and
-when it is certain that its processes are gone."""
+"""When a prefill server counts as lost, and when it is certain that its processes are gone."""
 
 from __future__ import annotations
 
@@ -7,9 +6,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import partial
 from typing import NamedTuple
 
 import requests
@@ -31,61 +29,6 @@ class Probe(NamedTuple):
     is_gone: bool = False
     #: The process that answered; None if it does not say.
     incarnation: str | None = None
-
-
-class Heartbeat:
-    """Counts missed probes; calls ``lost(address, is_gone, why)`` when a server is given up.
-
-    ``is_gone``: it is certain that the processes that were known at that address write no more.
-    After that the address starts anew. One thread calls ``beat``, every interval.
-    """
-
-    def __init__(
-        self,
-        probe: Callable[[str], Probe],
-        lost: Callable[[str, bool, str], None],
-        *,
-        max_failures: int,
-    ) -> None:
-        self._probe, self._lost, self._max_failures = probe, lost, max_failures
-        #: Probes in a row that showed no sign of life.
-        self._misses: dict[str, int] = {}
-
-    def beat(self, known: Mapping[str, str | None]) -> None:
-        """Probe each address once, at the same time: one that hangs must not delay the others.
-
-        ``known``: addresses with the incarnation that this server was connected to, if it told one.
-        """
-        self._misses = {address: self._misses.get(address, 0) for address in known}
-        if not known:
-            return
-        with ThreadPoolExecutor(min(len(known), 16)) as executor:
-            probes = {executor.submit(self._probe, address): address for address in known}
-            for done in as_completed(probes):
-                address = probes[done]
-                try:
-                    probe = done.result()
-                except Exception as error:  # one strange server must not hide the others
-                    logger.warning("could not probe prefill server %s: %r", address, error)
-                    probe = Probe()
-                names = {known[address], probe.incarnation} - {None}
-                misses = 0 if probe.is_alive or len(names) == 2 else self._misses[address] + 1
-                self._misses[address] = misses % self._max_failures
-                if len(names) == 2:
-                    self._lost(address, True, "it was restarted")
-                if not misses:
-                    continue
-                refuses = "its port refuses connections"
-                logger.warning(
-                    "prefill server %s: %s, probe %d of %d; after the last its rooms fail",
-                    address,
-                    refuses if probe.is_gone else "no answer, or not from all of its ranks",
-                    misses,
-                    self._max_failures,
-                )
-                if misses == self._max_failures:
-                    why = refuses if probe.is_gone else f"no answer to {misses} probes"
-                    self._lost(address, probe.is_gone, why)
 
 
 def look(url: str, ranks: Iterable[tuple[str, int]], timeout_s: float) -> Probe | bytes:
@@ -133,26 +76,66 @@ class WatchedServers(PrefillServers):
         """Probe all prefill servers every ``interval_s``
         (``SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL``)."""
         timeout_s = min(environment.HANDSHAKE_TIMEOUT.read(), interval_s)
-        probe = partial(self._probe, timeout_s=timeout_s)
-        heartbeat = Heartbeat(probe, self._given_up, max_failures=max_failures)
 
-        def beat() -> None:
+        def run() -> None:
+            misses: dict[str, int] = {}
             while True:
                 time.sleep(interval_s)
                 try:
-                    heartbeat.beat(self._known())
+                    misses = self._beat(misses, timeout_s, max_failures)
                 except Exception:  # the thread must outlive what it meets
                     logger.exception("a heartbeat failed; the next one runs as scheduled")
 
-        threading.Thread(target=beat, name="pd-heartbeat", daemon=True).start()
+        threading.Thread(target=run, name="pd-heartbeat", daemon=True).start()
 
-    def _known(self) -> dict[str, str | None]:
+    def _beat(
+        self, misses: Mapping[str, int], timeout_s: float, max_failures: int
+    ) -> dict[str, int]:
+        """Probe each server once, at the same time: one that hangs must not delay the others.
+
+        ``misses``: probes in a row that showed no sign of life, by server; returns them as they are
+        after this one. After ``max_failures`` the server is lost, and its count starts anew.
+        """
         with self._lock:
-            addresses = {*self._tables.topology}
-            addresses |= {deferred.address for deferred in self._deferred.values()}
-            for address in addresses:
-                self._servers[address].probed_at = self._servers[address].epoch
-            return {address: self.capabilities(address).incarnation for address in addresses}
+            rooms = list(self._tables.progress().values())
+            known = {
+                address: (self.capabilities(address).incarnation, self._servers[address].epoch)
+                for address in {
+                    *self._tables.topology,
+                    *(r.address for r in rooms if r.is_deferred),
+                }
+            }
+        counts = dict.fromkeys(known, 0)
+        with ThreadPoolExecutor(16) as executor:
+            probes = {executor.submit(self._probe, each, timeout_s): each for each in known}
+            for done in as_completed(probes):
+                address = probes[done]
+                incarnation, epoch = known[address]
+                try:
+                    probe = done.result()
+                except Exception as error:  # one strange server must not hide the others
+                    logger.warning("could not probe prefill server %s: %r", address, error)
+                    probe = Probe()
+                is_gone, why = len({incarnation, probe.incarnation} - {None}) == 2, ""
+                if is_gone:
+                    why = "it was restarted"
+                elif not probe.is_alive:
+                    is_gone, missed = probe.is_gone, misses.get(address, 0) + 1
+                    counts[address] = missed % max_failures
+                    refuses = "its port refuses connections"
+                    logger.warning(
+                        "prefill server %s: %s, probe %d of %d; after the last its rooms fail",
+                        address,
+                        refuses if is_gone else "no answer, or not from all of its ranks",
+                        missed,
+                        max_failures,
+                    )
+                    if missed == max_failures:
+                        why = refuses if is_gone else f"no answer to {missed} probes"
+                with self._lock:  # a probe says nothing of a server connected to since then
+                    if why and self._servers[address].epoch == epoch:
+                        self.lost(address, is_gone, why)
+        return counts
 
     def _probe(self, address: str, timeout_s: float) -> Probe:
         """Query the identity of the bootstrap server, and ping the connected ranks."""
@@ -163,7 +146,7 @@ class WatchedServers(PrefillServers):
         answer = look(f"http://{address}{route}", listening, timeout_s)
         if isinstance(answer, Probe) or not takes_control:
             return answer if isinstance(answer, Probe) else Probe(is_alive=True)
-        ours = self._transport.peer_name, self._rank.host, self._rank.port
+        ours = self._peer_name(), self._rank.host, self._rank.port
         with self._lock:
             ranks = self._servers[address].ranks
             unanswered = max(ranks.values(), default=0)
@@ -172,12 +155,6 @@ class WatchedServers(PrefillServers):
                 ping = wire.Ping(f"{rank[0]}:{rank[1]}", *ours)
                 self._send(rank, ping, "that counts as no answer")
         return Probe(not unanswered, incarnation=wire.incarnation_in(answer))
-
-    def _given_up(self, address: str, is_gone: bool, why: str) -> None:
-        """What the last probes showed; they say nothing of a server connected to since then."""
-        with self._lock:
-            if self._servers[address].epoch == self._servers[address].probed_at:
-                self.lost(address, is_gone, why)
 
     def lost(self, address: str, is_gone: bool, why: str) -> None:
         """A prefill server is given up: fail its rooms, and connect again when it is next needed.

@@ -16,11 +16,11 @@ from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple  # Any: SGLang's JSON of a rank; the manager
+from typing import TYPE_CHECKING, Any, NamedTuple  # Any: SGLang's JSON of a rank; its manager
 
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.address_pool import AddressPool
-from sglang.srt.disaggregation.delta.decode.transfer_queue import DeferredFree, Progress
+from sglang.srt.disaggregation.delta.decode.transfer_queue import Progress
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS
 
@@ -49,12 +49,19 @@ class Tables(NamedTuple):
     lock: threading.Lock
     #: ``addr_to_rooms_tracker``.
     rooms: dict[str, set[int]]
+    #: ``transfer_statuses``, by room; a backend makes it later than the others.
+    progress: Callable[[], dict[int, Progress]]
 
     @classmethod
     def of(cls, manager: Any) -> Tables:
         """Those of SGLang's ``CommonKVManager``."""
-        topology, connections = manager.prefill_info_table, manager.connection_pool
-        return cls(topology, connections, manager.connection_lock, manager.addr_to_rooms_tracker)
+        return cls(
+            manager.prefill_info_table,
+            manager.connection_pool,
+            manager.connection_lock,
+            manager.addr_to_rooms_tracker,
+            lambda: manager.transfer_statuses,
+        )
 
 
 class Connections:
@@ -226,11 +233,8 @@ class _Server:
     """The prefill server at one address, and those before it."""
 
     capabilities: wire.Capabilities | None = None
-    #: Counts handshakes, to tell the server there from the one before it; the count when the
-    #: heartbeat last began to probe; and up to which servers there are certain to write no more.
+    #: Counts handshakes, to tell the server there from the one before it.
     epoch: int = 0
-    probed_at: int = -1
-    gone_epoch: int = 0
     #: Addresses of the ranks that this rank is connected to, and their unanswered pings.
     ranks: dict[tuple[str, int], int] = field(default_factory=dict)
 
@@ -244,20 +248,21 @@ class PrefillServers:
         rank: RankView,
         statuses: Statuses,
         tables: Tables,
-        transport: Any,
-        ask: Callable[[str], bool],
         args: ServerArgs,
+        *,
+        ask: Callable[[str], bool],
+        peer_name: Callable[[], str],
+        drop_socket: Callable[[str, int], None],
     ) -> None:
-        """``transport``: ``manager.DeltaManager``, whose backend knows its peers and their writes;
-        ``ask``: SGLang's own blocking question for a server's topology."""
-        self._rank, self._statuses, self._tables = rank, statuses, tables
-        self._transport, self._ask, self._args = transport, ask, args
+        """``ask``: SGLang's own blocking question for a server's topology; ``peer_name``: by which
+        prefill ranks know this one; ``drop_socket`` throws away what SGLang's receivers have queued
+        for a rank (host and port)."""
+        self._rank, self._statuses, self._tables, self._args = rank, statuses, tables, args
+        self._ask, self._peer_name, self._drop_socket = ask, peer_name, drop_socket
         self._sockets = wire.PeerSockets()
         self._lock = threading.RLock()
         self.connections = Connections(tables, self._handshake, AddressPool("pd-handshake"))
         self._servers: dict[str, _Server] = defaultdict(_Server)
-        #: By room; changed and read under the lock: the reader and the heartbeat use it too.
-        self._deferred: dict[int, DeferredFree] = {}
 
     # ---- handshake ----
 
@@ -289,10 +294,6 @@ class PrefillServers:
         server = self._servers.get(address)
         return server and server.capabilities or wire.STOCK
 
-    def epoch(self, address: str) -> int:
-        """Which server at ``address`` a room of now belongs to."""
-        return self._servers[address].epoch
-
     def connected(self, address: str, infos: list[dict[str, Any]]) -> None:
         """This rank registered with these ranks of the server."""
         with self._lock:
@@ -311,7 +312,7 @@ class PrefillServers:
         if not self.capabilities(address).takes_control:
             return
         for info in infos:
-            ours = self._transport.peer_name, self._rank.host, self._rank.port
+            ours = self._peer_name(), self._rank.host, self._rank.port
             wants_answer = not info.get("is_dummy", False)
             message = wire.Withdraw(room, *ours, reason, wants_answer=wants_answer)
             self._send(_rank(info), message, "it ends the room by its own deadlines")
@@ -329,47 +330,6 @@ class PrefillServers:
             logger.warning(
                 "could not send %s to prefill rank %s:%s (%s): %s", message, *rank, error, without
             )
-
-    def defer_free(self, room: int, address: str, epoch: int, writers: int) -> DeferredFree | None:
-        """Follow a room that is given up; None if nobody can write to its pages any more."""
-        with self._lock:
-            progress = self._transport.take_progress(room)
-            if epoch <= self._servers[address].gone_epoch or progress.is_drained(writers):
-                return None
-            deferred = DeferredFree(
-                room,
-                address,
-                progress,
-                writers,
-                collect=self._transport.collect_arrivals,
-                forget=self.forget_deferred,
-            )
-            self._deferred[room] = deferred
-            return deferred
-
-    def deferred(self, room: int | None) -> DeferredFree | None:
-        """What is deferred until ``room`` is drained, if it was given up."""
-        with self._lock:
-            return None if room is None else self._deferred.get(room)
-
-    def forget_deferred(self, deferred: DeferredFree) -> None:
-        """Its room is not followed any more."""
-        with self._lock:
-            if self._deferred.get(deferred.room) is deferred:
-                del self._deferred[deferred.room]
-
-    def deferred_rooms(self) -> list[int]:
-        """The rooms that are given up and not drained yet."""
-        with self._lock:
-            return sorted(self._deferred)
-
-    def progress_of(self, room: int) -> Progress:
-        """What is recorded of a room's writers, also of a room that is given up and followed."""
-        with self._lock:
-            deferred = self._deferred.get(room)
-            if deferred is not None and deferred.progress is not None:
-                return deferred.progress
-            return self._transport.progress(room)
 
     # ---- messages from prefill ranks ----
 
@@ -391,16 +351,13 @@ class PrefillServers:
             return
         if not isinstance(message, wire.Stopped):
             raise wire.ControlError(f"a {type(message).__name__} is not for a decode rank")
-        with self._lock:
-            deferred = self._deferred.get(message.room)
-            if deferred is not None and deferred.progress is not None:
-                deferred.progress.stopped_writers.add(message.writer)
+        progress = self._tables.progress().get(message.room)
+        if progress is not None:
+            progress.stopped_writers.add(message.writer)
+            if progress.is_deferred:
                 return
-            if message.room not in self._statuses:
-                return
-            self._transport.progress(message.room).stopped_writers.add(message.writer)
-            tracked = list(self._tables.rooms.items())
-            addresses = [address for address, rooms in tracked if message.room in rooms]
+        tracked = list(self._tables.rooms.items())
+        addresses = [address for address, rooms in tracked if message.room in rooms]
         self.fail(message.room, Reason.PEER_FAILED, f"prefill reported: {message.reason}")
         if message.unknown_peer:
             for address in addresses:
@@ -417,12 +374,11 @@ class PrefillServers:
 
     def _forget_writers(self, address: str) -> None:
         """The processes of the server at ``address`` are gone: nobody writes for its rooms."""
+        for progress in list(self._tables.progress().values()):
+            if progress.address == address:
+                progress.writers_are_gone = True
         server = self._servers[address]
-        server.gone_epoch = server.epoch
-        for deferred in self._deferred.values():
-            if deferred.address == address:
-                deferred.writers_are_gone = True
         gone, server.ranks = server.ranks, {}
         for rank in gone:
             self._sockets.drop(*rank)
-            self._transport.drop_socket(*rank)
+            self._drop_socket(*rank)

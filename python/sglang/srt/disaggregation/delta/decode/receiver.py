@@ -11,6 +11,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any  # Any: SGLang's own attributes, sockets and JSON
 
@@ -46,13 +47,14 @@ class DeltaReceiver(CommonKVReceiver):
     _connect_to_bootstrap_server: Any  # of the upstream class
     #: Prefill was told of pages, and may write to them.
     announced = False
-    _epoch = 0
+    #: Its init asked where the server's ranks listen: this rank was not connected to them.
+    _connects = False
 
     def __init__(
         self, mgr: DeltaManager, bootstrap_addr: str, bootstrap_room: int | None = None
     ) -> None:  # fmt: skip
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
-        if self._servers is not None and self._servers.deferred(bootstrap_room) is not None:
+        if self._is_followed:
             self._fail(
                 Reason.MISMATCH,
                 f"bootstrap_room {bootstrap_room} is still in use by a request that ended early",
@@ -61,6 +63,14 @@ class DeltaReceiver(CommonKVReceiver):
     @property
     def _servers(self) -> PrefillServers | None:
         return self.kv_mgr.servers
+
+    @property
+    def _is_followed(self) -> bool:
+        """Whether a request of this number ended early that prefill may still write for."""
+        progress = None
+        if self._servers is not None:
+            progress = self.kv_mgr.transfer_statuses.get(self.bootstrap_room)
+        return progress is not None and progress.is_deferred
 
     def _fail(self, kind: Reason, text: str) -> None:
         from sglang.srt.disaggregation.base.conn import KVPoll
@@ -90,6 +100,7 @@ class DeltaReceiver(CommonKVReceiver):
         if servers is None:
             super().init(prefill_dp_rank)
             return
+        self.kv_mgr.transfer_statuses[self.bootstrap_room].address = self.bootstrap_addr
         try:
             super().init(prefill_dp_rank)
         except Exception as error:  # no request may raise out of the scheduler's loop
@@ -97,11 +108,10 @@ class DeltaReceiver(CommonKVReceiver):
                 Reason.HANDSHAKE, f"could not connect to prefill {self.bootstrap_addr}: {error!r}"
             )
             servers.disconnect(self.bootstrap_addr)
-            return
-        finally:
-            servers.connections.settled(self.bootstrap_addr, prefill_dp_rank)
-        self._epoch = servers.epoch(self.bootstrap_addr)
-        servers.connected(self.bootstrap_addr, getattr(self, "bootstrap_infos", None) or [])
+        else:
+            if self._connects:
+                servers.connections.settled(self.bootstrap_addr, prefill_dp_rank)
+                servers.connected(self.bootstrap_addr, getattr(self, "bootstrap_infos", None) or [])
 
     def is_ready(self, prefill_dp_rank: int) -> bool:
         """Whether ``init`` may be called: it never queries the prefill server itself, since that
@@ -118,6 +128,7 @@ class DeltaReceiver(CommonKVReceiver):
         rank = (prefill_dp_rank, prefill_cp_rank, target_tp_rank, target_pp_rank)
         if self._servers is None:
             return super()._get_bootstrap_info_from_server(*rank)
+        self._connects = True
         return self._servers.connections.answer(self.bootstrap_addr, rank)
 
     def fail_handshake(self, text: str) -> None:
@@ -219,25 +230,28 @@ class DeltaReceiver(CommonKVReceiver):
 
         None where nobody can write to them any more.
         """
-        servers = self._servers
+        room, manager = self.bootstrap_room, self.kv_mgr
         told = self.announced or getattr(self, "init_time", None) is not None
-        if servers is None or not told:
+        if self._servers is None or not told:
             self.withdraw("it ended before it was announced")
             return None
-        room = self.bootstrap_room
-        deferred = servers.defer_free(
-            room, self.bootstrap_addr, self._epoch, self.required_prefill_response_num
+        progress, writers = manager.transfer_statuses[room], self.required_prefill_response_num
+        if progress.is_drained(writers):
+            return None
+        progress.is_deferred = True
+        self.withdraw(manager.failure_records.get(room, "it was aborted"))
+        collect = partial(manager.collect_arrivals, room)
+        return DeferredFree(
+            progress, writers, collect, partial(manager.transfer_statuses.pop, room, None)
         )
-        if deferred is not None:
-            self.withdraw(self.kv_mgr.failure_records.get(room, "it was aborted"))
-        return deferred
 
     def forget(self) -> None:
-        """Leave no entry of the room in the manager's tables."""
+        """Leave no entry of the room in the manager's tables but what is followed on."""
         room, manager = self.bootstrap_room, self.kv_mgr
         manager.statuses.forget(room)
         manager.required_prefill_response_num_table.pop(room, None)
-        manager.transfer_statuses.pop(room, None)
+        if not self._is_followed:
+            manager.transfer_statuses.pop(room, None)
         rooms = manager.addr_to_rooms_tracker.get(self.bootstrap_addr)
         if rooms is not None:
             rooms.discard(room)

@@ -171,7 +171,8 @@ def announce(
 
 @dataclass
 class Progress:
-    """What the prefill ranks that write for a room have said so far."""
+    """What the prefill ranks that write for a room have said so far. A decode rank has one from a
+    room's handshake on, until prefill can write to the room's pages no more."""
 
     #: Those that delivered everything: KV, metadata, and state where it is due.
     done_writers: set[int] = field(default_factory=set)
@@ -179,52 +180,49 @@ class Progress:
     stopped_writers: set[int] = field(default_factory=set)
     #: Where the metadata belong that come in a message; None where none was announced.
     metadata_slot: int | None = None
+    #: Of the prefill server's bootstrap server (host:port).
+    address: str = ""
+    #: The prefill processes that could write are certain not to exist any more.
+    writers_are_gone: bool = False
+    #: The room was given up, and its client answered. Its number is refused to new requests.
+    is_deferred: bool = False
 
     def is_drained(self, writers: int) -> bool:
-        """Whether each of ``writers`` ranks has delivered everything or stopped."""
-        return len(self.done_writers | self.stopped_writers) >= writers
+        """Whether each of ``writers`` ranks has delivered everything or stopped, or is gone."""
+        delivered = len(self.done_writers | self.stopped_writers)
+        return self.writers_are_gone or delivered >= writers
 
 
 # ---- transfers that ended early ----
 
 
+@dataclass(eq=False)
 class DeferredFree:
     """One room that decode gave up, and from ``keep`` on what its request owns.
 
     Without ``progress`` this rank's room is drained from the start; another rank's may not be, and
-    all ranks free together. Several threads read ``progress`` and ``address``, under the lock of
-    ``PrefillServers``; the rest belongs to the scheduler's.
+    all ranks free together. ``writers``: how many prefill ranks write for it; ``collect`` reads
+    what has arrived of it; ``forget``: it is followed no longer. The scheduler's thread alone.
     """
 
-    def __init__(
-        self,
-        room: int = -1,
-        address: str = "",
-        progress: Progress | None = None,
-        writers: int = 0,
-        collect: Callable[[int], None] = lambda room: None,
-        forget: Callable[[DeferredFree], None] = lambda deferred: None,
-    ) -> None:
-        """``collect`` reads what has arrived, for a room; ``forget``: it is followed no longer."""
-        self._collect, self._forget = collect, forget
-        #: ``address``: of the prefill server's bootstrap server; ``writers``: its ranks that write.
-        self.room, self.address, self.progress, self.writers = room, address, progress, writers
-        #: The prefill processes that could write are certain not to exist any more.
-        self.writers_are_gone = False
-        #: The queue entry whose pages, row, lock and metadata slot are kept.
-        self.entry: Any = None
-        self._since = 0.0
+    progress: Progress | None = None
+    writers: int = 0
+    collect: Callable[[], object] = lambda: None
+    forget: Callable[[], object] = lambda: None
+    #: The queue entry whose pages, row, lock and metadata slot are kept, and since when.
+    entry: Any = None
+    since: float = 0.0
 
     def keep(self, entry: DecodeRequest) -> None:
         """``entry``, whose client has been answered, keeps what it owns from now on."""
-        self.entry, self._since = entry, time.monotonic()
+        self.entry, self.since = entry, time.monotonic()
 
     def is_drained(self) -> bool:
         """Whether prefill can write to the pages no more; also reads what has arrived."""
         if self.progress is None:
             return True
-        self._collect(self.room)
-        return self.writers_are_gone or self.progress.is_drained(self.writers)
+        self.collect()
+        return self.progress.is_drained(self.writers)
 
     def poll(self) -> int:
         """This rank's vote, polled beside the transfers: ``KVPoll.Success`` once the pages may be
@@ -233,7 +231,7 @@ class DeferredFree:
 
         if self.is_drained():
             return int(KVPoll.Success)
-        waited = time.monotonic() - self._since
+        waited = time.monotonic() - self.since
         if waited < environment.QUARANTINE_TIMEOUT.read():
             return int(KVPoll.Transferring)
         req = self.entry.req
@@ -253,7 +251,9 @@ class DeferredFree:
 
     def free(self, free_entry: Callable[[DecodeRequest], None]) -> None:
         """Give what is kept to ``free_entry``, once, and follow the room no longer."""
-        self._forget(self)
+        if self.progress is not None:
+            self.progress = None
+            self.forget()
         entry, self.entry = self.entry, None
         if entry is not None:
             free_entry(entry)

@@ -13,6 +13,7 @@ import logging
 import os
 import struct
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any  # Any: arguments of SGLang's methods
@@ -303,7 +304,7 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
             self.transfer_statuses = self.prefill_response_tracker
             super().start_decode_thread()
             return
-        self.transfer_statuses = {}
+        self.transfer_statuses = defaultdict(Progress)
         self.start_decode(self.take_status)
 
     def take_status(self, frames: list[bytes]) -> None:
@@ -327,12 +328,13 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
             )  # fmt: skip
             return
         # Everything of this writer is here; the last one completes the room.
-        delivered = self.servers.progress_of(room).done_writers
-        delivered.add(writer)
-        wanted = self.required_prefill_response_num_table.get(room)
-        if wanted is None:
+        progress = self.transfer_statuses.get(room)
+        if progress is None:
             logger.debug("late completion of room %s by writer %s", room, writer)
-        elif len(delivered) >= wanted:
+            return
+        progress.done_writers.add(writer)
+        wanted = self.required_prefill_response_num_table.get(room)
+        if wanted is not None and len(progress.done_writers) >= wanted:
             self.statuses.advance(room, KVPoll.Success)
 
     def _take_metadata(self, frames: list[bytes]) -> None:
@@ -354,7 +356,9 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
                 f"room {room}: {len(data)} bytes of metadata, {length} were sent, {item_len} "
                 "expected"
             )
-        if room not in self.request_status or self.progress(room).metadata_slot != slot:
+        progress = self.transfer_statuses.get(room)
+        is_late = room not in self.request_status or progress is None
+        if is_late or progress.metadata_slot != slot:
             logger.debug("late metadata of room %s for slot %s", room, slot)
             return
         AuxDataCodec.deserialize_data_to_buffer(ours, buffer, slot, data)
@@ -364,13 +368,8 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
         return str(self.get_session_id())
 
     @override
-    def progress(self, room: int) -> Progress:
-        # Nothing is kept for a room that is not announced.
-        return self.transfer_statuses.get(room) or Progress()
-
-    @override
     def expect_metadata(self, room: int, slot: int) -> bool:
-        self.transfer_statuses[room] = Progress(metadata_slot=slot)
+        self.transfer_statuses[room].metadata_slot = slot
         return False
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 from functools import cached_property
 from itertools import count
-from typing import TYPE_CHECKING, Any  # Any: a progress of NIXL's, also where a free is deferred
+from typing import TYPE_CHECKING
 
 import msgspec
 from typing_extensions import override
@@ -181,17 +181,17 @@ class NixlDecode(NixlKVManager):
                         peer_name, "dropped a message from NIXL peer %s: %s", peer_name, error
                     )
                     continue
-                deferred = self.servers.deferred(note.room) if self.servers is not None else None
-                if deferred is None and note.room not in self.request_status:
+                known = note.room in self.transfer_statuses or note.room in self.request_status
+                if not known:
                     # The room was aborted and cleared; recording it would leave an entry behind.
                     logger.debug("late %s notification of room %s", note.kind, note.room)
                     continue
-                status: Any = deferred.progress if deferred else self.transfer_statuses[note.room]
-                if note.kind == "done" and not (deferred or self._store_metadata(status, note)):
+                status = self.transfer_statuses[note.room]
+                is_taken = note.kind != "done" or status.is_deferred
+                if not (is_taken or self._store_metadata(status, note)):
                     status.stopped_writers.add(note.writer)
                     continue
-                writers = self.required_prefill_response_num_table.get(note.room, 1)
-                status.take(note, deferred.writers if deferred else writers)
+                status.take(note, self.required_prefill_response_num_table.get(note.room, 1))
 
     def _store_metadata(self, status: DeltaTransferStatus, note: Notification) -> bool:
         """Write the metadata of a note into the room's slot; once for each writer, for a room that
