@@ -16,11 +16,11 @@ from sglang.srt.disaggregation.delta.decode.claims import (
     expected_length,
     final_length,
     growth,
+    page_ceil,
     upwards,
 )
 from sglang.srt.disaggregation.delta.decode.prefix_tree import Retired
 from sglang.srt.disaggregation.delta.decode.record import Stage, is_fake, record_of
-from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 

@@ -21,7 +21,6 @@ from component.decode.peer import Room
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.delta import rank_agreement
 from sglang.srt.disaggregation.delta.decode import prealloc_queue as prealloc_module
-from sglang.srt.disaggregation.delta.decode import prefix_tree as tree_module
 from sglang.srt.disaggregation.delta.decode import record, step
 from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree, PrefixLease
 from sglang.srt.disaggregation.delta.decode.turn_costs import Limits
@@ -252,7 +251,11 @@ def _stock(name: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def _everything_may_insert(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(tree_module, "may_insert", lambda req: True)
+    patch.setattr(
+        DecodeRadixTree,
+        "_may_insert",
+        lambda self, req: record.record_of(req).generation == self.generation,
+    )
 
 
 def _everything_is_inserted(patch: pytest.MonkeyPatch) -> None:
@@ -302,7 +305,12 @@ def _pages_are_freed_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def _old_kv_is_inserted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DecodeRadixTree, "_may_insert", lambda self, req: record.may_insert(req))
+    arrived = record.Stage.COMMITTED, record.Stage.RUNNING
+    patch.setattr(
+        DecodeRadixTree,
+        "_may_insert",
+        lambda self, req: record.may_match(req) and record.record_of(req).stage in arrived,
+    )
 
 
 def _locked_nodes_keep_their_name(patch: pytest.MonkeyPatch) -> None:
@@ -348,4 +356,3 @@ def test_the_check_notices(
 def test_helpers_are_what_the_code_uses() -> None:
     """Guards against a negative control that patches a name which nobody reads any more."""
     assert prealloc_module.restore_private is record.restore_private
-    assert tree_module.may_insert is record.may_insert

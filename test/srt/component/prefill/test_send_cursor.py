@@ -14,7 +14,7 @@ from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 from effort import tries
-from sglang.srt.disaggregation.delta.pages import page_ceil, page_floor
+from sglang.srt.disaggregation.delta.decode.claims import page_ceil, page_floor
 from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaPrefill
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 from sglang.srt.disaggregation.utils import DisaggregationMode

@@ -35,16 +35,6 @@ if TYPE_CHECKING:
 Pages = npt.NDArray[np.int32]
 
 
-def page_floor(tokens: int, page: int) -> int:
-    """The largest whole number of pages within ``tokens``, in tokens."""
-    return tokens // page * page
-
-
-def page_ceil(tokens: int, page: int) -> int:
-    """``tokens`` rounded up to whole pages, in tokens."""
-    return -(-tokens // page) * page
-
-
 def share_of_chunk(pages: Pages, part: slice, rank: int, size: int) -> tuple[Pages, slice]:
     """What ``rank`` of ``size`` ranks sends of a chunk that each of them has: its pages, and their
     place among the room's destination pages. ``part``: the place of the whole chunk.

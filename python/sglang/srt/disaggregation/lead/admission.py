@@ -21,8 +21,8 @@ from sglang.srt.disaggregation.delta.decode.claims import (
     expected_length,
     final_length,
     growth,
+    page_ceil,
 )
-from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.lead.resume import Lease, load_kv_cache
 
 if TYPE_CHECKING:

@@ -10,15 +10,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.delta.decode.claims import Claim, entering, entry_cost, growth
+from sglang.srt.disaggregation.delta.decode.claims import (
+    Claim,
+    entering,
+    entry_cost,
+    growth,
+    page_ceil,
+    page_floor,
+)
 from sglang.srt.disaggregation.delta.decode.step import Limits
 from sglang.srt.disaggregation.delta.manager import check_deadlines
-from sglang.srt.disaggregation.delta.pages import page_ceil, page_floor
 from sglang.srt.patchset import environment as env
 
 PAGES = st.sampled_from([1, 4, 16, 64])
 CLAIMS = st.builds(Claim, allocated=st.integers(0, 500), final=st.integers(0, 900))
 CAPS = st.integers(0, 600)
+
+
+@given(tokens=st.integers(0, 10_000), page=PAGES)
+def test_rounding(tokens: int, page: int) -> None:
+    """Guards against page arithmetic that is off by one at a page border."""
+    assert page_floor(tokens, page) <= tokens <= page_ceil(tokens, page)
+    assert page_floor(tokens, page) % page == page_ceil(tokens, page) % page == 0
+    assert page_ceil(tokens, page) - page_floor(tokens, page) == (page if tokens % page else 0)
 
 
 @pytest.mark.parametrize(

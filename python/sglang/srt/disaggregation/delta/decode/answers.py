@@ -9,6 +9,7 @@ or its server was not reached, was agreed, so all ranks do the same.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any  # Any: SGLang's entries; LocalTurns, or None
@@ -80,11 +81,13 @@ class Answers:
         rank: int,
         turns: Any,
         clock: Callable[[], float],
+        describe: Callable[[], Callable[[Req], str]],
     ) -> None:
         """``stream`` sends requests' output to their clients; ``failures``: why rooms failed;
-        ``turns``: ``LocalTurns``, or None; ``clock``: of the queue."""
+        ``turns``: ``LocalTurns``, or None; ``clock``: of the queue; ``describe`` makes what says
+        what a request lacks, as line and pool are now."""
         self._stream, self._failures, self._rank = stream, failures, rank
-        self._turns, self._clock = turns, clock
+        self._turns, self._clock, self._describe = turns, clock, describe
 
     def _give_up(
         self, entry: Any, message: str, status: HTTPStatus = HTTPStatus.INTERNAL_SERVER_ERROR
@@ -110,16 +113,10 @@ class Answers:
         place = f"rank={self._rank}, bootstrap_room={req.bootstrap_room}"
         self._give_up(entry, f"{what} {req.rid} ({place}): {self._why_failed(req)}")
 
-    def settle(
-        self,
-        states: Iterable[tuple[Any, int]],
-        allowed: float,
-        describe: Callable[[], Callable[[Req], str]],
-    ) -> list[Any]:
+    def settle(self, states: Iterable[tuple[Any, int]], allowed: float) -> list[Any]:
         """End entries that failed or waited for memory longer than the ``allowed`` seconds, by the
         states that the ranks agreed on; who left. Who waited long enough for another request's
-        prefix is attempted from the next step on, and who may be computed locally, too.
-        ``describe`` makes what says what a request lacks."""
+        prefix is attempted from the next step on, and who may be computed locally, too."""
         gone = []
         for entry, state in states:
             wait = record_of(entry.req).wait
@@ -131,7 +128,7 @@ class Answers:
                 message = (
                     f"Request {req.rid} (bootstrap_room={req.bootstrap_room}) waited {waited:.0f} "
                     f"s for decode memory, and {environment.ADMISSION_TIMEOUT.name} allows "
-                    f"{allowed:.0f} s: {describe()(req)}"
+                    f"{allowed:.0f} s: {self._describe()(req)}"
                 )
                 self._give_up(entry, message, HTTPStatus.SERVICE_UNAVAILABLE)
             elif self.keep(entry):
@@ -197,8 +194,29 @@ class Answers:
         self._give_up(entry, message)
         return True
 
+    # ---- what is said of those that wait ----
 
-# ---- what is said of those that wait ----
+    def log_waits(self, reqs: Iterable[Req], after: float) -> None:
+        """Warn, once, of those of ``reqs`` that have waited for so many seconds: of all that wait
+        for the same one is described, and the others are named."""
+        now, same = self._clock(), defaultdict[str | None, list["Req"]](list)
+        for req in reqs:
+            wait = record_of(req).wait
+            is_late = wait.since is not None and wait.since <= now - after and not wait.logged
+            if is_late and req.finished_reason is None:
+                wait.logged = True
+                same[wait.refusal and wait.refusal.reason].append(req)
+        for first, *others in same.values():
+            also = f"; {len(others)} more wait for the same: " + ", ".join(r.rid for r in others)
+            logger.warning(
+                "request %s (bootstrap_room=%s) has waited %.0f s for decode memory%s: %s%s",
+                first.rid,
+                first.bootstrap_room,
+                now - (record_of(first).wait.since or 0.0),
+                " after it was retracted" if first.is_retracted else "",
+                self._describe()(first),
+                also if others else "",
+            )
 
 
 def missing(
@@ -221,19 +239,3 @@ def missing(
         return f"{why}; it needs {cost} tokens, {pool}"
 
     return lacks
-
-
-def log_waits(late: list[list[Req]], now: float, lacks: Callable[[Req], str]) -> None:
-    """A warning for each group of requests that wait for the same: the first is described, the
-    others are named."""
-    for first, *others in late:
-        also = f"; {len(others)} more wait for the same: " + ", ".join(r.rid for r in others)
-        logger.warning(
-            "request %s (bootstrap_room=%s) has waited %.0f s for decode memory%s: %s%s",
-            first.rid,
-            first.bootstrap_room,
-            now - (record_of(first).wait.since or 0.0),
-            " after it was retracted" if first.is_retracted else "",
-            lacks(first),
-            also if others else "",
-        )

@@ -15,7 +15,7 @@ is given up. Those that run are counted as arrays, which grow with every step.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any  # Any: int64 arrays; a PrefixLease
@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any  # Any: int64 arrays; a PrefixLease
 import numpy as np
 
 from sglang.srt.disaggregation.delta.decode.record import Refusal, Stage, record_of
-from sglang.srt.disaggregation.delta.pages import page_ceil
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -48,6 +47,21 @@ def below(node: TreeNode | None, pins: Container[int], path: Container[int] = ()
 
 
 # ---- what one request takes ----
+
+
+def page_floor(tokens: int, page: int) -> int:
+    """The largest whole number of pages within ``tokens``, in tokens."""
+    return tokens // page * page
+
+
+def page_ceil(tokens: Any, page: int) -> Any:
+    """``tokens``, an integer or an array of them, rounded up to whole pages."""
+    return -(-tokens // page) * page
+
+
+def private_tokens(reqs: Iterable[Req], page: int) -> int:
+    """What ``reqs`` hold beside the tree, tokens of whole pages."""
+    return sum(page_ceil(req.kv_allocated_len, page) - req.cache_protected_len for req in reqs)
 
 
 def start_length(req: Req) -> int:
@@ -161,7 +175,7 @@ class Running:
         """What all of them may take within their next ``cap`` tokens: ``growth`` of each."""
         final = np.maximum(self.prompt + self.new + self.step, self.now)
         upto = np.minimum(final, self.now + self.cap)
-        return int((-(-upto // self.page) + -self.now // self.page).sum()) * self.page
+        return int((page_ceil(upto, self.page) - page_ceil(self.now, self.page)).sum())
 
     @cached_property
     def needs(self) -> Any:
@@ -170,7 +184,7 @@ class Running:
 
         clip = CLIP * (1 + np.maximum(self.now - self.prompt, 0) // CLIP)
         expected = self.prompt + np.minimum(self.new, clip) + self.step
-        return -(-expected // self.page) * self.page
+        return page_ceil(expected, self.page)
 
 
 class Claims:

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any  # Any: SGLang's allocator, of any kind
 import torch
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta.decode.claims import upwards
+from sglang.srt.disaggregation.delta.decode.claims import private_tokens, upwards
 from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree, tree_nodes
 from sglang.srt.disaggregation.delta.observability import STATS
-from sglang.srt.disaggregation.delta.pages import page_ceil
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.manager import DeltaManager
@@ -86,10 +85,8 @@ def pool_problems(
     twice = sorted(number for number, count in Counter(owned).items() if count > 1)
     if twice:
         problems.append(f"pages owned twice: {twice[:10]}")
-    owned_tokens = sum(
-        page_ceil(req.kv_allocated_len, page) - req.cache_protected_len for req in holders
-    )
-    parts = (allocator.available_size(), tree.evictable_size(), tree.protected_size(), owned_tokens)
+    counted = allocator.available_size(), tree.evictable_size(), tree.protected_size()
+    parts = (*counted, private_tokens(holders, page))
     if sum(parts) != total:
         problems.append(
             f"free {parts[0]} + evictable {parts[1]} + protected {parts[2]} + private {parts[3]} "

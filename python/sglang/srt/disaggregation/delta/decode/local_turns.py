@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any  # Any: a Candidate, where it has its leas
 
 import torch
 
+from sglang.srt.disaggregation.delta.decode.claims import page_floor
 from sglang.srt.disaggregation.delta.decode.record import (
     Stage,
     bootstrap_addr,
@@ -51,7 +52,6 @@ from sglang.srt.disaggregation.delta.decode.turn_costs import (
     read_there,
 )
 from sglang.srt.disaggregation.delta.observability import STATS, Telemetry
-from sglang.srt.disaggregation.delta.pages import page_floor
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
 
 if TYPE_CHECKING:

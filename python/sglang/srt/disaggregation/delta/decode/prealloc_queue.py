@@ -18,8 +18,8 @@ import torch
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.decode import step
-from sglang.srt.disaggregation.delta.decode.answers import Answers, NoPrefill, log_waits, missing
-from sglang.srt.disaggregation.delta.decode.claims import Claims
+from sglang.srt.disaggregation.delta.decode.answers import Answers, NoPrefill, missing
+from sglang.srt.disaggregation.delta.decode.claims import Claims, page_ceil, private_tokens
 from sglang.srt.disaggregation.delta.decode.receiver import Handshakes
 from sglang.srt.disaggregation.delta.decode.record import (
     ArrivingPrefixes,
@@ -27,14 +27,12 @@ from sglang.srt.disaggregation.delta.decode.record import (
     Stage,
     Wait,
     bootstrap_addr,
-    long_waits,
     record_of,
     restore_private,
 )
 from sglang.srt.disaggregation.delta.decode.speculation import step_tokens
 from sglang.srt.disaggregation.delta.decode.transfer_queue import StepWrites, announce, take_slot
 from sglang.srt.disaggregation.delta.observability import RateLimitedLog
-from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.delta.rank_agreement import AdmissionVote, Offer, agree_on, alone
 
 if TYPE_CHECKING:
@@ -82,8 +80,14 @@ class RadixPreallocQueue(DecodePreallocQueue):
     @cached_property
     def answers(self) -> Answers:
         failures = getattr(self.kv_manager, "failure_records", {})
-        stream = self.scheduler.stream_output
-        return Answers(stream, failures, self.tp_rank, self.local_turns, lambda: self.clock())
+        return Answers(
+            self.scheduler.stream_output,
+            failures,
+            self.tp_rank,
+            self.local_turns,
+            lambda: self.clock(),
+            self._what_is_missing,
+        )
 
     @cached_property
     def _is_alone(self) -> bool:
@@ -130,10 +134,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         if not self.shares_prefixes:
             return int(super().num_tokens_pre_allocated)
         # What was taken for transfers; the tree's tokens are counted once, by the tree.
-        return sum(
-            page_ceil(entry.req.kv_allocated_len, self._page) - entry.req.cache_protected_len
-            for entry in self.transfer_queue.queue
-        )
+        return private_tokens((entry.req for entry in self.transfer_queue.queue), self._page)
 
     # ---- which prefill rank serves a request ----
 
@@ -197,7 +198,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         agreed, gone, entered = self._step(seen)
         moves = entered or Offer.WAITS in agreed.offers
         self._looked_at = step.LOOKED_AT if moves else step.TRIED
-        self._log_waits(entry.req for entry in seen.checked)
+        self.answers.log_waits((e.req for e in seen.checked), self._limits.log_after)
         self._leave([each.candidate.entry for each in entered])
         return [each.candidate.entry for each in entered if not each.is_local], failed + gone
 
@@ -216,7 +217,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         ready = [entry for entry in self.queue if entry.waiting_for_input]
         first = [step.Candidate(None, req) for req in self.retracted_queue[: step.TRIED]]
         _, _, entered = self._step(self._see(ready, first, {}, resumes=True))
-        self._log_waits(self.retracted_queue)
+        self.answers.log_waits(self.retracted_queue, self._limits.log_after)
         resumed = [each.candidate.req for each in entered]
         self.retracted_queue = [req for req in self.retracted_queue if req not in resumed]
         return resumed
@@ -285,19 +286,20 @@ class RadixPreallocQueue(DecodePreallocQueue):
         self, decisions: Iterable[step.Outcome]
     ) -> tuple[list[DecodeRequest], list[step.Admit]]:
         """The effects of a step, decision by decision; who left without pages, and who got in."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
         gone: list[DecodeRequest] = []
         entered: list[step.Admit] = []
         for decision in decisions:
             if isinstance(decision, step.Answer):
-                allowed, lacks = self._limits.for_memory, self._what_is_missing
-                gone = self.answers.settle(decision.states, allowed, lacks)
+                gone = self.answers.settle(decision.states, self._limits.for_memory)
                 self._leave(gone)
             elif isinstance(decision, step.TooLong):
                 entry = decision.candidate.entry
                 if self.answers.is_too_long(entry):
                     self._leave([entry])
-                else:
-                    self.pending_reqs.append(entry)
+                elif entry.kv_receiver.poll() == KVPoll.Bootstrapping:
+                    self.pending_reqs.append(entry)  # else this rank's handshake is done already
             elif isinstance(decision, step.Admit):
                 if self._enter(decision):
                     entered.append(decision)
@@ -386,19 +388,11 @@ class RadixPreallocQueue(DecodePreallocQueue):
             record.refused_for.add(refusal.reason)
             self.scheduler.telemetry.count("decode_admission_refused", reason=refusal.reason)
 
-    def _log_waits(self, reqs: Iterable[Req]) -> None:
-        late = long_waits(reqs, self.clock() - self._limits.log_after)
-        if late:
-            log_waits(late, self.clock(), self._what_is_missing())
-
     def _what_is_missing(self) -> Callable[[Req], str]:
         """Says what a request waits for, as text, as line and pool are now."""
         in_line = chain(self.retracted_queue, (entry.req for entry in self.queue))
         claims, tree = self._admission.claims, self.tree_cache
-        deferred = sum(
-            page_ceil(req.kv_allocated_len, self._page) - req.cache_protected_len
-            for req in self.transfer_queue.deferred_requests
-        )
+        deferred = private_tokens(self.transfer_queue.deferred_requests, self._page)
         pool = (
             f"{self.token_to_kv_pool_allocator.available_size()} free, {tree.evictable_size()} "
             f"evictable, {tree.protected_size()} protected, {claims.reserved} reserved, {deferred} "

@@ -16,8 +16,8 @@ import torch
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.decode.claims import Claims, upwards
-from sglang.srt.disaggregation.delta.decode.record import Stage, may_insert, may_match, record_of
-from sglang.srt.disaggregation.delta.pages import copy_index, index_buffers, page_floor
+from sglang.srt.disaggregation.delta.decode.record import Stage, may_match, record_of
+from sglang.srt.disaggregation.delta.pages import copy_index, index_buffers
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_schedule_batch_mixin import (
@@ -234,7 +234,8 @@ class DecodeRadixTree(RadixCache):
             super()._record_remove_event(node)
 
     def _may_insert(self, req: Req) -> bool:
-        return may_insert(req) and record_of(req).generation == self.generation
+        """Opt-in, only after a committed transfer."""
+        return self.may_share(req) and record_of(req).stage in (Stage.COMMITTED, Stage.RUNNING)
 
     @override
     def insert(self, params: Any) -> Any:
@@ -305,9 +306,9 @@ class DecodeRadixTree(RadixCache):
         if not self._may_insert(req):
             return
         committed = req.kv_committed_len
-        if page_floor(committed - self.is_eagle, self.page_size) <= req.cache_protected_len:
+        if committed - self.is_eagle < req.cache_protected_len + self.page_size:
             record_of(req).pairs = []
-            return  # all of it is in the tree already
+            return  # all whole pages of it are in the tree already
         # ``fill_ids`` ends with the first generated token, whose KV does not exist yet; inserting
         # it would put an unwritten slot into the tree. SGLang takes pairs as they are.
         fill_ids = req.fill_ids

@@ -10,8 +10,7 @@ from __future__ import annotations
 import copy
 import enum
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple  # Any: a chunk of KV, a tensor or a pair; a Req
@@ -255,11 +254,6 @@ def _is_padded(token_ids: Sequence[int], item: MultimodalDataItem) -> bool:
     return all(list(token_ids[at : at + 1]) == [item.pad_value] for at, _ in item.offsets)
 
 
-def may_insert(req: Req) -> bool:
-    """Whether the request's KV may enter the tree: opt-in, only after a committed transfer."""
-    return may_match(req) and record_of(req).stage in (Stage.COMMITTED, Stage.RUNNING)
-
-
 def bootstrap_addr(req: Req) -> str:
     """The prefill server of a request, as "host:port"."""
     return _address(req.bootstrap_host or "", req.bootstrap_port)
@@ -359,19 +353,3 @@ def remains(req: Any) -> Req:
     record.arriving = record.turn = record.without_metadata_since = record.failure = None
     record.arrived = False
     return left
-
-
-# ---- who waits, and for what ----
-
-
-def long_waits(reqs: Iterable[Req], since: float) -> list[list[Req]]:
-    """Those of ``reqs`` that have waited since then or longer and of whom nobody has said so;
-    those that wait for the same together. They count as said of from now on."""
-    same: defaultdict[str | None, list[Req]] = defaultdict(list)
-    for req in reqs:
-        wait = record_of(req).wait
-        is_late = wait.since is not None and wait.since <= since and not wait.logged
-        if is_late and req.finished_reason is None:
-            wait.logged = True
-            same[wait.refusal and wait.refusal.reason].append(req)
-    return [*same.values()]

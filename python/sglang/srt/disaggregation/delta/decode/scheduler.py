@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any  # Any: gauges; what protocols.py lacks of
 
 from typing_extensions import override
 
+from sglang.srt.disaggregation.delta.decode.claims import private_tokens
 from sglang.srt.disaggregation.delta.decode.flush import DecodeFlush
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.speculation import check_draft_pool, draft_pool
 from sglang.srt.disaggregation.delta.decode.step import Limits
 from sglang.srt.disaggregation.delta.observability import STATS, Telemetry
-from sglang.srt.disaggregation.delta.pages import has_other_state, page_ceil
+from sglang.srt.disaggregation.delta.pages import has_other_state
 from sglang.srt.patchset.flags import FLAG
 
 if TYPE_CHECKING:
@@ -52,15 +53,12 @@ def readings(scheduler: DisaggScheduler) -> dict[str, int]:
     running = [req for req in scheduler.running_batch.reqs if not req.finished()]
     in_transfer = [entry.req for entry in transfers.queue]
     locking = [*in_transfer, *scheduler.waiting_queue, *running, *deferred]
-    page: int = scheduler.token_to_kv_pool_allocator.page_size
     return {
         "decode_prefix_leases": sum(req.cache_protected_len > 0 for req in locking),
         "decode_protected_tokens": tree.protected_size(),
         "kv_evictable_tokens": tree.evictable_size(),
         "num_decode_deferred_kv_release_reqs": len(deferred),
-        "decode_deferred_kv_release_tokens": sum(
-            page_ceil(req.kv_allocated_len, page) - req.cache_protected_len for req in deferred
-        ),
+        "decode_deferred_kv_release_tokens": private_tokens(deferred, scheduler.page_size),
     }
 
 

@@ -23,7 +23,7 @@ from typing import (
     TypeAlias,
 )  # Any: SGLang's entries; LocalTurns, or None
 
-from sglang.srt.disaggregation.delta.decode.claims import Claims, start_length
+from sglang.srt.disaggregation.delta.decode.claims import Claims, page_ceil, start_length
 from sglang.srt.disaggregation.delta.decode.prefix_tree import (
     DecodeRadixTree,
     PrefixLease,
@@ -37,7 +37,6 @@ from sglang.srt.disaggregation.delta.decode.record import (
     bootstrap_addr,
     record_of,
 )
-from sglang.srt.disaggregation.delta.pages import page_ceil
 from sglang.srt.disaggregation.delta.rank_agreement import AdmissionVote, Offer, State
 from sglang.srt.patchset import environment
 

@@ -28,7 +28,7 @@ from sglang.srt.disaggregation.delta.mooncake.backend import Batch, Callers, Moo
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.nixl.layout import Layout
 from sglang.srt.disaggregation.delta.observability import count_sent
-from sglang.srt.disaggregation.delta.pages import DeltaMismatch, page_ceil
+from sglang.srt.disaggregation.delta.pages import DeltaMismatch
 from sglang.srt.disaggregation.delta.peer_messages import (
     Announcements,
     BadMessage,
@@ -382,7 +382,7 @@ class DeltaMooncakeSender(PooledSender, MooncakeKVSender):
         if known is None or not known.enable_hisparse:
             return listed
         page: int = self.kv_mgr.kv_args.page_size
-        return page_ceil(listed, page) // page  # it lists tokens
+        return -(-listed // page)  # it lists tokens
 
     @override
     def clear(self) -> None:
