@@ -7,6 +7,7 @@ test does them), output (it is counted), metrics, the order of equal leaves, and
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,6 @@ from sglang.srt.disaggregation.decode import (
     DecodeReqToTokenPool,
     DecodeRequest,
 )
-from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
 from sglang.srt.disaggregation.delta.decode.turn_costs import UNKNOWN, Limits
@@ -133,7 +133,7 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
             self.server_args.disaggregation_decode_local_tokens_when_lost = limits.when_lost
             start_check.equip(self, self.server_args)
             self.server_args.device = device
-            turns = LocalTurns(self, limits, clock or (lambda: self.now))
+            turns = self.turns_within(replace(limits, page=page), clock or (lambda: self.now))
             self.__dict__["local_turns"] = turns
             measured = turns.measured.votes
             turns.measured.votes = lambda: measured() if self.costs is None else list(self.costs)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any  # Any: what SGLang answers to a pause, untyped there
@@ -17,7 +17,10 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns, Turn
 from sglang.srt.disaggregation.delta.decode.scheduler import named_by
+from sglang.srt.disaggregation.delta.decode.speculation import place_first_drafts
 from sglang.srt.disaggregation.delta.decode.turn_costs import Limits
+from sglang.srt.disaggregation.delta.observability import STATS
+from sglang.srt.disaggregation.delta.rank_agreement import minimum
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
@@ -34,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 class LocalTurnsScheduler(Scheduler):
     """Runs local turns between decode steps."""
+
+    running_batch: ScheduleBatch  # SGLang's; named for the type checker
 
     @cached_property
     def local_turns(self) -> LocalTurns:
@@ -52,7 +57,26 @@ class LocalTurnsScheduler(Scheduler):
             max_itl=args.disaggregation_decode_local_max_itl_ms / 1000 or None,
             page=args.page_size,
         )
-        return LocalTurns(self, limits)
+        return self.turns_within(limits)
+
+    def turns_within(
+        self, limits: Limits, clock: Callable[[], float] = time.monotonic
+    ) -> LocalTurns:
+        """Local turns of this scheduler; none are there yet."""
+
+        def batch() -> tuple[int, int, int]:
+            most = int(min(self.req_to_token_pool.size, self.max_running_requests))
+            return len(self.running_batch.reqs), len(self.waiting_queue), most
+
+        return LocalTurns(
+            limits,
+            self.telemetry,
+            clock,
+            batch=batch,
+            peer_yields=lambda it: self.disagg_decode_prealloc_queue.kv_manager.peer_yields(it),
+            adapters_fit=self.adapters_fit,
+            blocking=self.server_args.device == "cpu",
+        )
 
     @override
     def init_disaggregation(self) -> None:
@@ -70,9 +94,19 @@ class LocalTurnsScheduler(Scheduler):
     def get_next_disagg_decode_batch_to_run(self) -> ScheduleBatch | None:
         turns = self.local_turns
         turns.times.hook(time.monotonic())
-        turns.join()
-        batch = turns.next_batch()
-        if batch is not None:
+        self._join()
+        chosen: list[Turn] = []
+        # None while the engine is paused, unless somebody waits for the memory.
+        if turns.queue and not (self._engine_paused and self._waiting_release is None):
+            if turns.choice.limits.max_itl is not None:
+                # What fits changes with each chunk, whether or not somebody arrives.
+                group = self.disagg_decode_prealloc_queue.gloo_group
+                turns.agree(minimum(turns.votes(()), group))
+            chosen = turns.next_turns()
+        if chosen:
+            STATS.count("decode_local_tokens", sum(len(t.req.fill_ids) - t.done for t in chosen))
+            batch = self.chunk_batch(chosen)
+            turns.launch(chosen, batch)
             # As for each batch that SGLang runs: experts in parallel are told how long it is.
             return self.maybe_prepare_mlp_sync_batch(batch)
         batch = super().get_next_disagg_decode_batch_to_run()
@@ -83,6 +117,28 @@ class LocalTurnsScheduler(Scheduler):
             turns.pace.step()
             turns.times.launched(0, time.monotonic())
         return batch
+
+    def _join(self) -> None:
+        """Computed requests run from the next decode step on, as far as there are places."""
+        turns = self.local_turns
+        while turns.computed:
+            batch, running = turns.computed[0], self.running_batch
+            if not running.is_empty():
+                # Who has ended needs no place. Spec v1 has taken them out of the draft input.
+                running.filter_batch(v1_spec_info_filtered=True)
+            adapters = {req.lora_id for req in (*running.reqs, *batch.reqs)}
+            fits = turns.free_places >= 0 and self.adapters_fit(adapters)
+            if not (fits or running.is_empty()):
+                break
+            del turns.computed[0]
+            for req in batch.reqs:
+                self.tree_cache.claims.started(req)
+            if batch.is_spec_v2:
+                place_first_drafts(batch, self.future_map)
+            if running.is_empty():
+                self.running_batch = batch
+            else:
+                running.merge_batch(batch)
 
     def may_join(self) -> int:
         """Of ours (``DisaggScheduler``): no more than have a place beside those that are here."""
@@ -178,18 +234,46 @@ class LocalTurnsScheduler(Scheduler):
         super().process_batch_result(batch, result)
         if is_chunk:
             turns.after_result()
+            self._drop_aborted()
 
     @override
     def abort_request(self, recv_req: AbortReq) -> None:
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
+        from sglang.srt.mem_cache.common import release_kv_cache
 
-        wanted = named_by(recv_req)
+        wanted, turns = named_by(recv_req), self.local_turns
         queues = self.disagg_decode_prealloc_queue, self.disagg_decode_transfer_queue
         for entry in (*queues[0].queue, *queues[1].queue):
             if wanted(entry.req):
                 entry.req.to_finish = FINISH_ABORT()  # its room fails, and nobody computes it here
         super().abort_request(recv_req)
-        self.local_turns.abort(wanted)
+        for req in turns.requests:  # a launched chunk first runs to its end
+            if wanted(req) and not req.finished():
+                req.to_finish = FINISH_ABORT()
+        self._drop_aborted()
+        # Those that wait for a place end now, however long others' answers are. They have sent
+        # their first token, so their end goes the same way, behind it.
+        for batch in turns.computed:
+            for req in batch.reqs:
+                if req.to_finish is not None:
+                    req.check_finished()
+                    release_kv_cache(req, self.tree_cache)
+                    self.stream_output([req], req.return_logprob)
+            batch.filter_batch()
+        turns.computed = [batch for batch in turns.computed if not batch.is_empty()]
+
+    def _drop_aborted(self) -> None:
+        """Give back what aborted requests hold that no launched chunk uses."""
+        from sglang.srt.managers.io_struct import AbortReq
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        turns = self.local_turns
+        flying = {id(turn) for _, launched in turns.launched for turn in launched}
+        gone = [t for t in turns.queue if t.req.to_finish is not None and id(t) not in flying]
+        for turn in gone:
+            turns.queue.remove(turn)
+            release_kv_cache(turn.req, self.tree_cache, is_insert=False)
+            self.send_to_tokenizer.send_output(AbortReq(rid=turn.req.rid), turn.req)
 
     @override
     def is_fully_idle(self, for_health_check: bool = False) -> bool:
@@ -213,7 +297,7 @@ class LocalTurnsScheduler(Scheduler):
                 if self.enable_overlap:
                     self.process_batch_result(*self.result_queue.popleft())
                 self.last_batch = None
-            self.local_turns.join()
+            self._join()
         answer = super().pause_generation(recv_req)
         self.local_turns.times.interrupted()
         return answer

@@ -28,7 +28,7 @@ from sglang.srt.disaggregation.delta.decode.record import (
     is_fake,
     record_of,
 )
-from sglang.srt.disaggregation.delta.decode.speculation import own_first_drafts, place_first_drafts
+from sglang.srt.disaggregation.delta.decode.speculation import own_first_drafts
 from sglang.srt.disaggregation.delta.decode.turn_choice import (
     Choice,
     Decision,
@@ -52,12 +52,10 @@ from sglang.srt.disaggregation.delta.decode.turn_costs import (
     read_there,
 )
 from sglang.srt.disaggregation.delta.observability import STATS, Telemetry
-from sglang.srt.disaggregation.delta.rank_agreement import minimum
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.managers.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -85,47 +83,58 @@ class LocalTurns:
     """The local turns of one decode rank; only the scheduler's thread comes here."""
 
     def __init__(
-        self, scheduler: Scheduler, limits: Limits, clock: Callable[[], float] = time.monotonic
+        self,
+        limits: Limits,
+        telemetry: Telemetry,
+        clock: Callable[[], float],
+        *,
+        batch: Callable[[], tuple[int, int, int]],
+        peer_yields: Callable[[str], bool],
+        adapters_fit: Callable[[set[str | None]], bool],
+        blocking: bool,
     ) -> None:
-        self._scheduler, self._limits, self._clock = scheduler, limits, clock
+        """``batch``: how many requests run, how many that prefill has sent wait to join them, and
+        how many may run at most; ``peer_yields``: whether the prefill server at an address leaves a
+        request to decode; ``adapters_fit``: whether LoRA adapters have room together; ``blocking``:
+        of ``StepTimes``."""
+        self._limits, self.telemetry, self._clock = limits, telemetry, clock
+        self._batch, self._peer_yields, self._adapters_fit = batch, peer_yields, adapters_fit
         self.measured = Measured(limits.max_itl)
         self.choice = Choice(limits)
         self.pace = Pace(limits.share)
-        self.telemetry: Telemetry = scheduler.telemetry
-        self.times = StepTimes(self.measured, blocking=scheduler.server_args.device == "cpu")
+        self.times = StepTimes(self.measured, blocking)
         #: Admitted, in order; the first may have been computed in part.
-        self._queue: list[Turn] = []
+        self.queue: list[Turn] = []
         #: Chunks that were launched and whose result was not processed: the batch and its turns.
-        self._launched: deque[tuple[ScheduleBatch, list[Turn]]] = deque()
+        self.launched: deque[tuple[ScheduleBatch, list[Turn]]] = deque()
         #: Computed batches whose requests have their first token and wait for a place.
-        self._computed: list[ScheduleBatch] = []
+        self.computed: list[ScheduleBatch] = []
         self._there: Sequence[int] = ()
 
     @property
     def is_busy(self) -> bool:
         """Whether a request is here: between its admission and the running batch."""
-        return bool(self._queue or self._launched or self._computed)
+        return bool(self.queue or self.launched or self.computed)
 
     @property
     def requests(self) -> list[Req]:
         """All that hold pages here and are in no batch that runs."""
-        launched = (turn for _, turns in self._launched for turn in turns)
-        found = {id(turn.req): turn.req for turn in (*launched, *self._queue)}
-        computed = [req for batch in self._computed for req in batch.reqs if not req.finished()]
+        launched = (turn for _, turns in self.launched for turn in turns)
+        found = {id(turn.req): turn.req for turn in (*launched, *self.queue)}
+        computed = [req for batch in self.computed for req in batch.reqs if not req.finished()]
         return [*found.values(), *computed]
 
     # ---- the choice ----
 
     def votes(self, candidates: Sequence[Any]) -> list[int]:
         """What this rank knows of the costs, for the ranks to agree on."""
-        manager = self._scheduler.disagg_decode_prealloc_queue.kv_manager
         votes = self.measured.votes()
         for candidate in candidates:
             vote = UNKNOWN
             if candidate.lease is not None and not (candidate.resumes or candidate.is_alone):
                 address, tokens = bootstrap_addr(candidate.req), candidate.length
                 tokens -= candidate.lease.length
-                is_asked = manager.peer_yields(address)
+                is_asked = self._peer_yields(address)
                 vote = self.measured.vote_there(address, tokens) if is_asked else NEVER
             votes.append(vote)
         return votes
@@ -152,17 +161,17 @@ class LocalTurns:
         return self.choice.decide(tokens, self._load(), self.pace.costs, there)
 
     def _load(self) -> Load:
-        queued = sum(turn.left for turn in self._queue)
-        running = len(self._scheduler.running_batch.reqs)
+        queued = sum(turn.left for turn in self.queue)
+        running, waiting, _ = self._batch()
         # A turn that is taken now has its place behind those that wait for one.
-        ahead = sum(not turn.has_begun for turn in self._queue)
-        is_full = self._free_places <= ahead + len(self._scheduler.waiting_queue)
+        ahead = sum(not turn.has_begun for turn in self.queue)
+        is_full = self.free_places <= ahead + waiting
         return Load(queued, running, self.pace.debt, is_full, self._largest)
 
     def prefix_here(self, candidate: Any) -> int:
         """How long the prefix of a candidate may be that is computed locally: at least one token is
         left to compute."""
-        most = page_floor(candidate.length - 1, self._scheduler.page_size)
+        most = page_floor(candidate.length - 1, self._limits.page)
         return min(int(candidate.lease.length), most)
 
     def may_save(self, req: Req) -> bool:
@@ -179,7 +188,7 @@ class LocalTurns:
         STATS.count("decode_prefix_prompt_tokens", len(req.origin_input_ids))
         STATS.count("decode_prefix_hit_tokens", req.cache_protected_len)
         record_of(req).hit_tokens = req.cache_protected_len
-        self._queue.append(Turn(req, req.cache_protected_len))
+        self.queue.append(Turn(req, req.cache_protected_len))
         self.placed(req, decision)
 
     def shown(self, reqs: Sequence[Req]) -> None:
@@ -215,40 +224,22 @@ class LocalTurns:
 
     # ---- chunks ----
 
-    def next_batch(self) -> ScheduleBatch | None:
-        """The next chunk as a batch to run, if one may run now."""
-        scheduler, limits = self._scheduler, self._limits
-        # None while the engine is paused, unless somebody waits for the memory.
-        if not self._queue or (scheduler._engine_paused and scheduler._waiting_release is None):
-            return None
-        if limits.max_itl is not None:
-            # What fits changes with each chunk, whether or not somebody arrives.
-            group = scheduler.disagg_decode_prealloc_queue.gloo_group
-            self.agree(minimum(self.votes(()), group))
-        first, largest = self._queue[0], self._largest
-        fits = largest >= min(limits.least, first.left)  # else it delays somebody beyond the bound
-        # Who was aborted in a chunk that was launched goes with that one's result.
-        if not self.pace.may_run(self._beside, fits) or first.req.to_finish is not None:
-            return None
-        turns = self._next_turns(largest if fits else limits.least)
-        if not turns:
-            return None
-        STATS.count("decode_local_tokens", sum(len(t.req.fill_ids) - t.done for t in turns))
-        batch = scheduler.chunk_batch(turns)
-        self._queue = self._queue[len(turns) - (batch.chunked_req is not None) :]
-        self._launched.append((batch, turns))
-        self.pace.chunk(batch.extend_num_tokens, self._beside)
-        self.times.launched(batch.extend_num_tokens, self._clock())
-        return batch
-
-    def _next_turns(self, tokens: int) -> list[Turn]:
-        """The first turns in line that fit into a chunk of ``tokens``, the last maybe in part.
+    def next_turns(self) -> list[Turn]:
+        """The first turns in line that fit into the next chunk, the last maybe in part; none if no
+        chunk may run now.
 
         Sets each one's ``fill_ids``, up to which it is computed then.
         """
-        page, chosen = self._scheduler.page_size, list[Turn]()
-        for turn in self._queue[: max(self._free_places + self._queue[0].has_begun, 0)]:
-            if not self._scheduler.adapters_fit({t.req.lora_id for t in (*chosen, turn)}):
+        first, tokens, least = self.queue[0], self._largest, self._limits.least
+        fits = tokens >= min(least, first.left)  # else it delays somebody beyond the bound
+        # Who was aborted in a chunk that was launched goes with that one's result.
+        if not self.pace.may_run(self._beside, fits) or first.req.to_finish is not None:
+            return []
+        if not fits:
+            tokens = least
+        page, chosen = self._limits.page, list[Turn]()
+        for turn in self.queue[: max(self.free_places + first.has_begun, 0)]:
+            if not self._adapters_fit({t.req.lora_id for t in (*chosen, turn)}):
                 break
             prompt = turn.req.origin_input_ids
             end = len(prompt)
@@ -264,20 +255,27 @@ class LocalTurns:
                 break
         return chosen
 
+    def launch(self, turns: list[Turn], batch: ScheduleBatch) -> None:
+        """``batch`` computes these ``turns``, the next ones, and is about to run."""
+        self.queue = self.queue[len(turns) - (batch.chunked_req is not None) :]
+        self.launched.append((batch, turns))
+        self.pace.chunk(batch.extend_num_tokens, self._beside)
+        self.times.launched(batch.extend_num_tokens, self._clock())
+
     @property
     def _beside(self) -> int:
         """How many requests stand still while a chunk runs: those that run, and those that prefill
         has sent since and that have a place."""
-        waiting = len(self._scheduler.waiting_queue)
-        return len(self._scheduler.running_batch.reqs) + min(waiting, self.places_for_others)
+        running, waiting, _ = self._batch()
+        return running + min(waiting, self.places_for_others)
 
     @property
     def _largest(self) -> int:
         """Tokens of the largest chunk that fits into the bound on inter-token latency. The bound
         applies where a chunk delays the next token of a request that runs, or of a turn whose first
         token is known, at the latest by the chunk under way."""
-        ends = any(not turn.left for _, turns in self._launched for turn in turns)
-        delays = self._beside or self._computed or ends
+        ends = any(not turn.left for _, turns in self.launched for turn in turns)
+        delays = self._beside or self.computed or ends
         return (self.pace.costs if delays else Costs()).largest_chunk(self._limits)
 
     def decoded(self, reqs: Sequence[Req]) -> None:
@@ -288,24 +286,22 @@ class LocalTurns:
             observe_gap(self.telemetry, *gap, self._limits.max_itl)
 
     @property
-    def _free_places(self) -> int:
+    def free_places(self) -> int:
         """How many more requests may run. A turn has a place from its first chunk on."""
-        scheduler = self._scheduler
-        most = int(min(scheduler.req_to_token_pool.size, scheduler.max_running_requests))
-        turns = {id(turn) for _, turns in self._launched for turn in turns}
-        turns |= {id(turn) for turn in self._queue[:1] if turn.has_begun}
-        batches = (scheduler.running_batch, *self._computed)
-        return most - len(turns) - sum(len(batch.reqs) for batch in batches)
+        running, _, most = self._batch()
+        turns = {id(turn) for _, turns in self.launched for turn in turns}
+        turns |= {id(turn) for turn in self.queue[:1] if turn.has_begun}
+        return most - len(turns) - running - sum(len(batch.reqs) for batch in self.computed)
 
     @property
     def places_for_others(self) -> int:
         """How many requests that prefill has sent may join the running batch now; none while
         computed ones wait for their adapters to have room, which who passes them would take."""
-        return 0 if self._computed else max(self._free_places, 0)
+        return 0 if self.computed else max(self.free_places, 0)
 
     def before_result(self) -> None:
         """The oldest chunk's result is about to be processed: what it computed may be shared."""
-        for turn in self._launched[0][1]:
+        for turn in self.launched[0][1]:
             if not turn.req.is_chunked:
                 record_of(turn.req).enter(Stage.COMMITTED)
                 stats = turn.req.time_stats
@@ -317,7 +313,7 @@ class LocalTurns:
 
     def after_result(self) -> None:
         """It was processed: those that have their first token wait for a slot in the batch."""
-        batch, turns = self._launched.popleft()
+        batch, turns = self.launched.popleft()
         if batch.spec_info is not None:
             batch.spec_info.future_indices = None  # so that what it has itself is filtered
         batch.filter_batch(chunked_req_to_exclude=batch.chunked_req)
@@ -330,61 +326,4 @@ class LocalTurns:
             batch.output_ids = torch.tensor(tokens, dtype=torch.int64, device=batch.device)
             if batch.spec_info is not None:
                 own_first_drafts(batch)
-            self._computed.append(batch)
-        self._drop_aborted()
-
-    def join(self) -> None:
-        """Computed requests run from the next decode step on, as far as there are places."""
-        scheduler = self._scheduler
-        while self._computed:
-            batch, running = self._computed[0], scheduler.running_batch
-            if not running.is_empty():
-                # Who has ended needs no place. Spec v1 has taken them out of the draft input.
-                running.filter_batch(v1_spec_info_filtered=True)
-            adapters = {req.lora_id for req in (*running.reqs, *batch.reqs)}
-            fits = self._free_places >= 0 and scheduler.adapters_fit(adapters)
-            if not (fits or running.is_empty()):
-                break
-            del self._computed[0]
-            for req in batch.reqs:
-                scheduler.tree_cache.claims.started(req)
-            if batch.is_spec_v2:
-                place_first_drafts(batch, scheduler.future_map)
-            if running.is_empty():
-                scheduler.running_batch = batch
-            else:
-                running.merge_batch(batch)
-
-    # ---- aborts ----
-
-    def abort(self, wanted: Callable[[Req], bool]) -> None:
-        """End the requests that are ``wanted``: a launched chunk first runs to its end."""
-        from sglang.srt.managers.schedule_batch import FINISH_ABORT
-        from sglang.srt.mem_cache.common import release_kv_cache
-
-        for req in self.requests:
-            if wanted(req) and not req.finished():
-                req.to_finish = FINISH_ABORT()
-        self._drop_aborted()
-        # Those that wait for a place end now, however long others' answers are. They have sent
-        # their first token, so their end goes the same way, behind it.
-        for batch in self._computed:
-            for req in batch.reqs:
-                if req.to_finish is not None:
-                    req.check_finished()
-                    release_kv_cache(req, self._scheduler.tree_cache)
-                    self._scheduler.stream_output([req], req.return_logprob)
-            batch.filter_batch()
-        self._computed = [batch for batch in self._computed if not batch.is_empty()]
-
-    def _drop_aborted(self) -> None:
-        """Give back what aborted requests hold that no launched chunk uses."""
-        from sglang.srt.managers.io_struct import AbortReq
-        from sglang.srt.mem_cache.common import release_kv_cache
-
-        flying = {id(turn) for _, turns in self._launched for turn in turns}
-        gone = [t for t in self._queue if t.req.to_finish is not None and id(t) not in flying]
-        for turn in gone:
-            self._queue.remove(turn)
-            release_kv_cache(turn.req, self._scheduler.tree_cache, is_insert=False)
-            self._scheduler.send_to_tokenizer.send_output(AbortReq(rid=turn.req.rid), turn.req)
+            self.computed.append(batch)
