@@ -79,7 +79,7 @@ def test_words_of_a_room_that_is_followed() -> None:
     reader = reader_of(manager)
     receiver = announced(manager, 7, writers=2)
     deferred = receiver.defer_free()
-    receiver.forget()
+    receiver.clear()
     reader.handle(status(7, writer=0))
     assert not deferred.is_drained()
     reader.handle(wire.encode_control(wire.Stopped(7, 1, "aborted")))

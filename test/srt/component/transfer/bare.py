@@ -14,7 +14,7 @@ import torch
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.decode.receiver import DeltaReceiver
+from sglang.srt.disaggregation.delta.decode.receiver import DeltaReceiver, RoomReceiver
 from sglang.srt.disaggregation.delta.decode.transfer_queue import Progress
 from sglang.srt.disaggregation.mooncake import conn as mooncake
 from sglang.srt.disaggregation.nixl import conn as nixl
@@ -197,9 +197,13 @@ def decode(backend: str, *rooms: int, writers: int = 1, **own: Any) -> Any:
     return manager
 
 
+class Receiver(RoomReceiver, DeltaReceiver):
+    """Ours of any backend, on nothing of SGLang's."""
+
+
 def announced(manager: Any, room: int, address: str = ADDRESS, writers: int = 1) -> Any:
     """Decode's end of a room that ``writers`` ranks of the server at ``address`` may write to."""
-    made: Any = DeltaReceiver.__new__(DeltaReceiver)
+    made: Any = Receiver.__new__(Receiver)
     made.__dict__.update(
         kv_mgr=manager, bootstrap_addr=address, bootstrap_room=room, announced=True,
         required_prefill_response_num=writers,

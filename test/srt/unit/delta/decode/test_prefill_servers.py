@@ -216,7 +216,7 @@ def test_a_room_is_drained_when_each_writer_has_stopped(
         assert deferred.is_drained() == (len(stopped) >= writers)
         deferred.free(lambda entry: None)
     assert manager.failure_records == {ROOM: reason}
-    receiver.forget()
+    receiver.clear()
     servers.take(wire.Stopped(ROOM, 0, "late"))
     servers.fail(ROOM, Reason.PEER_FAILED, "late")
     assert not any(manager.open_rooms().values())

@@ -196,23 +196,21 @@ class Answers:
 
     # ---- what is said of those that wait ----
 
-    def log_waits(self, reqs: Iterable[Req], after: float) -> None:
-        """Warn, once, of those of ``reqs`` that have waited for so many seconds: of all that wait
-        for the same one is described, and the others are named."""
-        now, same = self._clock(), defaultdict[str | None, list["Req"]](list)
-        for req in reqs:
+    def log_waits(self, late: Iterable[Req]) -> None:
+        """Warn, once, of requests that have waited long: of all that wait for the same one is
+        described, and the others are named."""
+        same = defaultdict[str | None, list["Req"]](list)
+        for req in late:
             wait = record_of(req).wait
-            is_late = wait.since is not None and wait.since <= now - after and not wait.logged
-            if is_late and req.finished_reason is None:
-                wait.logged = True
-                same[wait.refusal and wait.refusal.reason].append(req)
+            wait.logged = True
+            same[wait.refusal and wait.refusal.reason].append(req)
         for first, *others in same.values():
             also = f"; {len(others)} more wait for the same: " + ", ".join(r.rid for r in others)
             logger.warning(
                 "request %s (bootstrap_room=%s) has waited %.0f s for decode memory%s: %s%s",
                 first.rid,
                 first.bootstrap_room,
-                now - (record_of(first).wait.since or 0.0),
+                self._clock() - (record_of(first).wait.since or 0.0),
                 " after it was retracted" if first.is_retracted else "",
                 self._describe()(first),
                 also if others else "",

@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import NamedTuple
 
@@ -29,21 +29,6 @@ class Probe(NamedTuple):
     is_gone: bool = False
     #: The process that answered; None if it does not say.
     incarnation: str | None = None
-
-
-def look(url: str, ranks: Iterable[tuple[str, int]], timeout_s: float) -> Probe | bytes:
-    """What the bootstrap server of a prefill server with ``ranks`` answers at ``url``; a probe
-    where it does not."""
-    try:
-        response = requests.get(url, timeout=timeout_s)
-    except requests.ConnectionError as error:
-        # No process listens at the connected ranks' ports either: a bootstrap server that is gone
-        # may be another node's, and what refuses a service in front of one that is not.
-        is_gone = is_refused(error) and all(refuses(*rank, timeout_s) for rank in ranks)
-        return Probe(is_gone=is_gone)
-    except requests.RequestException:
-        return Probe()
-    return bytes(response.content) if response.ok else Probe()
 
 
 def is_refused(error: BaseException) -> bool:
@@ -140,12 +125,20 @@ class WatchedServers(PrefillServers):
     def _probe(self, address: str, timeout_s: float) -> Probe:
         """Query the identity of the bootstrap server, and ping the connected ranks."""
         takes_control = self.capabilities(address).takes_control
+        url = f"http://{address}{wire.ROUTE if takes_control else '/health'}"
         with self._lock:
             listening = list(self._servers[address].ranks)
-        route = wire.ROUTE if takes_control else "/health"
-        answer = look(f"http://{address}{route}", listening, timeout_s)
-        if isinstance(answer, Probe) or not takes_control:
-            return answer if isinstance(answer, Probe) else Probe(is_alive=True)
+        try:
+            response = requests.get(url, timeout=timeout_s)
+        except requests.ConnectionError as error:
+            # No process listens at the connected ranks' ports either: a bootstrap server that is
+            # gone may be another node's, and what refuses a service in front of one that is not.
+            is_gone = is_refused(error) and all(refuses(*rank, timeout_s) for rank in listening)
+            return Probe(is_gone=is_gone)
+        except requests.RequestException:
+            return Probe()
+        if not response.ok or not takes_control:
+            return Probe(is_alive=bool(response.ok))
         ours = self._peer_name(), self._rank.host, self._rank.port
         with self._lock:
             ranks = self._servers[address].ranks
@@ -154,7 +147,7 @@ class WatchedServers(PrefillServers):
                 ranks[rank] += 1
                 ping = wire.Ping(f"{rank[0]}:{rank[1]}", *ours)
                 self._send(rank, ping, "that counts as no answer")
-        return Probe(not unanswered, incarnation=wire.incarnation_in(answer))
+        return Probe(not unanswered, incarnation=wire.incarnation_in(response.content))
 
     def lost(self, address: str, is_gone: bool, why: str) -> None:
         """A prefill server is given up: fail its rooms, and connect again when it is next needed.

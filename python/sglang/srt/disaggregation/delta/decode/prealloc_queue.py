@@ -198,7 +198,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         agreed, gone, entered = self._step(seen)
         moves = entered or Offer.WAITS in agreed.offers
         self._looked_at = step.LOOKED_AT if moves else step.TRIED
-        self.answers.log_waits((e.req for e in seen.checked), self._limits.log_after)
+        self._log_waits(entry.req for entry in seen.checked)
         self._leave([each.candidate.entry for each in entered])
         return [each.candidate.entry for each in entered if not each.is_local], failed + gone
 
@@ -217,7 +217,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         ready = [entry for entry in self.queue if entry.waiting_for_input]
         first = [step.Candidate(None, req) for req in self.retracted_queue[: step.TRIED]]
         _, _, entered = self._step(self._see(ready, first, {}, resumes=True))
-        self.answers.log_waits(self.retracted_queue, self._limits.log_after)
+        self._log_waits(self.retracted_queue)
         resumed = [each.candidate.req for each in entered]
         self.retracted_queue = [req for req in self.retracted_queue if req not in resumed]
         return resumed
@@ -387,6 +387,17 @@ class RadixPreallocQueue(DecodePreallocQueue):
         if refusal.reason not in record.refused_for:
             record.refused_for.add(refusal.reason)
             self.scheduler.telemetry.count("decode_admission_refused", reason=refusal.reason)
+
+    def _log_waits(self, reqs: Iterable[Req]) -> None:
+        since = self.clock() - self._limits.log_after
+        waits = ((req, record_of(req).wait) for req in reqs if req.finished_reason is None)
+        late = [
+            req
+            for req, wait in waits
+            if wait.since is not None and wait.since <= since and not wait.logged
+        ]
+        if late:
+            self.answers.log_waits(late)
 
     def _what_is_missing(self) -> Callable[[Req], str]:
         """Says what a request waits for, as text, as line and pool are now."""

@@ -82,18 +82,6 @@ class DeltaReceiver(CommonKVReceiver):
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
         self.conclude_state = KVPoll.Failed
 
-    def fail_if_overdue(self) -> bool:
-        """Fail an announced room that is not complete by its deadline; whether it was one."""
-        manager = self.kv_mgr
-        if self.init_time is None or time.time() - self.init_time < manager.waiting_timeout:
-            return False
-        self._fail(
-            Reason.TIMEOUT,
-            f"room {self.bootstrap_room}: prefill {self.bootstrap_addr} did not complete it within "
-            f"{manager.waiting_timeout} s ({_DEADLINE})",
-        )
-        return True
-
     @override
     def init(self, prefill_dp_rank: int) -> None:
         servers = self._servers
@@ -245,17 +233,6 @@ class DeltaReceiver(CommonKVReceiver):
             progress, writers, collect, partial(manager.transfer_statuses.pop, room, None)
         )
 
-    def forget(self) -> None:
-        """Leave no entry of the room in the manager's tables but what is followed on."""
-        room, manager = self.bootstrap_room, self.kv_mgr
-        manager.statuses.forget(room)
-        manager.required_prefill_response_num_table.pop(room, None)
-        if not self._is_followed:
-            manager.transfer_statuses.pop(room, None)
-        rooms = manager.addr_to_rooms_tracker.get(self.bootstrap_addr)
-        if rooms is not None:
-            rooms.discard(room)
-
 
 class RoomReceiver(CommonKVReceiver):
     """Of a backend that moves deltas: leaves nothing of its room behind, says why it failed."""
@@ -276,7 +253,12 @@ class RoomReceiver(CommonKVReceiver):
         if status not in ended and self.init_time is not None:  # announced
             manager.collect_arrivals(room)
             status = manager.request_status.get(room, KVPoll.Failed)
-            if status not in ended and self.fail_if_overdue():
+            if status not in ended and time.time() - self.init_time >= manager.waiting_timeout:
+                self._fail(
+                    Reason.TIMEOUT,
+                    f"room {room}: prefill {self.bootstrap_addr} did not complete it within "
+                    f"{manager.waiting_timeout} s ({_DEADLINE})",
+                )
                 return self.conclude_state
         if status in ended:
             self.conclude_state = status
@@ -300,7 +282,14 @@ class RoomReceiver(CommonKVReceiver):
 
     @override
     def clear(self) -> None:
-        self.forget()
+        room, manager = self.bootstrap_room, self.kv_mgr
+        manager.statuses.forget(room)
+        manager.required_prefill_response_num_table.pop(room, None)
+        if not self._is_followed:
+            manager.transfer_statuses.pop(room, None)
+        rooms = manager.addr_to_rooms_tracker.get(self.bootstrap_addr)
+        if rooms is not None:
+            rooms.discard(room)
 
 
 # ---- handshakes ----

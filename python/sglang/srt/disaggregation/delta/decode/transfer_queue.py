@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
+from sglang.srt.disaggregation.delta import observability
 from sglang.srt.disaggregation.delta.decode.record import (
     bootstrap_addr,
     is_fake,
@@ -27,7 +28,7 @@ from sglang.srt.disaggregation.delta.decode.record import (
     remains,
 )
 from sglang.srt.disaggregation.delta.decode.speculation import own_draft_state
-from sglang.srt.disaggregation.delta.observability import STATS, Admitted, event_log, now
+from sglang.srt.disaggregation.delta.observability import STATS, Admitted, now
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
@@ -153,18 +154,17 @@ def announce(
         STATS.count("decode_prefix_prompt_tokens", prompt)
         STATS.count("decode_prefix_hit_tokens", prefix)
         STATS.count("kv_transfer_requested_bytes", len(pages) * sum(ours.kv_item_lens))
-        log = event_log("decode")
-        if log is not None:
-            log.write(
-                Admitted(
-                    at=at,
-                    room=req.bootstrap_room,
-                    rid=req.rid,
-                    prompt_tokens=prompt,
-                    prefix_tokens=prefix,
-                    pages=pages.tolist(),
-                )
-            )
+        observability.record(
+            "decode",
+            lambda: Admitted(
+                at=at,
+                room=req.bootstrap_room,
+                rid=req.rid,
+                prompt_tokens=prompt,
+                prefix_tokens=prefix,
+                pages=pages.tolist(),
+            ),
+        )
 
     writes.after(pages, notify)
 
