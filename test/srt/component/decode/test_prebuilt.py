@@ -39,8 +39,8 @@ def test_a_stale_marker_is_not_ones_own(cleared: bool, monkeypatch: pytest.Monke
     would get the first token of its first try. A late write is forgotten when the slot is taken;
     a marker when the slot is freed."""
     if not cleared:
-        module = "sglang.srt.disaggregation.delta.decode.transfer_queue"
-        monkeypatch.setattr(f"{module}.take_slot", lambda allocator, buffers: allocator.alloc())
+        module = "sglang.srt.disaggregation.delta.decode.prealloc_queue"
+        monkeypatch.setattr(f"{module}.EMPTY", 1000)
     decoder = Decoder(16, 1024)
     decoder.metadata.bootstrap_room[:, 0] = 1000
     (req,) = admit(decoder, PROMPT, new=4)

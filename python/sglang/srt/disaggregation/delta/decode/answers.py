@@ -222,8 +222,10 @@ def missing(
 ) -> Callable[[Req], str]:
     """Says what a request waits for, as text. ``in_line``: all that wait, in order; ``cost_of``:
     the tokens that one takes beyond a prefix; ``pool``: where the pool's tokens are."""
-    head = next((other for other in in_line if record_of(other).wait.is_blocked), None)
-    ahead = record_of(head).wait.refusal if head is not None else None
+    waits = ((other, record_of(other).wait.refusal) for other in in_line)
+    # Nobody passes one for which memory was short, and everybody one that waits for a prefix.
+    blocked = ((other, refusal) for other, refusal in waits if refusal and refusal.prefix is None)
+    head, ahead = next(blocked, (None, None))
 
     def lacks(req: Req) -> str:
         own, cost = record_of(req).wait.refusal, cost_of(req, 0)

@@ -31,7 +31,7 @@ from sglang.srt.disaggregation.delta.decode.record import (
     restore_private,
 )
 from sglang.srt.disaggregation.delta.decode.speculation import step_tokens
-from sglang.srt.disaggregation.delta.decode.transfer_queue import StepWrites, announce, take_slot
+from sglang.srt.disaggregation.delta.decode.transfer_queue import EMPTY, StepWrites, announce
 from sglang.srt.disaggregation.delta.observability import RateLimitedLog
 from sglang.srt.disaggregation.delta.rank_agreement import AdmissionVote, Offer, agree_on, alone
 
@@ -350,9 +350,9 @@ class RadixPreallocQueue(DecodePreallocQueue):
             self.local_turns.take(entry, admit.turn)
         else:
             record.enter(Stage.TRANSFER)
-            entry.metadata_buffer_index = take_slot(
-                self.req_to_metadata_buffer_idx_allocator, self.metadata_buffers
-            )
+            entry.metadata_buffer_index = self.req_to_metadata_buffer_idx_allocator.alloc()
+            # A transfer that was given up may have written into the slot since it was freed.
+            self.metadata_buffers.bootstrap_room[entry.metadata_buffer_index, 0] = EMPTY
             # Page ids on the device first: one in ``page`` indices crosses to the host.
             pages = (slots[::page] // page).to(torch.int32).cpu().numpy()
             announce(entry, pages, self.kv_manager, self.step_writes)

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any  # Any: SGLang's own attributes, sockets and JSON
+from typing import TYPE_CHECKING, Any, NamedTuple  # Any: SGLang's own attributes, sockets and JSON
 
 import numpy as np
 import numpy.typing as npt
@@ -78,8 +78,7 @@ class DeltaReceiver(CommonKVReceiver):
         if self._servers is not None:
             self._servers.fail(self.bootstrap_room, kind, text)
         else:
-            self.kv_mgr.record_failure(self.bootstrap_room, text)
-            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+            self.kv_mgr.statuses.fail_known(self.bootstrap_room, text)
         self.conclude_state = KVPoll.Failed
 
     @override
@@ -295,17 +294,16 @@ class RoomReceiver(CommonKVReceiver):
 # ---- handshakes ----
 
 
-class _Reached:
+class _Reached(NamedTuple):
     """Polls a receiver, and in the lowest bit, whether its prefill server was reached so far or the
     request was attempted here already. Of several ranks' the smallest counts."""
 
-    def __init__(self, entry: DecodeRequest) -> None:
-        self._entry = entry
+    entry: DecodeRequest
 
     def poll(self) -> int:
-        record = record_of(self._entry.req)
+        record = record_of(self.entry.req)
         is_reached = record.tried_here or not record.unreachable
-        return 2 * int(self._entry.kv_receiver.poll()) + is_reached
+        return 2 * int(self.entry.kv_receiver.poll()) + is_reached
 
 
 class Handshakes:
@@ -412,15 +410,13 @@ class Handshakes:
             for entry in entries:
                 record_of(entry.req).unreachable |= failed > 0
             return entries
-        ranks = {id(entry): self._dp_rank_of(entry.req) for entry in entries}
-        rooms = [entry.req.bootstrap_room for entry in entries if ranks[id(entry)] is None]
-        found = connections.dp_ranks(address, rooms) if rooms else {}
+        ranks = {entry.req.bootstrap_room: self._dp_rank_of(entry.req) for entry in entries}
+        unknown = [room for room, rank in ranks.items() if rank is None]
+        if unknown:
+            ranks |= connections.dp_ranks(address, unknown)
         waiting = []
         for entry in entries:
-            rank = ranks[id(entry)]
-            if rank is None:
-                rank = found.get(entry.req.bootstrap_room)
-            record = record_of(entry.req)
+            record, rank = record_of(entry.req), ranks[entry.req.bootstrap_room]
             if rank is None:
                 record.handshake_lacks = "which of its data-parallel ranks serves the request"
             elif not entry.kv_receiver.is_ready(rank):

@@ -146,12 +146,6 @@ class Wait:
     #: The log said that it waits.
     logged: bool = False
 
-    @property
-    def is_blocked(self) -> bool:
-        """Whether memory was short for it when it was last attempted: nobody behind it is
-        admitted."""
-        return self.refusal is not None and self.refusal.prefix is None
-
 
 @dataclass(slots=True)
 class Record:

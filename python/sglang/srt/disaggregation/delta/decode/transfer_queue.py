@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any  # Any: SGLang's manager, batches and results
+from typing import TYPE_CHECKING, Any, NamedTuple  # Any: SGLang's manager, batches and results
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
-    from sglang.srt.disaggregation.utils import MetadataBuffers, ReqToMetadataIdxAllocator
+    from sglang.srt.disaggregation.utils import MetadataBuffers
     from sglang.srt.managers.schedule_batch import Req
 else:
     DecodeTransferQueue = object
@@ -43,16 +43,6 @@ logger = logging.getLogger(__name__)
 #: What a metadata slot says where no room's metadata are in it.
 EMPTY = 0
 _NO_PAGES: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-
-
-def take_slot(allocator: ReqToMetadataIdxAllocator, buffers: MetadataBuffers) -> int:
-    """A free slot that says of no room that its metadata are there; the caller knows one is free.
-
-    It is cleared here too: a transfer that was given up may have written since it was freed.
-    """
-    index: int = allocator.alloc()
-    buffers.bootstrap_room[index, 0] = EMPTY
-    return index
 
 
 # ---- announcements ----
@@ -262,11 +252,11 @@ class DeferredFree:
 # ---- transfers ----
 
 
-class Arrival:
+class Arrival(NamedTuple):
     """One transfer as the ranks poll it: complete when its KV *and* its metadata are here."""
 
-    def __init__(self, entry: DecodeRequest, buffers: MetadataBuffers) -> None:
-        self._entry, self._buffers = entry, buffers
+    entry: DecodeRequest
+    buffers: MetadataBuffers
 
     def poll(self) -> int:
         """The receiver's state; Success only with this room's metadata.
@@ -277,12 +267,12 @@ class Arrival:
         from sglang.srt.disaggregation.base.conn import KVPoll
         from sglang.srt.environ import envs
 
-        req, slot = self._entry.req, self._entry.metadata_buffer_index
-        state = int(self._entry.kv_receiver.poll())
+        req, slot = self.entry.req, self.entry.metadata_buffer_index
+        state = int(self.entry.kv_receiver.poll())
         if state != KVPoll.Success or is_fake(req):
             return state
         expected, record = req.bootstrap_room or EMPTY, record_of(req)
-        found = int(self._buffers.bootstrap_room[slot, 0].item())
+        found = int(self.buffers.bootstrap_room[slot, 0].item())
         if expected == EMPTY:
             record.failure = "room 0 cannot be distinguished from an empty metadata slot"
         elif found == EMPTY:
