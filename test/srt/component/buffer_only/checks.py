@@ -95,10 +95,7 @@ def _check_stage(cache: Cache) -> None:
     calls = prefetches.calls
     pieces = {piece for prefetch in prefetches.line for piece in prefetch.pieces}
     assert all(piece.staged or piece in calls.fetches for piece in pieces)
-    reserved = [query.first for query in prefetches.calls.queries if query.first is not None]
-    assert set(calls.reserved) == set(reserved) and len(calls.reserved) == len(reserved)
     staging = [piece.staging for piece in pieces.union(calls.fetches)] + cache.hogs
-    staging += [first.staging for first in reserved]
     staging += [one for load_back in loading_back(cache) for one in load_back.staging]
     staging += [backup.staging for backup in backups.running]
     assert len(staging) == len(set(staging)) and set(staging) == stage.allocated

@@ -40,10 +40,7 @@ def reach(cache: Cache, state: State, rid: str = "r") -> None:
         if cache.state(rid) is state:
             cache.unhog()
             return
-        if cache.state(rid) is State.QUERYING:
-            cache.threads["query"].run()  # what follows a query at once has not come yet
-            cache.calm()
-        cache.step(work=cache.state(rid) is State.FETCHING)
+        cache.step(work=cache.state(rid) in (State.QUERYING, State.FETCHING))
     raise AssertionError(f"{state} is never reached: {cache.describe()}")
 
 

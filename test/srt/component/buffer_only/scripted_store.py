@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -220,9 +220,6 @@ class ManualThreads:
     def __init__(self, name: str, threads: int = 1) -> None:
         self.name = name
         self.jobs: deque[Job] = deque()
-        #: Whether they do their jobs as soon as somebody waits for some, and how long that may be.
-        self.prompt = False
-        self.waits: list[float] = []
 
     def submit(self, work) -> Job:
         job = Job(work)
@@ -235,12 +232,6 @@ class ManualThreads:
         for _ in range(count):
             self.jobs.popleft().run()
         return count
-
-    def wait(self, jobs: Iterable[Job], seconds: float) -> bool:
-        self.waits.append(seconds)
-        if self.prompt:
-            self.run()
-        return all(job.ended.is_set() for job in jobs)
 
     def close(self, until: float) -> bool:
         return True

@@ -12,7 +12,6 @@ from component.buffer_only.checks import check, nodes
 from component.buffer_only.ranks import Ranks
 from component.buffer_only.scenes import steps, stored
 from component.buffer_only.scripted_store import ManualThreads
-from component.buffer_only.test_prefetch import ALONE
 from sglang.srt.mem_cache.buffer_only import pipelines, store_client
 from sglang.srt.mem_cache.buffer_only.nodes import STUCK
 from sglang.srt.mem_cache.buffer_only.prefetch import State
@@ -22,7 +21,6 @@ PROMPT, OTHER = prompt(1, 5), prompt(2, 4)
 
 
 @pytest.mark.hazard("staging-pages")
-@ALONE
 @pytest.mark.parametrize(
     ("method", "batch_pages", "call", "good"),
     [
@@ -33,11 +31,11 @@ PROMPT, OTHER = prompt(1, 5), prompt(2, 4)
         ("batch_set_v1", 2, 2, 2),
     ],
 )
-def test_a_call_that_hangs(method: str, batch_pages: int, call: int, good: int, alone: bool):
+def test_a_call_that_hangs(method: str, batch_pages: int, call: int, good: int):
     """The request computes, or the node is not taken for stored, beyond what came before. The
     pages of the rest are kept until the call returns, also by a flush, for which the server counts
     as idle; what it then writes lands in nobody's pages."""
-    cache = stored(PROMPT, alone=alone, batch_pages=batch_pages)
+    cache = stored(PROMPT, batch_pages=batch_pages)
     cache.store.hang(method, call)
     if method == "batch_set_v1":
         cache.compute(OTHER)

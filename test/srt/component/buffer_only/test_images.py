@@ -18,8 +18,8 @@ OTHER = ONE + (7 << 30)
 TEXT = prompt(1, 2)
 CACHES = pytest.mark.parametrize(
     "changes",
-    [{}, {"alone": True}, {"settings": {"pass_prefix_keys": True}}],
-    ids=["a rank of several", "the only rank", "prefix keys"],
+    [{}, {"settings": {"pass_prefix_keys": True}}],
+    ids=["without prefix keys", "prefix keys"],
 )
 
 

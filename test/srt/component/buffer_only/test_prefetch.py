@@ -17,9 +17,8 @@ from sglang.srt.mem_cache.buffer_only.stage import Direction
 
 PROMPT = prompt(1, 9)
 STATES = list(State)[:5]
-#: Staging pages in each of them; one that is alone takes six for the first fetch of a query.
+#: Staging pages in each of them.
 HELD = dict(zip(STATES, (0, 0, 0, 8, 8), strict=True))
-ALONE = pytest.mark.parametrize("alone", [False, True], ids=["a rank of several", "the only rank"])
 
 
 def pages_fetched(cache: Cache) -> list[str]:
@@ -97,7 +96,6 @@ def happen(cache: Cache, what: str) -> None:
 @pytest.mark.hazard(
     "prefix-under-prefetch", "staging-pages", "flush-or-detach-under-way", "stale-beliefs"
 )
-@ALONE
 @pytest.mark.parametrize("answered", [False, True], ids=["before the answer", "after the answer"])
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize(
@@ -112,16 +110,14 @@ def happen(cache: Cache, what: str) -> None:
         ("another computes half of it", 8),
     ],
 )
-def test_what_may_happen_in_each_state(
-    state: State, what: str, hit: int | None, answered: bool, alone: bool
-):
+def test_what_may_happen_in_each_state(state: State, what: str, hit: int | None, answered: bool):
     """Staging pages go when the store has let go of them, nothing of the device is held, an answer
     that comes too late changes nothing, and a new tree has nothing of the old one."""
-    cache = stored(PROMPT, tokens=80 * PAGE, alone=alone)
+    cache = stored(PROMPT, tokens=80 * PAGE)
     cache.want("r", PROMPT)
     cache.want("other", prompt(8, 4))
     reach(cache, state)
-    assert alone or cache.stage.used() == HELD[state] and cache.tree.protected_size() == 0
+    assert cache.stage.used() == HELD[state] and cache.tree.protected_size() == 0
     if answered:
         cache.work()
     happen(cache, what)
@@ -138,13 +134,12 @@ def test_what_may_happen_in_each_state(
 
 
 @pytest.mark.hazard("prefix-under-prefetch")
-@ALONE
 @pytest.mark.parametrize("state", STATES[1:])
 @pytest.mark.parametrize(("how", "evicted"), [("split", 0), ("half evicted", 2), ("evicted", 4)])
-def test_what_the_tree_held_may_go_or_be_split(state: State, how: str, evicted: int, alone: bool):
+def test_what_the_tree_held_may_go_or_be_split(state: State, how: str, evicted: int):
     """Nothing keeps it, so that nobody's hit is in the way of those who run. It comes from the
     store then, like the rest, and what is in the stage already is not fetched again."""
-    cache = stored(PROMPT, alone=alone)
+    cache = stored(PROMPT)
     cache.compute(PROMPT[: 2 * PAGE])
     cache.compute(PROMPT[: 4 * PAGE])
     cache.settle()
@@ -257,13 +252,12 @@ def test_a_store_that_fails_costs_a_hit(method: str):
 
 
 @pytest.mark.hazard("stale-beliefs", "holes-in-answers")
-@ALONE
 @pytest.mark.parametrize("lost", range(8))
 @pytest.mark.parametrize("how", ["drop", "shorten", "hole"])
-def test_only_leading_pages_count(lost: int, how: str, alone: bool):
+def test_only_leading_pages_count(lost: int, how: str):
     """Page number ``lost`` is gone since the query, or short, or reported missing with others
     behind it."""
-    cache = stored(PROMPT, pages=32, tokens=80 * PAGE, alone=alone)
+    cache = stored(PROMPT, pages=32, tokens=80 * PAGE)
     cache.want("r", PROMPT)
     reach(cache, State.QUERYING)
     cache.threads["query"].run()

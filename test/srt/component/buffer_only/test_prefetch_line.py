@@ -11,7 +11,7 @@ import pytest
 from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import nodes
 from component.buffer_only.scenes import admit_in_line, steps, stored
-from component.buffer_only.test_prefetch import ALONE, pages_fetched
+from component.buffer_only.test_prefetch import pages_fetched
 from sglang.srt.disaggregation.delta import observability
 from sglang.srt.mem_cache.buffer_only.calls import QUERY_THREADS
 from sglang.srt.mem_cache.buffer_only.prefetch import State
@@ -76,12 +76,11 @@ def test_first_in_line_is_fetched_first(late: bool):
     assert admit_in_line(cache, order) == 4 * 4 * PAGE
 
 
-@ALONE
-def test_a_burst_with_one_prefix_reads_it_once(alone: bool):
+def test_a_burst_with_one_prefix_reads_it_once():
     """Each on its own, sixteen requests would read the prefix sixteen times, through a stage that
     is too small for one."""
     base = prompt(1, 9)
-    cache = stored(base, pages=8, tokens=80 * PAGE, alone=alone)
+    cache = stored(base, pages=8, tokens=80 * PAGE)
     admit_in_line(cache, in_line(cache, [prompt(50 + n, 1, base=base) for n in range(16)]))
     fetched = pages_fetched(cache)
     assert len(fetched) == len(set(fetched)) == 9
@@ -130,13 +129,12 @@ def test_who_waits_for_the_stage_uses_what_the_tree_has_of_it():
 # ---- what is asked again ----
 
 
-@ALONE
 @pytest.mark.parametrize("found", [0, 3], ids=["a miss", "a part"])
-def test_what_the_store_has_not_is_asked_again(found: int, alone: bool):
+def test_what_the_store_has_not_is_asked_again(found: int):
     """Another server may still be writing it: the turn before, or what a whole burst wants. Nobody
     waits for the answer, what is there is not fetched again, and after a few times it is enough."""
     tokens = prompt(1, 9)
-    cache = stored(tokens, alone=alone)
+    cache = stored(tokens)
     content = dict(cache.store.content)
     cache.store.drop(*list(content)[found:])
     cache.want("r", tokens)
@@ -167,11 +165,10 @@ def test_what_the_store_has_not_is_asked_again(found: int, alone: bool):
     assert len(cache.store.asked("batch_exists")) == asked
 
 
-@ALONE
-def test_what_is_asked_again_keeps_nobody_waiting(alone: bool):
+def test_what_is_asked_again_keeps_nobody_waiting():
     """Guards against a line of misses that is asked for again all at once, though nobody waits for
     that: with a slow store a request that arrives then would wait for all of their answers."""
-    cache = Cache(alone=alone)
+    cache = Cache()
     in_line(cache, [prompt(number, 5) for number in range(9)])
     steps(cache, 12)
     cache.now += 0.6
@@ -235,14 +232,13 @@ def loop(cache: Cache, line: dict[str, list[int]], skipped: list[str]) -> str | 
 
 
 @pytest.mark.hazard("back-pressure-deadlock")
-@ALONE
 @pytest.mark.parametrize(("skipped", "pages"), [(SKIPPED, 12), (SKIPPED[:1], 20)])
-def test_who_is_passed_over_keeps_nobody_waiting(skipped: list[str], pages: int, alone: bool):
+def test_who_is_passed_over_keeps_nobody_waiting(skipped: list[str], pages: int):
     """Each of those behind would wait for as long as it may, and then compute: twenty whose pages
     fill the stage, or one whose hit is larger than the stage and which was asked for once."""
     rids = [*skipped, "r1", "r2"]
     prompts = {rid: prompt(number, pages) for number, rid in enumerate(rids)}
-    cache = stored(*prompts.values(), alone=alone, tokens=400 * PAGE)
+    cache = stored(*prompts.values(), tokens=400 * PAGE)
     line = {rid: prompts[rid] for rid in skipped}
     for rid, tokens in line.items():
         cache.want(rid, tokens)

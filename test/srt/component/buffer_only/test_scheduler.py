@@ -12,13 +12,11 @@ import pytest
 
 from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import nodes
-from component.buffer_only.scenes import steps, stored
+from component.buffer_only.scenes import reach, steps, stored
 from component.buffer_only.servers import PLACES, Server, request
-from component.buffer_only.test_choices import prompt_store
 from component.buffer_only.test_prefetch import pages_fetched
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 from sglang.srt.mem_cache.buffer_only.scheduler import NAP_S
-from sglang.srt.mem_cache.buffer_only.worth import MOST_S
 
 PROMPT = prompt(1, 9)
 UPDATES = [f"update_weights_from_{where}" for where in ("disk", "distributed", "tensor", "ipc")]
@@ -263,15 +261,15 @@ def chunked(left: int, **changes: Any) -> dict[str, Any]:
     ],
 )
 def test_prefetches_know_whether_somebody_can_be_admitted(changes: dict[str, Any], full: bool):
-    """A step that gives the store time for a request that does not get in takes longer for
-    nothing. Behind one in chunks SGLang looks at one request all the same, and would load the hit
-    of that long before it can run: less than a page of this step is left to it."""
-    cache = prompt_store()
+    """Behind one in chunks SGLang looks at one request all the same, and would load the hit of that
+    long before it can run: less than a page of this step is left to it."""
+    cache = stored(PROMPT)
     server = Server(cache, **changes)
     cache.want("r", PROMPT)
+    reach(cache, State.STAGED)
     server.waiting_queue = [request("r")]
     server.get_new_batch_prefill()
-    assert cache.threads["query"].waits == ([] if full else [MOST_S])
+    assert cache.buffer.prefetches.loadable("r", 0, len(PROMPT)) == (0 if full else 8 * PAGE)
 
 
 # ---- batches ----
@@ -306,23 +304,16 @@ def test_the_speed_of_prefill_is_measured(monkeypatch: pytest.MonkeyPatch):
     assert server.calls["result"] == 3
 
 
-@pytest.mark.parametrize("paired", [False, True])
-def test_what_a_server_begins_with(paired: bool):
-    """A prefill server of a pair does not wait for the store: its requests wait for their decode
-    server meanwhile. Copies wait for the forward stream, which is made after the cache. And a full
-    collection that looked through what the start left would stop the server for most of a second
-    at some early request."""
-    cache, left = prompt_store(), [1]
+def test_what_a_server_begins_with():
+    """Copies wait for the forward stream, which is made after the cache. And a full collection that
+    looked through what the start left would stop the server for most of a second at some early
+    request."""
+    cache, left = Cache(), [1]
     server = Server(cache, forward_stream="made later")
-    if paired:
-        server.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[])
     assert any(each is left for each in gc.get_objects())
     server.run_event_loop()
     assert not any(each is left for each in gc.get_objects())
     assert server.calls["ran"] == 1 and cache.tree.forward_stream == "made later"
-    cache.want("r", PROMPT)
-    cache.step(work=False)
-    assert cache.threads["query"].waits == ([] if paired else [MOST_S])
 
 
 @pytest.mark.hazard("copy-not-ordered")

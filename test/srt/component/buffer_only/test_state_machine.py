@@ -39,7 +39,6 @@ class Life:
             pages=rng.randint(2, 20),
             tokens=rng.randint(14, 40) * PAGE,
             batch_pages=rng.choice((2, 100)),
-            alone=ranks == 1 and rng.random() < 0.5,
         )
         self.requests: dict[str, tuple[list[int], str | None]] = {}
         #: Events that really happened.

@@ -247,7 +247,7 @@ def test_the_store_cannot_be_changed_while_the_server_runs(in_a_call: bool):
 
 def test_with_threads():
     """The threads that servers have; only the order of things is open."""
-    cache, tokens = Cache(threads=Threads, alone=True), prompt(1, 6)
+    cache, tokens = Cache(threads=Threads), prompt(1, 6)
     cache.compute(tokens)
     stepping_until(cache, lambda: not cache.buffer.busy and not cache.stage.used())
     cache.flush()

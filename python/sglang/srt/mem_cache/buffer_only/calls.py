@@ -1,28 +1,20 @@
 """What is asked of the store for the prefetches of one rank: questions, and pages on their way into
 the staging buffer or there for a request.
-
-The first fetch of a hit follows its query at once where one rank decides. The ranks of a server
-agree on what the store has before they fetch it, in a step of the scheduler, and a step may take as
-long as a batch. A server of one rank need not wait: the scheduler reserves staging pages with the
-query, and what the query finds is fetched into them, without coming back. What the scheduler makes
-of it, in its next step, is a piece like any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.rank_agreement import FETCH_SLOTS, PENDING
-from sglang.srt.mem_cache.buffer_only.nodes import hashes_of
 from sglang.srt.mem_cache.buffer_only.prefetch import Piece, Prefetch, Query
 from sglang.srt.mem_cache.buffer_only.settings import minimal_transfer
 from sglang.srt.mem_cache.buffer_only.stage import Direction, slots_of
-from sglang.srt.mem_cache.buffer_only.worth import SIDE_BY_SIDE, Choice, Mean
+from sglang.srt.mem_cache.buffer_only.worth import SIDE_BY_SIDE, Mean
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.context import Context
-    from sglang.srt.mem_cache.buffer_only.jobs import Job
 
 #: Threads that ask the store; those that fetch are ``SIDE_BY_SIDE``.
 QUERY_THREADS = 2
@@ -37,7 +29,7 @@ class Calls:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self.askers = context.threads("query", QUERY_THREADS)
+        self._askers = context.threads("query", QUERY_THREADS)
         self._fetchers = context.threads("fetch", SIDE_BY_SIDE)
         #: Without an answer of all ranks, oldest first: what the ranks vote on.
         self.queries: list[Query] = []
@@ -68,11 +60,6 @@ class Calls:
         return sum(not piece.overdue for piece in self.fetches)
 
     @property
-    def reserved(self) -> list[Piece]:
-        """What queries that are under way may have filled."""
-        return [query.first for query in self.queries if query.first is not None]
-
-    @property
     def capacity(self) -> int:
         """Pages that could be fetched now."""
         return self._context.stage.capacity(Direction.PREFETCH)
@@ -85,11 +72,7 @@ class Calls:
     @property
     def can_fetch(self) -> bool:
         """Whether another piece may be started; each may leave one behind."""
-        reserved = len(self.reserved)
-        return (
-            self.running + reserved < MAX_FETCHES
-            and len(self.fetches) + reserved < FETCH_SLOTS - MAX_FETCHES
-        )
+        return self.running < MAX_FETCHES and len(self.fetches) < FETCH_SLOTS - MAX_FETCHES
 
     def votes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What this rank knows of each query, and of each fetch."""
@@ -106,7 +89,6 @@ class Calls:
         last_hash: str | None,
         prefix_keys: list[str] | None,
         tail: bool,
-        choose: Callable[[int], Choice] | None,
     ) -> None:
         """Ask for what comes behind the first ``begin`` pages of a prompt.
 
@@ -114,13 +96,8 @@ class Calls:
             last_hash: page hash of the last of these; None at the start.
             prefix_keys: keys of all of them, where the backend wants them.
             tail: whether these are a hit already.
-            choose: whether a hit of so many pages is fetched at once, by what is known now; None
-                where it is not.
         """
         context, key = self._context, prefetch.key
-        first, first_key = None, ""
-        if choose is not None:
-            first_key, first = self._reserve(prefetch, begin, last_hash)
         look = context.store.search(
             key.token_ids[begin * context.page_size :],
             last_hash,
@@ -130,48 +107,15 @@ class Calls:
             self._least_hit,
         )
 
-        def work(job: Job) -> int:
-            pages = look(job)
-            if first is None or choose is None or job.cancelled or pages < self._least_hit:
-                return pages
-            choice = choose(pages)
-            if choice not in (Choice.SLOWER, Choice.TRIAL):  # the scheduler counts those
-                first.choice, first.keys = choice, job.found[1][: len(first.staging.pages)]
-                first.job = self._read(first, prefix_keys)
-            return pages
-
         context.checksum.note("query", prefetch.rid, begin)
-        job = self.askers.submit(work)
-        prefetch.query = Query(prefetch, job, begin, prefix_keys, tail, first, first_key)
+        prefetch.query = Query(prefetch, self._askers.submit(look), begin, prefix_keys, tail)
         self.queries.append(prefetch.query)
-
-    def _reserve(
-        self, prefetch: Prefetch, begin: int, last_hash: str | None
-    ) -> tuple[str, Piece | None]:
-        """Staging pages for what the store may have behind the first ``begin`` pages of a prompt,
-        and the key of the first; none where they could be missed elsewhere, or somebody brings that
-        one already."""
-        context, page, key = self._context, self._context.page_size, prefetch.key
-        ceiling, reserved = context.stage.shares[Direction.PREFETCH].ceiling, self.reserved
-        spare = ceiling // 2 - sum(len(one.staging.pages) for one in reserved)
-        wanted = min(len(key) // page - begin, self.piece_pages)
-        pages = min(wanted, spare, self.capacity // 2)
-        if pages < min(wanted, self.least_pages) or not self.can_fetch:
-            return "", None
-        if len(reserved) == SIDE_BY_SIDE:
-            return "", None  # the other half of the slots is for what was found
-        hashes = hashes_of(key.token_ids[begin * page : (begin + 1) * page], last_hash, page)
-        (first_key,) = context.store.keys(hashes, key.extra_key, begin)
-        if first_key in self.brought or first_key in [query.first_key for query in self.queries]:
-            return "", None
-        staging = context.stage.allocate(Direction.PREFETCH, pages)
-        return first_key, Piece(None, begin, [], staging, None)
 
     def answered(
         self, outcomes: Sequence[int]
     ) -> list[tuple[Prefetch | None, Query, list[str], list[str]]]:
         """Take what the store has answered on all ranks: for whom, to what, and the hashes and keys
-        of the pages that all ranks found. What followed a query is a piece by then."""
+        of the pages that all ranks found."""
         found = []
         for query, pages in zip(list(self.queries), outcomes, strict=True):
             if pages == PENDING:
@@ -184,26 +128,9 @@ class Calls:
             self._context.counters["store_query_failures"] += job.fault is not None
             if owner is not None:
                 owner.query = None
-            if query.first is not None:
-                self._adopt(query.first, owner)
             hashes, keys = job.found
             found.append((owner, query, hashes[:pages], keys[:pages]))
         return found
-
-    def _adopt(self, first: Piece, prefetch: Prefetch | None) -> None:
-        """What was started is a piece of ``prefetch``, or nobody's; what was reserved and is not
-        used goes back."""
-        self.changes += 1
-        if first.job is None or not first.keys:
-            first.staging.release()
-            return
-        if len(first.keys) < len(first.staging.pages):
-            first.staging.split(len(first.keys)).release()
-        if prefetch is None:
-            self.fetches.append(first)
-            first.job.cancelled = True
-        else:
-            self._bring(prefetch, first)
 
     def forget_query(self, prefetch: Prefetch) -> None:
         """Nobody wants the answer any more."""
@@ -216,27 +143,20 @@ class Calls:
 
     def fetch(self, prefetch: Prefetch, start: int, stop: int) -> None:
         """Fetch the pages ``start .. stop`` of a prompt, for which there is capacity."""
-        staging = self._context.stage.allocate(Direction.PREFETCH, stop - start)
+        context, store = self._context, self._context.store
+        staging = context.stage.allocate(Direction.PREFETCH, stop - start)
         keys = prefetch.keys[start - prefetch.begin : stop - prefetch.begin]
-        self._context.checksum.note("fetch", prefetch.rid, start, stop)
-        piece = Piece(prefetch, start, keys, staging, None)
-        piece.job = self._read(piece, prefetch.keys_before(start))
-        self._bring(prefetch, piece)
-
-    def _read(self, piece: Piece, prefix_keys: list[str] | None) -> Job:
-        """Have the store read the keys of ``piece`` into its staging pages; on any thread."""
-        store, keys = self._context.store, piece.keys
-        slots = slots_of(piece.staging.pages[: len(keys)], self._context.page_size)
-        return self._fetchers.submit(
+        prefix_keys = prefetch.keys_before(start)
+        slots = slots_of(staging.pages, context.page_size)
+        context.checksum.note("fetch", prefetch.rid, start, stop)
+        job = self._fetchers.submit(
             lambda job: store.call(job, store.client.read, keys, prefix_keys, slots)
         )
-
-    def _bring(self, prefetch: Prefetch, piece: Piece) -> None:
-        piece.owner = prefetch
+        piece = Piece(prefetch, start, keys, staging, job)
         prefetch.pieces.append(piece)
         prefetch.pieces.sort(key=lambda one: one.start)
         self.fetches.append(piece)
-        for key in piece.keys:
+        for key in keys:
             self.brought.setdefault(key, prefetch)
         self.changes += 1
 

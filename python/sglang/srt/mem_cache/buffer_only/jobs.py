@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any  # Any: what a call returns
@@ -34,7 +34,6 @@ class Job:
         self.pages = PENDING
         #: Nobody waits for it any more: it ends at its next call of the store.
         self.cancelled = False
-        self.ended = threading.Event()
 
     def outcome(self, overdue: bool) -> int:
         """What this rank votes: ``pages``; of an ``overdue`` one ``PENDING`` while a call may still
@@ -56,7 +55,6 @@ class Job:
         finally:
             self.seconds = time.monotonic() - began
             self.pages = pages  # last: the scheduler looks at everything else after it
-            self.ended.set()
 
 
 class Threads:
@@ -98,11 +96,6 @@ class Threads:
         job = Job(work)
         self.start(job.run)
         return job
-
-    def wait(self, jobs: Iterable[Job], seconds: float) -> bool:
-        """Whether all of ``jobs`` have ended, at most ``seconds`` later."""
-        end = time.monotonic() + seconds
-        return all(job.ended.wait(max(0.0, end - time.monotonic())) for job in jobs)
 
     def close(self, until: float = 0.0) -> bool:
         """End the threads after what they have to do; False if one runs on at ``until``, of

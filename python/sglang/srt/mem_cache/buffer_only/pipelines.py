@@ -109,11 +109,9 @@ class Pipelines:
         self.backups.launch()
         if agreed.store_up:
             self.touches.launch()
-        self.prefetches.look_twice()
 
     def ran(self, seconds: float, tokens: int) -> None:
         """A batch took so long; it has computed so many tokens of prompts."""
-        self.prefetches.patience.batch_seconds.add(seconds)
         if tokens > 0 and seconds > 0:
             self._token_seconds.add(seconds / tokens, tokens)
 

@@ -85,12 +85,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
 
 @dataclass(eq=False)
 class Piece:
-    """Pages ``start .. stop`` of a prompt, in the staging buffer or on their way there.
-
-    The first piece of a hit may be *reserved*: staging pages for what a query may find. Its
-    ``keys``, ``job`` and ``choice`` are then set on the query's thread, and read by the scheduler
-    when the query has ended.
-    """
+    """Pages ``start .. stop`` of a prompt, in the staging buffer or on their way there."""
 
     #: None when nobody wants it any more.
     owner: Prefetch | None
@@ -101,8 +96,6 @@ class Piece:
     job: Job | None
     #: Answered on all ranks; but an overdue call may still write into the staging pages.
     overdue: bool = False
-    #: Of a reserved one, why it is fetched.
-    choice: Choice | None = None
 
     @property
     def stop(self) -> int:
@@ -127,9 +120,6 @@ class Query:
     prefix_keys: list[str] | None
     #: Whether it is about what comes behind a hit.
     tail: bool = False
-    #: What is fetched of what it finds, without coming back, and the key of its first page.
-    first: Piece | None = None
-    first_key: str = ""
 
 
 @dataclass(eq=False)

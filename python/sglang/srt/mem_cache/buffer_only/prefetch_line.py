@@ -10,7 +10,7 @@ the tree, where it can be evicted like anything else, while the other half is fe
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.buffer_only.calls import MAX_FETCHES
 from sglang.srt.mem_cache.buffer_only.load_back import LoadBacks
 from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, State
 from sglang.srt.mem_cache.buffer_only.prefetch_states import PrefetchStates
-from sglang.srt.mem_cache.buffer_only.worth import Choice, Patience, Speeds
+from sglang.srt.mem_cache.buffer_only.worth import Choice, Speeds
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,6 @@ class PrefetchLine(PrefetchStates):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.load_backs = LoadBacks(context)
-        self.patience = Patience()
         #: Whether nobody is admitted in this step.
         self._full = False
         #: What was known when the line was last gone through to its end, or to where nobody behind
@@ -145,7 +144,9 @@ class PrefetchLine(PrefetchStates):
             tokens_per_s=agreed.tokens_per_s,
         )
         self._came(agreed.fetches)
-        self._take_answers(agreed.queries)
+        for answered, query, hashes, keys in self.calls.answered(agreed.queries):
+            if answered is not None:
+                self._answered(answered, query, hashes, keys)
         now_ms, limit_ms = self._context.now_ms, self._context.settings.timeout_ms
         for prefetch in self.line.due(now_ms):
             asked_ms, again_ms = prefetch.asked_ms, prefetch.again_ms
@@ -170,52 +171,12 @@ class PrefetchLine(PrefetchStates):
                 self._load_ahead()
         self.load_backs.launch(apart=True)
 
-    def look_twice(self) -> None:
-        """Take the answers for requests that have just arrived, if they come at once: one that the
-        store has nothing of is admitted in this step (``Patience``).
-
-        On a server of one rank. Not where the server is full, by its own count or since somebody in
-        line could have been admitted in an earlier step: nobody gets in for an answer. Not with
-        ``best_effort``: there nobody waits for an answer.
-        """
-        context = self._context
-        if not context.alone or context.settings.policy == "best_effort" or self._full:
-            return
-        asked = [
-            query
-            for query in self.calls.queries
-            if query.owner is not None
-            and query.owner.state is State.QUERYING
-            and query.owner.since_ms == context.now_ms
-        ]
-        if not asked:
-            return
-        for one in self.line:
-            if one.state in (State.STAGED, State.MISSED) and one.since_ms < context.now_ms:
-                return
-        seconds = self.patience.seconds()
-        if seconds:
-            answered = self.calls.askers.wait([query.job for query in asked], seconds)
-            self.patience.ended(answered)
-            self._take_answers(self.calls.votes()[0])
-            self._fetch_in_line()
-
     def cancel_all(self) -> None:
         """Nobody wants any of them: the tree is about to be emptied, or what the store was found to
         have would enter it as stored although it was cleared. What the store still fills is kept.
         """
         for prefetch in self.line:
             self._end(prefetch)
-
-    def _take_answers(self, outcomes: Sequence[int]) -> None:
-        """Act on what the store has answered to queries."""
-        answered = self.calls.answered(outcomes)
-        for prefetch, query, hashes, keys in answered:
-            if prefetch is not None:
-                self._answered(prefetch, query, hashes, keys)
-        if any(query.first is not None for _, query, _, _ in answered):
-            # One rank: what followed a query may have come by now.
-            self._came(self.calls.votes()[1])
 
     # ---- who is fetched for ----
 

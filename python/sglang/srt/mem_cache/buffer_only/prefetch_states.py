@@ -93,10 +93,7 @@ class PrefetchStates:
             if choices == {Choice.TRIAL}:
                 # The store may have nothing: those that come meanwhile, and then, are no trials.
                 prefetch.trial, chooser.slower_in_a_row = True, 0
-        at_once = None
-        if context.alone and all(piece.stop <= begin for piece in prefetch.pieces):
-            at_once = chooser.rule(calls.running, ahead)
-        calls.ask(prefetch, begin, last_hash, before, tail, at_once)
+        calls.ask(prefetch, begin, last_hash, before, tail)
         prefetch.happens(Event.ASK, context.now_ms)
 
     def _answered(
@@ -126,8 +123,6 @@ class PrefetchStates:
         prefetch.unready = prefetch.all_comes = None
         if not begun:
             prefetch.choice = None
-        if query.first is not None and query.first.choice is not None:
-            prefetch.choice = self._chooser.chosen(query.first.choice)
         prefetch.happens(Event.HIT, self._context.now_ms)
         self._longest = max(self._longest, len(prefetch.keys))
         self.calls.changes += 1

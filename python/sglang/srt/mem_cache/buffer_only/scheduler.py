@@ -73,9 +73,6 @@ class BufferOnlyScheduler(Scheduler):
         # Made after the cache: what is written to the store must have been computed on it.
         self.tree_cache.forward_stream = getattr(self, "forward_stream", None)
         self.tree_cache.room = self._admission_room
-        if self._bootstrap_queue is not None:
-            # There a request waits for its decode server, and not for the store alone.
-            self.tree_cache.buffer.prefetches.patience.most_s = 0.0
         # Python's first full collection would look through all that the start left, while every
         # request stands still: for the better part of a second on two cores.
         gc.collect()
@@ -115,7 +112,7 @@ class BufferOnlyScheduler(Scheduler):
     def get_new_batch_prefill(self) -> ScheduleBatch | None:
         prefetches = self.tree_cache.buffer.prefetches
         # On a prefill server they wait for their decode server first.
-        bootstrap = self._bootstrap_queue
+        bootstrap = getattr(self, "disagg_prefill_bootstrap_queue", None)
         reqs = [*self.waiting_queue, *(bootstrap.queue if bootstrap is not None else ())]
         prefetches.in_line([req.rid for req in reqs], self._is_full)
         batch = super().get_new_batch_prefill()
@@ -166,11 +163,6 @@ class BufferOnlyScheduler(Scheduler):
         if chunked is not None:
             room -= len(chunked.origin_input_ids) - len(chunked.prefix_indices)
         return int(room)
-
-    @property
-    def _bootstrap_queue(self) -> Any:
-        """Of a prefill server of a pair; None elsewhere."""
-        return getattr(self, "disagg_prefill_bootstrap_queue", None)
 
     @override
     def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: Any = None) -> Any:

@@ -1,5 +1,5 @@
-"""Load or recompute: does a request get on sooner with a hit of the store, or without it; and how
-long a step of the scheduler waits for the store to say so. Arithmetic alone.
+"""Load or recompute: does a request get on sooner with a hit of the store, or without it.
+Arithmetic alone.
 
 The speeds of the store and of the model are measured while the server runs; its ranks decide from
 the slowest rank's. A hit is fetched while its request waits in line, so that only what the fetch
@@ -175,41 +175,3 @@ class Chooser:
         self.slower_in_a_row = self.slower_in_a_row + 1 if slower else 0
         self._choices[choice] += 1
         return choice
-
-
-#: What a step gives the store at most: of a batch's mean time, and in seconds.
-PART, MOST_S = 0.1, 0.01
-#: Most steps in a row without a second look.
-LONGEST_PAUSE = 64
-
-
-class Patience:
-    """How long a step of the scheduler gives the store to answer for requests that have just
-    arrived.
-
-    A request is not admitted before the store has said what it has of its prompt. An answer takes a
-    millisecond or so, but the scheduler looks for it once in a step, and a step takes as long as
-    its batch: so long even a miss would wait. A server of one rank looks twice in a step, the
-    second time when the answers are there, or after a small part of a batch's time. A store that
-    has not answered by then is given no time in the next step that asks it, then in the next two,
-    four and so on, so that a slow one costs next to nothing.
-    """
-
-    def __init__(self) -> None:
-        #: Most seconds in a step.
-        self.most_s = MOST_S
-        #: Of the batches.
-        self.batch_seconds = Mean()
-        self._pause = self._left = 0
-
-    def seconds(self) -> float:
-        """For the answers to what was asked in this step; 0: none, as before the first batch."""
-        if self._left:
-            self._left -= 1
-            return 0.0
-        return min(self.most_s, PART * self.batch_seconds.value)
-
-    def ended(self, answered: bool) -> None:
-        """All answers came in that time, or not."""
-        self._pause = 0 if answered else min(LONGEST_PAUSE, 2 * self._pause or 1)
-        self._left = self._pause
