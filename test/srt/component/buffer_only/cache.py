@@ -84,7 +84,6 @@ class Cache:
         threads: Any = ManualThreads,
         settings: dict[str, Any] | None = None,
         batch_pages: int = BATCH_PAGES,
-        alone: bool = False,
         **changes: Any,
     ) -> None:
         self.store = ScriptedStore() if store is None else store
@@ -116,7 +115,6 @@ class Cache:
             "store": PageStore(self.client, PAGE, batch_pages),
             "make_thread": make_thread,
             "settings": limits,
-            "alone": alone,
         }
         fresh["copier"] = SlowCopier(self, context.copier)
         self.buffer = self.tree.buffer = Pipelines(Context(**fresh), reduce_min, lambda: self.now)

@@ -49,7 +49,7 @@ def check_idle(cache: Cache) -> None:
     assert cache.stage.used() == 0 and not cache.stage.allocated
     assert cache.tree.protected_size() == 0
     assert all(node.host_ref_counter == 0 for node in nodes(cache.tree))
-    assert not (len(prefetches.line) or prefetches._to_ask or prefetches._to_ask_again)
+    assert not (len(prefetches.line) or prefetches._to_ask)
     assert all(node.launched == node.stored for node in nodes(cache.tree))
 
 

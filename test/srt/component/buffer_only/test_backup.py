@@ -298,14 +298,14 @@ def test_a_store_that_takes_a_part_of_each_backup():
         cache.compute(prompt(number, 2))
         cache.step()
         cache.now += 0.015
-    # After 0, 1/16, 3/16 s and so on, and then once in a second.
-    assert 5 <= copies.call_count <= 8 and len(cache.store.content) == copies.call_count
+    # Once in a second.
+    assert 3 <= copies.call_count <= 4 and len(cache.store.content) == copies.call_count
     assert cache.buffer.backups.queue.dropped[REFUSED] == 0
     cache.store.takes = None
-    cache.now += 0.5
+    cache.now += 1.0
     before = copies.call_count
     cache.settle(1000)
-    assert copies.call_count - before > 50 and cache.now < 4, "it is not waited for any more"
+    assert copies.call_count - before > 50 and cache.now < 5, "it is not waited for any more"
 
 
 def test_no_copy_for_a_store_that_is_down():

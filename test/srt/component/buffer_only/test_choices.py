@@ -54,28 +54,6 @@ def test_one_in_sixteen_waits_for_a_slow_store(in_store: int):
     assert cache.buffer.context.choices[Choice.TRIAL] == (3 if in_store else 0)
 
 
-def test_a_fetch_goes_on_when_the_rest_is_found():
-    """The calls that are under way for a hit of twelve pages would count against the fourteen that
-    it has grown to, as if all were still to come and behind them: it would be given up for slow."""
-    tokens = prompt(1, 15)
-    cache = stored(tokens)
-    content = dict(cache.store.content)
-    cache.store.drop(*list(content)[12:])
-    measured(cache, 0.04)
-    cache.want("r", tokens)
-    for _ in range(6):
-        cache.threads["query"].run()
-        cache.calm()
-        steps(cache, 1, work=False)
-        if cache.state("r") is State.FETCHING and cache.store.content != content:
-            assert cache.stage.used() == 12
-            cache.store.content.update(content)
-            cache.now += 0.6
-    assert cache.state("r") is State.FETCHING and cache.stage.used() == 12
-    assert cache.run("r", tokens) == 14 * PAGE
-    assert cache.buffer.context.choices == {Choice.FASTER: 1}
-
-
 def test_a_slow_hit_comes_in_time_for_the_end_of_the_line():
     """Those before it compute for longer than its call takes."""
     prompts = {f"r{number}": prompt(number, 5) for number in range(4)}

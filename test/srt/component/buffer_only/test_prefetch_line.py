@@ -13,9 +13,7 @@ from component.buffer_only.checks import nodes
 from component.buffer_only.scenes import admit_in_line, steps, stored
 from component.buffer_only.test_prefetch import pages_fetched
 from sglang.srt.disaggregation.delta import observability
-from sglang.srt.mem_cache.buffer_only.calls import QUERY_THREADS
 from sglang.srt.mem_cache.buffer_only.prefetch import State
-from sglang.srt.mem_cache.buffer_only.prefetch_states import AGAIN_MS
 from sglang.srt.mem_cache.buffer_only.stage import Direction
 
 #: More in front than are looked at in a step.
@@ -124,63 +122,6 @@ def test_who_waits_for_the_stage_uses_what_the_tree_has_of_it():
     assert not cache.tree.check_prefetch_progress("r")
     cache.unhog()
     assert cache.run("r", tokens) == 9 * PAGE
-
-
-# ---- what is asked again ----
-
-
-@pytest.mark.parametrize("found", [0, 3], ids=["a miss", "a part"])
-def test_what_the_store_has_not_is_asked_again(found: int):
-    """Another server may still be writing it: the turn before, or what a whole burst wants. Nobody
-    waits for the answer, what is there is not fetched again, and after a few times it is enough."""
-    tokens = prompt(1, 9)
-    cache = stored(tokens)
-    content = dict(cache.store.content)
-    cache.store.drop(*list(content)[found:])
-    cache.want("r", tokens)
-    steps(cache, 4)
-    state = State.STAGED if found else State.MISSED
-    cache.store.calls.clear()
-    for seconds in (0.6, 2.1):
-        assert cache.state("r") is state
-        cache.now += seconds
-        steps(cache, 1, work=False)
-        assert cache.prefetch("r").query is not None
-        assert cache.tree.check_prefetch_progress("r"), "nobody waits for it"
-        if seconds == 2.1:
-            cache.store.content.update(content)
-        steps(cache, 1)
-    steps(cache, 3)
-    assert cache.state("r") is State.STAGED and len(pages_fetched(cache)) == 8 - found
-    assert cache.compute(tokens, rid="r") == 8 * PAGE
-    cache.settle()
-    cache.flush()
-    cache.store.calls.clear()
-    cache.store.drop(*list(content)[found:])
-    cache.want("never", tokens)
-    for _ in range(20):
-        cache.now += 10.0
-        steps(cache, 1)
-    asked = len(AGAIN_MS) + (2 if found else 1)  # a hit is asked for in two
-    assert len(cache.store.asked("batch_exists")) == asked
-
-
-def test_what_is_asked_again_keeps_nobody_waiting():
-    """Guards against a line of misses that is asked for again all at once, though nobody waits for
-    that: with a slow store a request that arrives then would wait for all of their answers."""
-    cache = Cache()
-    in_line(cache, [prompt(number, 5) for number in range(9)])
-    steps(cache, 12)
-    cache.now += 0.6
-    steps(cache, 1, work=False)
-    cache.want("new", prompt(99, 5))
-    steps(cache, 1, work=False)
-    cache.threads["query"].run(QUERY_THREADS)
-    steps(cache, 1, work=False)
-    assert cache.state("new") is State.MISSED
-    cache.store.calls.clear()
-    steps(cache, 9)
-    assert len(cache.store.calls) == 8, "and then the others, one at a time"
 
 
 # ---- what a step costs, and what is told ----
@@ -293,6 +234,8 @@ def test_who_waited_for_the_stage_waits_no_more(how: str):
         assert not cache.tree.check_prefetch_progress("r0")
         steps(cache, 1)
         cache.now += 10.1
+        steps(cache, 1)
+        assert cache.tree.check_prefetch_progress("r0")
     steps(cache, 1)
     assert cache.buffer.context.counters["prefetch_deferred_tokens"] == 16 * PAGE
     assert cache.tree.check_prefetch_progress("r0")

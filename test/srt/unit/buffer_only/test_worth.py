@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
-from sglang.srt.mem_cache.buffer_only.worth import (
-    TRIAL_EVERY,
-    Choice,
-    Hit,
-    Mean,
-    Speeds,
-    choose,
-    fetch_seconds,
-    full_rounds,
-)
+from sglang.srt.mem_cache.buffer_only.worth import TRIAL_EVERY, Choice, Chooser, Mean, Speeds
 
 #: A call of 10 ms for 8 MB; a query of 2 ms; 10,000 tokens a second.
 SPEEDS = Speeds(call_us=10_000, call_bytes=8_000_000, query_us=2_000, tokens_per_s=10_000)
 
 
+def chooser(page_size: int = 100, page_bytes: int = 8_000_000, **changes: int) -> Chooser:
+    """Of pages that are fetched in one call each."""
+    speeds = replace(SPEEDS, **changes)
+    return Chooser(page_size, page_bytes, 1, False, Counter(), speeds)
+
+
 @pytest.mark.parametrize(
-    ("hit", "seconds"),
+    ("pages", "page_bytes", "calls_ahead", "queries", "seconds"),
     [
-        (Hit(1000, calls=1, call_bytes=8_000_000), 0.01),
-        (Hit(1000, calls=1, call_bytes=100), 0.01),
-        (Hit(1000, calls=1, call_bytes=16_000_000), 0.02),
-        (Hit(1000, calls=4, call_bytes=8_000_000), 0.01),
-        (Hit(1000, calls=5, call_bytes=8_000_000), 0.02),
-        (Hit(1000, calls=1, call_bytes=8_000_000, calls_ahead=8), 0.03),
-        (Hit(1000, calls=1, call_bytes=8_000_000, queries=3), 0.016),
+        (1, 8_000_000, 0, 0, 0.01),
+        (1, 100, 0, 0, 0.01),
+        (1, 16_000_000, 0, 0, 0.02),
+        (4, 8_000_000, 0, 0, 0.01),
+        (5, 8_000_000, 0, 0, 0.02),
+        (1, 8_000_000, 8, 0, 0.03),
+        (1, 8_000_000, 0, 3, 0.016),
     ],
 )
-def test_how_long_a_fetch_takes(hit: Hit, seconds: float):
+def test_how_long_a_fetch_takes(
+    pages: int, page_bytes: int, calls_ahead: int, queries: int, seconds: float
+):
     """In rounds of four calls, each as long as its bytes, or as a call of the mean size."""
-    assert fetch_seconds(SPEEDS, hit, side_by_side=4) == pytest.approx(seconds)
+    found = chooser(page_bytes=page_bytes).fetch_seconds(pages, calls_ahead, queries)
+    assert found == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -46,48 +46,40 @@ def test_how_long_a_fetch_takes(hit: Hit, seconds: float):
 def test_who_is_first(tokens: int, tokens_ahead: int, choice: Choice):
     """A hit of 10 ms against the time to compute it; what is fetched while the request waits for
     others costs it nothing."""
-    hit = Hit(tokens, calls=1, call_bytes=8_000_000, tokens_ahead=tokens_ahead)
-    assert choose(SPEEDS, hit, 4, 0) is choice
+    choosing = chooser(page_size=tokens)
+    assert choosing.choose(1, 0, tokens_ahead, trial=False) is choice
+    assert choosing.choices == {choice: 1}
 
 
-def test_a_hit_no_part_of_which_is_first():
-    """Whatever is under way and ahead, the rounds that are looked at tell for all parts."""
-    both = set()
-    for calls, ahead, waits, ms in itertools.product(
-        range(1, 20), range(6), (0, 60, 150), range(5, 60, 5)
-    ):
-
-        def slower(count: int, ahead=ahead, waits=waits, ms=ms) -> bool:
-            speeds = Speeds(call_us=ms * 1000, call_bytes=10, tokens_per_s=1000)
-            return choose(speeds, Hit(10 * count, count, 10, ahead, waits), 4, 0) is Choice.SLOWER
-
-        looked_at = all(slower(count) for count in {calls, *full_rounds(calls, ahead, 4)})
-        assert looked_at == all(slower(count) for count in range(1, calls + 1))
-        both.add((looked_at, slower(calls)))
-    assert both == {(True, True), (False, True), (False, False)}
+@pytest.mark.parametrize(
+    ("call_us", "pages", "asks"), [(40_000, 3, False), (40_000, 4, True), (40_000, 5, True)]
+)
+def test_a_hit_a_part_of_which_is_first(call_us: int, pages: int, asks: bool):
+    """Four pages come in one round, and save as long as it takes; five take two rounds."""
+    assert chooser(call_us=call_us).asks(pages, 0, 0, queries=0) is asks
 
 
 @pytest.mark.parametrize("missing", ["call_bytes", "tokens_per_s"])
 def test_what_was_never_measured_is_tried(missing: str):
     """Or nothing would ever be known of it."""
-    hit = Hit(1, calls=100, call_bytes=8_000_000)
-    assert choose(replace(SPEEDS, **{missing: 0}), hit, 4, 0) is Choice.UNMEASURED
+    choosing = chooser(page_size=1, **{missing: 0})
+    assert choosing.choose(100, 0, 0, trial=False) is Choice.UNMEASURED
 
 
 def test_lookups_alone_may_take_longer_than_computing():
     """Of a store that has nothing no call is ever measured."""
-    speeds = replace(SPEEDS, call_bytes=0, call_us=0)
-    hit = Hit(25, calls=1, call_bytes=8_000_000, queries=1)
-    assert choose(speeds, hit, 4, 0) is Choice.UNMEASURED
-    assert choose(speeds, replace(hit, queries=2), 4, 0) is Choice.SLOWER
+    choosing = chooser(page_size=25, call_bytes=0, call_us=0)
+    assert [choosing.asks(1, 0, 0, queries) for queries in (1, 2)] == [True, False]
 
 
-def test_a_slow_store_is_tried_now_and_then():
-    """It may be faster by now, which only a fetch can tell."""
-    hit, choices = Hit(1, calls=1, call_bytes=8_000_000), []
-    for row in range(TRIAL_EVERY):
-        choices.append(choose(SPEEDS, hit, 4, row))
-    assert choices == [Choice.SLOWER] * (TRIAL_EVERY - 1) + [Choice.TRIAL]
+@pytest.mark.parametrize("trial", [False, True])
+def test_a_slow_store_is_tried_now_and_then(trial: bool):
+    """It may be faster by now, which only a fetch can tell; at once for a request for which the
+    store was asked to see just that."""
+    choosing = chooser(page_size=1)
+    choices = [choosing.choose(1, 0, 0, trial) for _ in range(TRIAL_EVERY)]
+    slower = 0 if trial else TRIAL_EVERY - 1
+    assert choices == [Choice.SLOWER] * slower + [Choice.TRIAL] * (TRIAL_EVERY - slower)
 
 
 def test_a_mean_that_forgets():

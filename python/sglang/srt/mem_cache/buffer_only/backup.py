@@ -86,17 +86,15 @@ class Backups:
         self._most_pages = min(context.store.batch_pages, max(1, ceiling // 2))
         client = context.store.client.settings
         first_ms, longest_ms = int(client.first_retry * 1000), int(client.longest_retry * 1000)
-        #: Of backups of which the store took nothing, and of those of which it took a part, as one
-        #: that evicts does: it takes more soon. In agreed milliseconds.
+        #: Of backups of which the store did not take all, in agreed milliseconds.
         self._refused = BackOff(first_ms, longest_ms)
-        self._partly = BackOff(first_ms // 16, first_ms)
         self._store_up = True
 
     @property
     def busy(self) -> bool:
         """Whether anything can be done, or is on its way; what the store was given up for does not
         count, nor what waits for a store that takes nothing."""
-        writes = self._store_up and (self._partly.failing or not self._waits)
+        writes = self._store_up and not self._waits
         return bool((self.queue and writes) or self._under_way)
 
     @property
@@ -106,8 +104,7 @@ class Backups:
     @property
     def _waits(self) -> bool:
         """Whether nothing is to be tried yet, since the store refused."""
-        now_ms = self._context.now_ms
-        return self._refused.waits(now_ms) or self._partly.waits(now_ms)
+        return self._refused.waits(self._context.now_ms)
 
     def request(self, node: TreeNode) -> None:
         """Have ``node`` written, and before it all above it that is neither stored nor waiting."""
@@ -144,7 +141,7 @@ class Backups:
         stranded, stage = sum(one.staging.stranded for one in self.running), self._context.stage
         if stranded >= BACKUP_SLOTS or not stage.capacity(Direction.BACKUP, eventually=True):
             self.queue.clear(STUCK)  # nothing can be written until an overdue call returns
-        one = self._refused.failing or self._partly.failing
+        one = self._refused.failing
         if not self._store_up or self._waits or (one and self._under_way):
             return
         started, pairs = list[Backup](), list[Pair]()
@@ -243,14 +240,9 @@ class Backups:
             now_ms, failed = self._context.now_ms, durable < len(backup.keys)
             if not failed:
                 self._refused.worked()
-                self._partly.worked()
-            elif self._waits:
-                pass  # those that were under way with one that was refused count once
-            elif durable:
-                self._refused.worked()
-                self._partly.failed(now_ms)
-            else:
-                self._partly.failing = False
+            elif not self._waits:  # those that were under way with one that failed count once
+                if durable:  # as of a store that evicts: it takes more soon
+                    self._refused.worked()
                 self._refused.failed(now_ms)
             if failed:
                 counters["store_write_failures"] += 1

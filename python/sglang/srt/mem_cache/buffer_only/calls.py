@@ -74,6 +74,12 @@ class Calls:
         """Whether another piece may be started; each may leave one behind."""
         return self.running < MAX_FETCHES and len(self.fetches) < FETCH_SLOTS - MAX_FETCHES
 
+    @property
+    def stuck(self) -> bool:
+        """Whether nothing can be fetched until a call returns that was given up."""
+        overdue = len(self.fetches) - self.running
+        return self.most < self.least_pages or overdue >= FETCH_SLOTS - MAX_FETCHES
+
     def votes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What this rank knows of each query, and of each fetch."""
         jobs = [(piece.job, piece.overdue) for piece in self.fetches]
@@ -88,14 +94,12 @@ class Calls:
         begin: int,
         last_hash: str | None,
         prefix_keys: list[str] | None,
-        tail: bool,
     ) -> None:
         """Ask for what comes behind the first ``begin`` pages of a prompt.
 
         Args:
             last_hash: page hash of the last of these; None at the start.
             prefix_keys: keys of all of them, where the backend wants them.
-            tail: whether these are a hit already.
         """
         context, key = self._context, prefetch.key
         look = context.store.search(
@@ -108,12 +112,12 @@ class Calls:
         )
 
         context.checksum.note("query", prefetch.rid, begin)
-        prefetch.query = Query(prefetch, self._askers.submit(look), begin, prefix_keys, tail)
+        prefetch.query = Query(prefetch, self._askers.submit(look), begin, prefix_keys)
         self.queries.append(prefetch.query)
 
     def answered(
         self, outcomes: Sequence[int]
-    ) -> list[tuple[Prefetch | None, Query, list[str], list[str]]]:
+    ) -> list[tuple[Prefetch, Query, list[str], list[str]]]:
         """Take what the store has answered on all ranks: for whom, to what, and the hashes and keys
         of the pages that all ranks found."""
         found = []
@@ -128,8 +132,8 @@ class Calls:
             self._context.counters["store_query_failures"] += job.fault is not None
             if owner is not None:
                 owner.query = None
-            hashes, keys = job.found
-            found.append((owner, query, hashes[:pages], keys[:pages]))
+                hashes, keys = job.found
+                found.append((owner, query, hashes[:pages], keys[:pages]))
         return found
 
     def forget_query(self, prefetch: Prefetch) -> None:

@@ -32,8 +32,6 @@ class Context:
     settings: Settings
     #: Another rank writes for this one (models whose ranks all hold the same KV).
     skip_backup: bool = False
-    #: The server has no other rank, so that nothing has to be agreed on.
-    alone: bool = False
     #: Of all transfers that were started.
     checksum: Checksum = field(default_factory=Checksum)
     #: What was done so far: see ``metrics.COUNTERS``.

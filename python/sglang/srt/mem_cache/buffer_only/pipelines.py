@@ -97,9 +97,7 @@ class Pipelines:
         vote = TransferVote(
             now_ms, backup_copies, load_back_copies, backups, queries, fetches, up, touched, *speeds
         )
-        agreed = vote
-        if not self.context.alone:
-            agreed = agree(vote, self.context.checksum, self._reduce_min)
+        agreed = agree(vote, self.context.checksum, self._reduce_min)
         self.context.now_ms = max(self.context.now_ms, agreed.clock_ms)
         self.backups.apply(agreed)
         self.prefetches.apply(agreed)

@@ -14,7 +14,6 @@ the store has answered on all ranks, and after a call that was given up until th
 from __future__ import annotations
 
 import enum
-import heapq
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,58 +28,18 @@ if TYPE_CHECKING:
 
 
 class State(enum.Enum):
-    """See the module's text."""
+    """See the module's text. From any state a prefetch may become MISSED, or STAGED with what is
+    there, or WAITING, where the tree has lost what came before."""
 
     WAITING = enum.auto()
+    #: After WAITING alone.
     QUERYING = enum.auto()
+    #: After QUERYING, and where staged pages were given back.
     FOUND = enum.auto()
+    #: After FOUND, and from one call to the next.
     FETCHING = enum.auto()
     STAGED = enum.auto()
     MISSED = enum.auto()
-
-
-class Event(enum.Enum):
-    """What may happen to a prefetch. All ranks see the same, in the same order."""
-
-    #: The store is asked for it.
-    ASK = "ask"
-    #: The store has pages of it, or more than before.
-    HIT = "hit"
-    #: Pages are on their way.
-    FETCH = "fetch"
-    #: None are, and not all are there: not fetched yet, or given back.
-    LACK = "lack"
-    #: All pages are there.
-    FULL = "full"
-    #: No more will come than is there.
-    SETTLE = "settle"
-    #: Nothing will come.
-    MISS = "miss"
-    #: The tree has lost what it had when the store was asked.
-    LOSE = "lose"
-
-
-#: Every step that there is. An event that is not listed for a state changes nothing: what is asked
-#: again, for a miss or for more than a hit, stays in its state, since nobody waits for the answer.
-TRANSITIONS: dict[tuple[State, Event], State] = {
-    (State.WAITING, Event.ASK): State.QUERYING,
-    (State.QUERYING, Event.HIT): State.FOUND,
-    (State.MISSED, Event.HIT): State.FOUND,
-    (State.FOUND, Event.HIT): State.FOUND,
-    (State.STAGED, Event.HIT): State.FOUND,
-    (State.FOUND, Event.FETCH): State.FETCHING,
-    (State.FETCHING, Event.FETCH): State.FETCHING,
-    (State.STAGED, Event.FETCH): State.FETCHING,
-    (State.FOUND, Event.LACK): State.FOUND,
-    (State.FETCHING, Event.LACK): State.FOUND,
-    (State.STAGED, Event.LACK): State.FOUND,
-    (State.FOUND, Event.FULL): State.STAGED,
-    (State.FETCHING, Event.FULL): State.STAGED,
-    (State.STAGED, Event.FULL): State.STAGED,
-    **{(state, Event.SETTLE): State.STAGED for state in State},
-    **{(state, Event.MISS): State.MISSED for state in State},
-    **{(state, Event.LOSE): State.WAITING for state in State},
-}
 
 
 @dataclass(eq=False)
@@ -118,8 +77,6 @@ class Query:
     #: them.
     begin: int
     prefix_keys: list[str] | None
-    #: Whether it is about what comes behind a hit.
-    tail: bool = False
 
 
 @dataclass(eq=False)
@@ -144,16 +101,10 @@ class Prefetch:
     #: In the order of the prompt.
     pieces: list[Piece] = field(default_factory=list)
     query: Query | None = None
-    #: How often it was asked again whether the store has more by now, and when it may be for the
-    #: next time; agreed milliseconds.
-    repeats: int = 0
-    again_ms: int | None = None
     #: How often all was asked for anew, since the tree had lost what came before.
     anews: int = 0
     #: When the scheduler first waited for it, until it need not.
     asked_ms: int | None = None
-    #: Whether its time was over while the device had no room for it.
-    keeps_place: bool = False
     deferred: bool = False
     #: Whether the hit is fetched, and why; None before that was decided.
     choice: Choice | None = None
@@ -168,11 +119,8 @@ class Prefetch:
     #: Tokens that came into the tree for it.
     loaded: int = 0
 
-    def happens(self, event: Event, now_ms: int) -> None:
-        """Take a step of ``TRANSITIONS``. Nothing else writes the state."""
-        state = TRANSITIONS.get((self.state, event))
-        if state is None:
-            return
+    def enter(self, state: State, now_ms: int) -> None:
+        """It is in ``state`` from now on. Nothing else writes the state."""
         self.spent_ms[self.state] += now_ms - self.since_ms
         self.state, self.since_ms = state, now_ms
         if state in (State.STAGED, State.MISSED):
@@ -245,11 +193,11 @@ class Prefetch:
 
 
 class WaitingLine:
-    """The prefetches of the requests that wait, in the order of the queue, and what is due when.
-    Iterates over a snapshot, first in line first.
+    """The prefetches of the requests that wait, in the order of the queue. Iterates over a
+    snapshot, first in line first.
 
     A step with nothing new costs nothing here, however many wait: the order is looked at when the
-    scheduler's queue is another one, and a prefetch when something is due for it.
+    scheduler's queue is another one.
     """
 
     def __init__(self) -> None:
@@ -258,9 +206,6 @@ class WaitingLine:
         #: The scheduler's queue when the order was last looked at; None after an arrival.
         self._queue: list[str] | None = None
         self._last_place = 0
-        #: When, a serial number, and for whom; also for those that have left.
-        self._due: list[tuple[int, int, Prefetch]] = []
-        self._serial = 0
 
     def __len__(self) -> int:
         return len(self._by_rid)
@@ -303,20 +248,6 @@ class WaitingLine:
                 self._last_place += 1
                 prefetch.place = self._last_place
         return gone, moved
-
-    def wake(self, prefetch: Prefetch, at_ms: int) -> None:
-        """Have it among those that are due at ``at_ms``."""
-        self._serial += 1
-        heapq.heappush(self._due, (at_ms, self._serial, prefetch))
-
-    def due(self, now_ms: int) -> list[Prefetch]:
-        """Those in line for which something is due by ``now_ms``, once for each time."""
-        found = []
-        while self._due and self._due[0][0] <= now_ms:
-            prefetch = heapq.heappop(self._due)[2]
-            if self._by_rid.get(prefetch.rid) is prefetch:
-                found.append(prefetch)
-        return found
 
     def ahead(self, page_size: int) -> Iterator[tuple[Prefetch, int]]:
         """Each of the line, with the tokens that those before it will compute; first in line

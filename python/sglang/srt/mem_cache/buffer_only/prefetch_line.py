@@ -5,6 +5,9 @@ by its place in line, as far as the staging buffer reaches. It is copied to the 
 request is admitted (``load_back``). A hit that is larger than the staging buffer goes through it in
 rounds, as soon as the scheduler waits for that request: half of the staging buffer is copied into
 the tree, where it can be evicted like anything else, while the other half is fetched.
+
+Only the scheduler thread changes a prefetch, by what the ranks agreed on and by what they all have
+(queue and tree), so that the states are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -13,14 +16,12 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from typing_extensions import override
-
-from sglang.srt.disaggregation.delta.rank_agreement import FETCH_SLOTS, TransferVote
-from sglang.srt.mem_cache.buffer_only.calls import MAX_FETCHES
+from sglang.srt.disaggregation.delta.rank_agreement import QUERY_SLOTS, TransferVote
+from sglang.srt.mem_cache.buffer_only.calls import QUERY_THREADS, Calls
 from sglang.srt.mem_cache.buffer_only.load_back import LoadBacks
-from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, State
-from sglang.srt.mem_cache.buffer_only.prefetch_states import PrefetchStates
-from sglang.srt.mem_cache.buffer_only.worth import Choice, Speeds
+from sglang.srt.mem_cache.buffer_only.nodes import page_hashes
+from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, Query, State, WaitingLine
+from sglang.srt.mem_cache.buffer_only.worth import Choice, Chooser, Speeds
 
 if TYPE_CHECKING:
     import torch
@@ -32,14 +33,26 @@ if TYPE_CHECKING:
 MOST_LOOKED_AT = 16
 #: Of a prefetch all of whose pages its own pieces bring, whatever becomes of others.
 OWN = -1
+#: How often all is asked for anew where the tree has lost what came before.
+MOST_ANEW = 3
 
 
-class PrefetchLine(PrefetchStates):
+class PrefetchLine:
     """All prefetches of one rank."""
 
-    @override
     def __init__(self, context: Context) -> None:
-        super().__init__(context)
+        self._context = context
+        self.line = WaitingLine()
+        #: Those that want to ask the store.
+        self._to_ask: dict[Prefetch, None] = {}
+        self.calls = Calls(context)
+        self._chooser = Chooser(
+            page_size=context.page_size,
+            page_bytes=context.page_bytes,
+            piece_pages=self.calls.piece_pages,
+            always=context.settings.always_fetch,
+            choices=context.choices,
+        )
         self.load_backs = LoadBacks(context)
         #: Whether nobody is admitted in this step.
         self._full = False
@@ -82,7 +95,8 @@ class PrefetchLine(PrefetchStates):
             self.calls.let_go += 1  # who brings pages for whom is another question now
 
     def ready(self, rid: str) -> bool:
-        """Whether the request can be scheduled; asked in each step that could admit it."""
+        """Whether the request can be scheduled; asked in each step that could admit it. Its time is
+        what it waits from the first one on."""
         prefetch = self.line.get(rid)
         if prefetch is None:
             return True
@@ -90,18 +104,30 @@ class PrefetchLine(PrefetchStates):
         if self._ready(prefetch):
             prefetch.asked_ms = None
             return True
-        if self._context.settings.policy == "best_effort":
+        calls, now_ms, settings = self.calls, self._context.now_ms, self._context.settings
+        if settings.policy == "best_effort":
             return True
-        in_place = prefetch.keeps_place and prefetch.asked_ms is None
-        if in_place and not self._has_room(prefetch, *self._match(prefetch)):
-            # It stands where a request without a store would, for want of room: the scheduler
-            # admits nobody behind one that does not fit.
+        if calls.stuck and prefetch.state in (State.WAITING, State.FOUND):
+            self._settle(prefetch)
             return True
-        if prefetch.asked_ms is None:
-            prefetch.asked_ms, prefetch.all_comes = self._context.now_ms, None
-            limit_ms = self._context.settings.timeout_ms(len(prefetch.key))
-            self.line.wake(prefetch, prefetch.asked_ms + int(limit_ms) + 1)
-            self.calls.changes += 1
+        asked_ms = prefetch.asked_ms
+        is_late = asked_ms is not None and now_ms - asked_ms > settings.timeout_ms(
+            len(prefetch.key)
+        )
+        if (asked_ms is None or is_late) and len(prefetch.keys) > calls.most:
+            held, node = self._match(prefetch)
+            if prefetch.end - held > calls.most and not self._has_room(prefetch, held, node):
+                # It stands where a request without a store would, for want of room: the scheduler
+                # admits nobody behind one that does not fit. Its time begins when there is room.
+                prefetch.asked_ms = None
+                return True
+        if is_late:
+            self._context.counters["prefetch_timeouts"] += 1
+            self._settle(prefetch)
+            return True
+        if asked_ms is None:
+            prefetch.asked_ms, prefetch.all_comes = now_ms, None
+            calls.changes += 1
         return False
 
     def loadable(self, rid: str, held: int, most: int) -> int:
@@ -132,10 +158,17 @@ class PrefetchLine(PrefetchStates):
         if prefetch is not None:
             self._end(prefetch)
 
+    def cancel_all(self) -> None:
+        """Nobody wants any of them: the tree is about to be emptied, or what the store was found to
+        have would enter it as stored although it was cleared. What the store still fills is kept.
+        """
+        for prefetch in self.line:
+            self._end(prefetch)
+
     # ---- a step ----
 
     def apply(self, agreed: TransferVote) -> None:
-        """Act on what has ended on all ranks, and on time that has run out."""
+        """Act on what has ended on all ranks."""
         self.load_backs.finish(agreed.load_back_copies)
         self._chooser.speeds = Speeds(
             call_us=-agreed.minus_call_us,
@@ -143,40 +176,81 @@ class PrefetchLine(PrefetchStates):
             query_us=-agreed.minus_query_us,
             tokens_per_s=agreed.tokens_per_s,
         )
-        self._came(agreed.fetches)
-        for answered, query, hashes, keys in self.calls.answered(agreed.queries):
-            if answered is not None:
-                self._answered(answered, query, hashes, keys)
-        now_ms, limit_ms = self._context.now_ms, self._context.settings.timeout_ms
-        for prefetch in self.line.due(now_ms):
-            asked_ms, again_ms = prefetch.asked_ms, prefetch.again_ms
-            known = prefetch.state not in (State.WAITING, State.QUERYING)
-            if asked_ms is not None and now_ms - asked_ms > limit_ms(len(prefetch.key)):
-                self._time_is_over(prefetch)
-            elif again_ms is not None and now_ms >= again_ms and known and prefetch.query is None:
-                self._to_ask_again[prefetch] = None
+        for prefetch, end in self.calls.fetched(agreed.fetches):
+            if end is not None:
+                self._cut(prefetch, end)  # the store has lost the rest since it was asked
+            if prefetch.state in (State.WAITING, State.QUERYING):
+                continue  # it is queried again, and keeps what is in the staging buffer
+            if prefetch.keys:
+                prefetch.all_comes = None
+                self._look(prefetch, self._match(prefetch)[0])
+            else:
+                self._settle(prefetch)
+        for prefetch, query, hashes, keys in self.calls.answered(agreed.queries):
+            self._answered(prefetch, query, hashes, keys)
 
     def launch(self) -> None:
         """Start what calls and stage have room for, first in line first."""
-        if len(self.line):
-            calls, overdue = self.calls, len(self.calls.fetches) - self.calls.running
-            if calls.most < calls.least_pages or overdue >= FETCH_SLOTS - MAX_FETCHES:
-                # Nothing can be fetched until an overdue call returns.
-                for prefetch in self.line:
-                    if prefetch.state in (State.WAITING, State.FOUND):
-                        self._settle(prefetch)
+        if len(self.line) and not self.calls.stuck:
             self._ask()
             self._fetch_in_line()
-            if self._longest > self.calls.most:
-                self._load_ahead()
+            self._load_ahead()
         self.load_backs.launch(apart=True)
 
-    def cancel_all(self) -> None:
-        """Nobody wants any of them: the tree is about to be emptied, or what the store was found to
-        have would enter it as stored although it was cleared. What the store still fills is kept.
-        """
-        for prefetch in self.line:
-            self._end(prefetch)
+    # ---- query ----
+
+    def _ask(self) -> None:
+        """Ask the store for all that its slots have room for."""
+        if not self._to_ask or len(self.calls.queries) == QUERY_SLOTS:
+            return
+        for prefetch, ahead in self.line.ahead(self._context.page_size):
+            if prefetch in self._to_ask:
+                del self._to_ask[prefetch]
+                self._query(prefetch, ahead)
+                if not self._to_ask or len(self.calls.queries) == QUERY_SLOTS:
+                    return
+
+    def _query(self, prefetch: Prefetch, ahead: int) -> None:
+        """Ask the store for it; ``ahead``: tokens that those in line before it will compute."""
+        context, calls, chooser = self._context, self.calls, self._chooser
+        begin, node = self._match(prefetch)
+        if len(prefetch.key) - begin * context.page_size < context.settings.prefetch_threshold:
+            self._end(prefetch)  # the tree has it by now
+            return
+        wanted = len(prefetch.key) // context.page_size - begin
+        queries = len(calls.queries) // QUERY_THREADS + 1
+        if not prefetch.pieces and not chooser.asks(wanted, calls.running, ahead, queries):
+            # A trial waits for nobody's answer but its own.
+            if calls.queries or not chooser.trial_is_due:
+                # It need not even wait for an answer, which takes a step: that may be a batch.
+                prefetch.choice = chooser.chosen(Choice.UNASKED)
+                prefetch.begin = begin
+                prefetch.enter(State.MISSED, context.now_ms)
+                return
+            # The store may have nothing: those that come meanwhile, and then, are no trials.
+            prefetch.trial, chooser.slower_in_a_row = True, 0
+        last_hash = page_hashes(node, context.page_size)[-1] if begin else None
+        calls.ask(prefetch, begin, last_hash, context.prefix_keys(node))
+        prefetch.enter(State.QUERYING, context.now_ms)
+
+    def _answered(
+        self, prefetch: Prefetch, query: Query, hashes: list[str], keys: list[str]
+    ) -> None:
+        """The store has these pages of it."""
+        tokens = len(keys) * self._context.page_size
+        worth = tokens >= self._context.settings.prefetch_threshold
+        prefetch.begin, prefetch.prefix_keys = query.begin, query.prefix_keys
+        prefetch.hashes, prefetch.keys = (hashes, keys) if worth else ([], [])
+        self.calls.drop(prefetch, [one for one in prefetch.pieces if one.stop > prefetch.end])
+        if not prefetch.keys:
+            self._settle(prefetch)
+            return
+        self._context.counters["prefetch_hit_tokens"] += tokens
+        prefetch.unready = prefetch.all_comes = None
+        if not prefetch.pieces:  # else the calls that are under way for it would count against it
+            prefetch.choice = None
+        prefetch.enter(State.FOUND, self._context.now_ms)
+        self.calls.changes += 1
 
     # ---- who is fetched for ----
 
@@ -214,9 +288,10 @@ class PrefetchLine(PrefetchStates):
             ahead = 0
             if prefetch.asked_ms is None:
                 ahead = next(tokens for one, tokens in before if one is prefetch)
-            choice = self._chooser.rule(calls.running, ahead)(prefetch.end - held)
-            trial, prefetch.trial = prefetch.trial and choice is Choice.SLOWER, False
-            prefetch.choice = self._chooser.chosen(Choice.TRIAL if trial else choice)
+            prefetch.choice = self._chooser.choose(
+                prefetch.end - held, calls.running, ahead, prefetch.trial
+            )
+            prefetch.trial = False
         if prefetch.choice is Choice.SLOWER:
             self._settle(prefetch)
             return True
@@ -240,6 +315,14 @@ class PrefetchLine(PrefetchStates):
             self._context.counters["prefetch_deferred_tokens"] += tokens
         return whole
 
+    def _look(self, prefetch: Prefetch, held: int) -> None:
+        """What is there of it now."""
+        whole = held + prefetch.staged_from(held) >= prefetch.end
+        state = State.STAGED if whole else State.FOUND
+        if any(not piece.staged for piece in prefetch.pieces):
+            state = State.FETCHING
+        prefetch.enter(state, self._context.now_ms)
+
     def _take_from_the_last(self, prefetch: Prefetch, pages: int) -> None:
         """The scheduler waits for ``prefetch``: those behind it give back what they have staged,
         the last one first, until there is room for ``pages``; then those that it passes over."""
@@ -250,7 +333,7 @@ class PrefetchLine(PrefetchStates):
                 continue
             staged = [piece for piece in other.pieces if piece.staged]
             self.calls.drop(other, staged)
-            if staged:
+            if staged and other.state not in (State.WAITING, State.QUERYING):
                 self._look(other, 0)
 
     def _passed_over(self, prefetch: Prefetch) -> bool:
@@ -270,11 +353,14 @@ class PrefetchLine(PrefetchStates):
     def _load_ahead(self) -> None:
         """Of a hit that is larger than the staging buffer, copy what is in the staging buffer into
         the tree, if the scheduler waits for it and could admit it now. One copy at a time."""
+        if len(self.load_backs):
+            return
         most = self.calls.most
-        for prefetch in self.line:
-            if prefetch.state not in (State.FOUND, State.FETCHING) or not self._is_next(prefetch):
+        for prefetch in [*self._asked_before, *self._asked]:
+            here = self.line.get(prefetch.rid) is prefetch and self._is_next(prefetch)
+            if not here or prefetch.state not in (State.FOUND, State.FETCHING):
                 continue
-            if len(self.load_backs) or len(prefetch.keys) <= most:
+            if len(prefetch.keys) <= most:
                 return
             held, node = self._match(prefetch)
             pages = prefetch.staged_from(held)
@@ -285,18 +371,6 @@ class PrefetchLine(PrefetchStates):
             if self._load(prefetch, held, held + pages) is None:
                 self._settle(prefetch)  # it comes with what is staged, when there is room
             return
-
-    def _time_is_over(self, prefetch: Prefetch) -> None:
-        """It computes what has not come. But a hit that is larger than the staging buffer may only
-        have had no room on the device: then its request keeps its place in line, and has its time
-        once more when there is room."""
-        held, node = self._match(prefetch)
-        long = prefetch.end - held > self.calls.most
-        if long and not prefetch.keeps_place and not self._has_room(prefetch, held, node):
-            prefetch.keeps_place, prefetch.asked_ms = True, None
-            return
-        self._context.counters["prefetch_timeouts"] += 1
-        self._settle(prefetch)
 
     def _has_room(self, prefetch: Prefetch, held: int, node: TreeNode) -> bool:
         """Whether its request could be admitted, with the ``held`` pages that end in ``node``. The
@@ -348,3 +422,56 @@ class PrefetchLine(PrefetchStates):
             node.last_access_time = now  # as a match would, so that it is not evicted
             node = node.parent
         return True
+
+    # ---- ways out ----
+
+    def _ask_anew(self, prefetch: Prefetch) -> bool:
+        """The tree has lost what it had when the store was asked, and what is staged has nothing to
+        hang below: ask once more, and keep it. False if it was asked often enough."""
+        if prefetch.anews == MOST_ANEW:
+            self._settle(prefetch)
+            return False
+        prefetch.anews += 1
+        self.calls.forget_query(prefetch)
+        prefetch.enter(State.WAITING, self._context.now_ms)
+        self._to_ask[prefetch] = None
+        return True
+
+    def _settle(self, prefetch: Prefetch) -> None:
+        """No more will come: the request runs with what is in the staging buffer."""
+        held, _ = self._match(prefetch)
+        staged = prefetch.staged_from(held)
+        self._leaves_the_line(prefetch)
+        self._cut(prefetch, held + staged if staged else prefetch.begin)
+        prefetch.anews = MOST_ANEW
+        prefetch.enter(State.STAGED if staged else State.MISSED, self._context.now_ms)
+
+    def _end(self, prefetch: Prefetch) -> None:
+        """Nobody wants it any more."""
+        self.line.remove(prefetch)
+        self._leaves_the_line(prefetch)
+        self.calls.drop(prefetch, prefetch.pieces)
+        self._context.times.ended(prefetch, self._context.now_ms)
+
+    def _leaves_the_line(self, prefetch: Prefetch) -> None:
+        """It asks for nothing more. Waiting for the staging buffer, it may have kept those behind
+        it from being checked."""
+        self.calls.changes += prefetch.state is State.FOUND
+        self.calls.forget_query(prefetch)
+        self._to_ask.pop(prefetch, None)
+
+    def _cut(self, prefetch: Prefetch, end: int) -> None:
+        """The hit ends at page ``end``."""
+        pages = max(0, end - prefetch.begin)
+        lost = max(0, len(prefetch.keys) - pages) * self._context.page_size
+        self._context.counters["prefetch_unfulfilled_tokens"] += lost
+        prefetch.hashes, prefetch.keys = prefetch.hashes[:pages], prefetch.keys[:pages]
+        prefetch.unready = None
+        self.calls.drop(prefetch, [one for one in prefetch.pieces if one.stop > end])
+
+    def _match(self, prefetch: Prefetch) -> tuple[int, TreeNode]:
+        """Pages of the prompt that the tree has, and the node in which they end."""
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+
+        match = self._context.tree.match_prefix(MatchPrefixParams(key=prefetch.key))
+        return len(match.device_indices) // self._context.page_size, match.last_device_node

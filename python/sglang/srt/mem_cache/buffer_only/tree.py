@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any  # Any: values of an identity; what overri
 
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta.rank_agreement import alone, over
+from sglang.srt.disaggregation.delta.rank_agreement import over
 from sglang.srt.mem_cache.buffer_only import metrics
 from sglang.srt.mem_cache.buffer_only.context import Context
 from sglang.srt.mem_cache.buffer_only.host_pool import chosen_pages, staging_buffer
@@ -125,7 +125,6 @@ class BufferOnlyTree(HiRadixCache):
             copier=Copier(controller, lambda: self.forward_stream, lambda: self.written),
             settings=settings,
             skip_backup=controller.backup_skip,
-            alone=alone(self.tp_group),
             page_bytes=page_bytes,
         )
         self.buffer = Pipelines(context, over(self.tp_group))

@@ -11,10 +11,9 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from sglang.srt.mem_cache.buffer_only.settings import Settings, pages_of
+from sglang.srt.mem_cache.buffer_only.settings import pages_of
 
 
 class Choice(enum.Enum):
@@ -40,73 +39,6 @@ TRIAL_EVERY = 16
 SIDE_BY_SIDE = 4
 
 
-@dataclass(frozen=True)
-class Speeds:
-    """What is known of the store and of the model; 0: not measured."""
-
-    #: Mean time of a call that fetches, and its mean size.
-    call_us: int = 0
-    call_bytes: int = 0
-    #: Mean time of a query.
-    query_us: int = 0
-    #: Of prefill.
-    tokens_per_s: int = 0
-
-
-@dataclass(frozen=True)
-class Hit:
-    """A hit, and what comes before it.
-
-    Attributes:
-        tokens: that need not be computed.
-        calls: of the store, for all of it.
-        call_bytes: of one of them.
-        calls_ahead: that the store is busy with.
-        tokens_ahead: that those in line before it will compute.
-        queries: one behind the other until it is known, where it is not yet.
-    """
-
-    tokens: int
-    calls: int
-    call_bytes: int
-    calls_ahead: int = 0
-    tokens_ahead: int = 0
-    queries: int = 0
-
-
-def fetch_seconds(speeds: Speeds, hit: Hit, side_by_side: int) -> float:
-    """Until the hit is in the staging buffer, with so many calls side by side.
-
-    A call that is smaller than the mean is not taken for faster: it may be latency that counts.
-    Where no call was measured, only the queries count.
-    """
-    asked = hit.queries * speeds.query_us / 1e6
-    if not speeds.call_bytes:
-        return asked
-    rounds = math.ceil((hit.calls + hit.calls_ahead) / side_by_side)
-    return asked + rounds * speeds.call_us / 1e6 * max(1.0, hit.call_bytes / speeds.call_bytes)
-
-
-def full_rounds(calls: int, calls_ahead: int, side_by_side: int) -> set[int]:
-    """Of at most ``calls`` calls: so many that they end with the first round, and with the last
-    whole one. Fewer take as long and bring less; of the rounds between, what each adds is the same,
-    so that either the first or the last of them is the best."""
-    first = side_by_side - calls_ahead % side_by_side
-    whole = max(0, calls - first) // side_by_side
-    return {min(calls, first), min(calls, first + whole * side_by_side)}
-
-
-def choose(speeds: Speeds, hit: Hit, side_by_side: int, slower_in_a_row: int) -> Choice:
-    """Whether to fetch ``hit``; ``slower_in_a_row``: hits that were not, since the last trial."""
-    if not speeds.tokens_per_s:
-        return Choice.UNMEASURED
-    waits = hit.tokens_ahead / speeds.tokens_per_s
-    late = max(0.0, fetch_seconds(speeds, hit, side_by_side) - waits)
-    if late <= hit.tokens / speeds.tokens_per_s:
-        return Choice.FASTER if speeds.call_bytes else Choice.UNMEASURED
-    return Choice.TRIAL if slower_in_a_row + 1 >= TRIAL_EVERY else Choice.SLOWER
-
-
 @dataclass
 class Mean:
     """A mean in which what is old fades: each entry counts for ``1 - keep``."""
@@ -122,56 +54,83 @@ class Mean:
         self.value += (value - self.value) * weight / self.weight
 
 
+@dataclass(frozen=True)
+class Speeds:
+    """What is known of the store and of the model; 0: not measured."""
+
+    #: Mean time of a call that fetches, and its mean size.
+    call_us: int = 0
+    call_bytes: int = 0
+    #: Mean time of a query.
+    query_us: int = 0
+    #: Of prefill.
+    tokens_per_s: int = 0
+
+
+@dataclass(eq=False)
 class Chooser:
-    """Decides whether the hits of one rank are fetched, and counts.
+    """Decides whether the hits of one rank are fetched, and counts."""
 
-    Args:
-        page_bytes: of a page in the staging buffer.
-        piece_pages: most pages of a call.
-        choices: where they are counted.
-    """
+    page_size: int
+    #: Of a page in the staging buffer.
+    page_bytes: int
+    #: Most pages of a call.
+    piece_pages: int
+    #: Fetch every hit, however slow the store is.
+    always: bool
+    #: Where the choices are counted.
+    choices: Counter[Choice]
+    #: Agreed by the ranks.
+    speeds: Speeds = Speeds()
+    #: Hits since the last trial that would have been slower.
+    slower_in_a_row: int = 0
 
-    def __init__(
-        self, settings: Settings, page_bytes: int, piece_pages: int, choices: Counter[Choice]
-    ) -> None:
-        self._settings, self._page_bytes = settings, page_bytes
-        self._piece_pages, self._choices = piece_pages, choices
-        #: Agreed by the ranks.
-        self.speeds = Speeds()
-        #: Hits since the last trial that would have been slower.
-        self.slower_in_a_row = 0
+    def fetch_seconds(self, pages: int, calls_ahead: int, queries: int = 0) -> float:
+        """Until ``pages`` pages are in the staging buffer, behind so many calls that the store is
+        busy with, and behind so many queries, one after the other, where it is not known yet
+        whether the store has the pages.
 
-    def rule(
-        self, calls_ahead: int, tokens_ahead: int, queries: int = 0
-    ) -> Callable[[int], Choice]:
-        """Whether a hit of so many pages is there before it could be computed, by what is known
-        now; can be asked on any thread. Arguments: see ``Hit``."""
-        speeds, slower_in_a_row = self.speeds, self.slower_in_a_row
+        A call that is smaller than the mean is not taken for faster: it may be latency that counts.
+        Where no call was measured, only the queries count.
+        """
+        speeds = self.speeds
+        asked = queries * speeds.query_us / 1e6
+        if not speeds.call_bytes:
+            return asked
+        rounds = math.ceil((pages_of(pages, self.piece_pages) + calls_ahead) / SIDE_BY_SIDE)
+        size = min(pages, self.piece_pages) * self.page_bytes / speeds.call_bytes
+        return asked + rounds * speeds.call_us / 1e6 * max(1.0, size)
 
-        def rule(pages: int) -> Choice:
-            if self._settings.always_fetch:
-                return Choice.UNMEASURED
-            hit = Hit(
-                tokens=pages * self._settings.page_size,
-                calls=pages_of(pages, self._piece_pages),
-                call_bytes=min(pages, self._piece_pages) * self._page_bytes,
-                calls_ahead=calls_ahead,
-                tokens_ahead=tokens_ahead,
-                queries=queries,
-            )
-            return choose(speeds, hit, SIDE_BY_SIDE, slower_in_a_row)
+    def is_faster(self, pages: int, calls_ahead: int, tokens_ahead: int, queries: int = 0) -> bool:
+        """Whether a hit is there before it could be computed; ``tokens_ahead``: that those in line
+        before its request will compute meanwhile."""
+        tokens_per_s = self.speeds.tokens_per_s
+        if self.always or not tokens_per_s:
+            return True
+        in_time = pages * self.page_size + tokens_ahead
+        return self.fetch_seconds(pages, calls_ahead, queries) <= in_time / tokens_per_s
 
-        return rule
+    def asks(self, pages: int, calls_ahead: int, tokens_ahead: int, queries: int) -> bool:
+        """Whether the store is asked for ``pages`` pages: it may have any number of them. A call
+        that is not full takes as long as a full one, and brings less."""
+        parts = (pages, *range(self.piece_pages, pages, self.piece_pages))
+        return any(self.is_faster(part, calls_ahead, tokens_ahead, queries) for part in parts)
 
-    def best_parts(self, calls_ahead: int, pages: int) -> set[int]:
-        """If none of these hits is there before it could be computed, none of at most ``pages``
-        pages is."""
-        calls = full_rounds(pages_of(pages, self._piece_pages), calls_ahead, SIDE_BY_SIDE)
-        return {pages} | {min(pages, count * self._piece_pages) for count in calls}
+    @property
+    def trial_is_due(self) -> bool:
+        """Whether the next hit that would be slower is fetched all the same."""
+        return self.slower_in_a_row + 1 >= TRIAL_EVERY
+
+    def choose(self, pages: int, calls_ahead: int, tokens_ahead: int, trial: bool) -> Choice:
+        """What to do with a hit; ``trial``: the store was asked to see how fast it is by now."""
+        if self.is_faster(pages, calls_ahead, tokens_ahead):
+            known = self.speeds.call_bytes and self.speeds.tokens_per_s and not self.always
+            return self.chosen(Choice.FASTER if known else Choice.UNMEASURED)
+        return self.chosen(Choice.TRIAL if trial or self.trial_is_due else Choice.SLOWER)
 
     def chosen(self, choice: Choice) -> Choice:
         """``choice`` was made for a hit."""
         slower = choice in (Choice.SLOWER, Choice.UNASKED)
         self.slower_in_a_row = self.slower_in_a_row + 1 if slower else 0
-        self._choices[choice] += 1
+        self.choices[choice] += 1
         return choice
