@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import replaced
+from benchmark.admission import page as admission_page
 from benchmark.decode_radix_cache import page as radix_page
 from benchmark.harness.models import REPOSITORY
 from benchmark.harness.report import markdown
-from benchmark.harness.variants import PROGRESS_DELAY
 from benchmark.hicache_buffer_only import page as hicache_page
+from benchmark.kv_transfer import page as transfer_page
 from benchmark.lead import page as lead_page
 from benchmark.lead.measure import read as lead_rows
 from benchmark.local_turns import page as local_page
@@ -328,72 +329,10 @@ def hicache() -> str:
 
 # ---- KV transfer ----
 
-_TRANSFER = _BENCHMARK / "kv_transfer" / "results"
-#: Arms of ``benchmark.kv_transfer`` in the order of the columns.
-_TRANSFER_ARMS = {
-    "stock": "stock 0.5.10.post1",
-    "ours": "this package, no flag",
-    "radix": "decode with its radix cache",
-    "bare": "the bare library (no longer measured)",
-}
-
-
-def transfer() -> str:
-    """benchmark/kv_transfer: the newest results of each run."""
-    send, gap, fleet, stall, idle = (
-        _lines(_TRANSFER, run) for run in ("send", "gap", "fleet", "stall", "idle")
-    )
-    tcp, spinning = (_lines(_TRANSFER / folder, "fleet") for folder in ("tcp", "spinning"))
-
-    run = {line["arm"] for line in (*send, *gap, *fleet) if "arm" in line}
-    arms = {arm: title for arm, title in _TRANSFER_ARMS.items() if arm in run}
-
-    def per_arm(lines: Sequence[Json], kind: str, cell: Cell) -> list[str]:
-        found = {line["arm"]: cell(line) for line in lines if line["kind"] == kind}
-        return [found.get(arm, "") for arm in arms]
-
-    def speed(summary: Json) -> str:
-        return f"{summary['gb_per_s']:.2f} GB/s"
-
-    rows = [
-        [
-            "`send` of 2,048 scattered pages, time of the scheduler: p50, p99",
-            *per_arm(send, "summary", _send_cost),
-        ],
-        ["gap of the scheduler's loop under load: p99, largest", *per_arm(gap, "gaps", _gap)],
-        ["64 rooms on 4 decode peers, shared memory", *per_arm(fleet, "summary", speed)],
-        ["the same: CPU seconds a GB of prefill, of decode", *per_arm(fleet, "summary", _cpu)],
-        ["the same, all progress threads spinning", *per_arm(spinning, "summary", speed)],
-        ["the same over TCP", *per_arm(tcp, "summary", speed)],
-        ["one of 4 decode peers stopped: its rooms", *per_arm(stall, "stalled", _ends)],
-        [
-            "NIXL's own threads of an idle prefill process, of a core",
-            *per_arm(idle, "idle", _native),
-        ],
-    ]
-    every = (
-        ("", send),
-        ("", gap),
-        ("", fleet),
-        (f"{PROGRESS_DELAY}=0 ", spinning),
-        ("", tcp),
-        ("", stall),
-    )
-    sources: dict[str, list[str]] = {}
-    for env, of in (*every, ("", idle)):
-        for line in of:
-            if line["kind"] == "run":
-                when = f"{line['date']}, commit {line['commit']}"
-                sources.setdefault(when, []).append(f"`{env}{line['command']}`")
-    machine = next(line["machine"] for line in send if line["kind"] == "run")
-    ran = ";\n".join(f"{when}, by " + ",\n".join(of) for when, of in sources.items())
-    intro = f"{machine}; {ran}:\n\n"
-    return intro + markdown(["", *arms.values()], rows)
-
 
 def progress_delay() -> str:
     """docs/upstream.md: what a pause of NIXL's progress thread is worth."""
-    idle = {e["arm"]: _native(e) for e in _lines(_TRANSFER, "idle") if e["kind"] == "idle"}
+    idle = transfer_page.by_arm("idle", "{idle_share_of_a_core[native threads]:.1%}")
     runs = radix_page.medians(_read(_RADIX / "throughput.summary.json"))
     rates = {name: run["summary"]["requests_per_s"] for name, run in runs.items()}
     return (
@@ -401,37 +340,6 @@ def progress_delay() -> str:
         f"pause and {idle['ours']} with it. A pair with the radix cache serves "
         f"{rates['flag, spinning']:.2f} requests/s without it and {rates['flag']:.2f} with it.\n"
     )
-
-
-def _lines(folder: Path, run: str) -> list[Json]:
-    """All lines of the newest results of a run; none where there are none."""
-    newest = sorted(folder.glob(f"*-{run}-nixl.jsonl"))[-1:]
-    return [json.loads(line) for path in newest for line in path.read_text().splitlines()]
-
-
-def _send_cost(summary: Json) -> str:
-    return f"{summary['send']['p50'] * 1e6:,.0f}, {summary['send']['p99'] * 1e6:,.0f} us"
-
-
-def _gap(gaps: Json) -> str:
-    return f"{gaps['p99'] * 1e3:.1f}, {gaps['largest'] * 1e3:.1f} ms"
-
-
-def _cpu(summary: Json) -> str:
-    return f"{summary['cpu_s_per_gb']:.2f}, {summary['peer_cpu_s_per_gb']:.2f}"
-
-
-def _native(idle: Json) -> str:
-    """Threads that are not Python's, as a share of a core."""
-    native = [each["cpu_s"] for each in idle["threads"] if each["name"].startswith("native")]
-    return f"{sum(native) / idle['seconds']:.1%}"
-
-
-def _ends(stalled: Json) -> str:
-    """How the rooms of the stopped peer ended."""
-    words = {"done": "done", "failed": "failed", "stuck": "without an end"}
-    ends = stalled["ends"]
-    return ", ".join(f"{n} of {sum(ends.values())} {words[end]}" for end, n in ends.items())
 
 
 # ---- files ----
@@ -484,7 +392,11 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "lead-answers": lead_answers,
     "lead-headline": lead_headline,
     "hicache": hicache,
-    "transfer": transfer,
+    "admission-epyc": partial(admission_page.table, "epyc"),
+    "admission-xeon": partial(admission_page.table, "xeon"),
+    "transfer": transfer_page.transfer,
+    "transfer-delays": transfer_page.delays,
+    "transfer-pauses": transfer_page.pauses,
     "progress-delay": progress_delay,
     "refused": refused,
     "refused-radix": partial(refused_with, flags.FLAG),

@@ -1,33 +1,110 @@
-"""The two arms: our admission with its tree, and the stock queue that it is derived from."""
+"""The two arms: our admission with its tree, and the stock queue that it is derived from.
+
+Both have real pools, requests and metadata slots, and a prefill server that is quiet: nothing here
+moves KV, runs a model or opens a socket.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from time import perf_counter_ns, thread_time_ns
-from typing import Any, NamedTuple
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any  # Any: SGLang's queues, trees and requests have no types
 
 import torch
+import torch.distributed as dist
 
-from benchmark.admission import parts
-from benchmark.admission.parts import Load
 from benchmark.harness import without_engine
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.decode import DecodeReqToTokenPool, DecodeRequest
+from sglang.srt.disaggregation.delta.decode.record import Stage, record_of
+from sglang.srt.disaggregation.delta.observability import Telemetry
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.server_args import get_global_server_args
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-#: Tokens that the pool has beyond what its requests take.
+VOCABULARY = 50_000
+LAYERS = 1
+#: What a running request reserves, SGLang's default.
+RESERVE = 512
+#: Tokens of a prompt.
+PROMPT = 10_000
+#: Prefixes that requests share.
+TRUNKS = 16
+#: Prompts of a line that differ: behind the first so many they repeat, as nobody looks at them.
+PROMPTS = 64
+#: The pool has room for so many requests more than run.
 SPARE_REQUESTS = 80
 
 
-class Step(NamedTuple):
-    """Microseconds of one step. ``cpu``: of this thread, whatever else the machine does."""
+@dataclass(frozen=True)
+class Load:
+    """One decode server. A prompt is in ``depth`` tree nodes, of which the last is its own."""
 
-    wall: float
-    cpu: float
+    page: int
+    running: int
+    queued: int = 64
+    #: How many in line have the same prompt. More than one: the first of each is in transfer.
+    copies: int = 1
+    depth: int = 40
+
+    @property
+    def node(self) -> int:
+        """Tokens of one node of a trunk, whole pages."""
+        return max(PROMPT // self.depth // self.page, 1) * self.page
+
+    @property
+    def shared(self) -> int:
+        """Tokens of a trunk."""
+        return self.node * (self.depth - 1)
+
+    @property
+    def tail(self) -> int:
+        """Tokens of a prompt that are its own, in whole pages."""
+        return -(-(PROMPT - self.shared) // self.page) * self.page
+
+    def trunk(self, number: int) -> list[int]:
+        """A shared prefix."""
+        return [(number * 7_919 + at * 31) % VOCABULARY for at in range(self.shared)]
+
+    def request(self, number: int) -> Any:
+        """Request ``number`` as the queues hold it."""
+        same = number
+        if number >= self.running:
+            same = self.running + (number - self.running) // self.copies % PROMPTS
+        req = without_engine.request(number, self._prompt(same), 4_000, VOCABULARY)
+        record = record_of(req)  # as ours notes when a handshake was done
+        record.stage, record.wait.since = Stage.IN_LINE, time.monotonic()
+        return DecodeRequest(req=req, kv_receiver=Room(), waiting_for_input=True)
+
+    @lru_cache(maxsize=1024)  # noqa: B019, a load is as good as a module's constant
+    def _prompt(self, number: int) -> list[int]:
+        own = [(number * 104_729 + at * 17 + 1) % VOCABULARY for at in range(PROMPT)]
+        return self.trunk(number % TRUNKS) + own[self.shared :]
+
+
+class Room:
+    """A receiver whose handshake is done; nothing is ever written."""
+
+    require_staging = False
+
+    def poll(self) -> Any:
+        """Waiting for its pages."""
+        return KVPoll.WaitingForInput
+
+    def _nothing(self, *arguments: Any, **named: Any) -> None:
+        pass
+
+    send_metadata = announce = clear = _nothing
 
 
 class Arm:
@@ -35,63 +112,84 @@ class Arm:
 
     #: What a request takes to enter, tokens.
     entry: int
+    queue: Any
+    tree: Any
 
     def __init__(self, load: Load, tokens: int) -> None:
         self.load = load
-        self.pool, self.allocator = parts.build_pool(tokens, load.page)
-        self.rows = parts.request_rows(load)
-        self.owner = parts.scheduler()
-        self.queue: Any = None
-        self.tree: Any = None
+        tokens = -(-tokens // load.page) * load.page  # of a few bytes
+        self.pool, self.allocator = without_engine.build_pool(
+            tokens, load.page, torch.float16, LAYERS
+        )
+        rows = load.running + PROMPTS + 8
+        self.rows = DecodeReqToTokenPool(rows, PROMPT + 6_000, "cpu", False, 8)
+        # The part of a scheduler that admission reads.
+        self.owner: Any = SimpleNamespace(
+            running_batch=ScheduleBatch(reqs=[], batch_is_full=False),
+            waiting_queue=[],
+            last_batch=None,
+            enable_metrics=False,
+            enable_hisparse=False,
+            server_args=get_global_server_args(),
+            telemetry=Telemetry(),
+            model_config=SimpleNamespace(vocab_size=VOCABULARY, is_encoder_decoder=False),
+            stream_output=lambda *arguments: None,
+        )
         #: Whole prompts that the last step matched against the tree.
         self.matches = 0
-        #: Pages that the benchmark itself holds.
+        #: What keeps the pool full.
         self._ballast = torch.empty(0, dtype=torch.int64)
         self._admitted: list[Any] = []
 
-    @property
-    def running(self) -> Sequence[Any]:
-        """The requests that decode."""
-        reqs: Sequence[Any] = self.owner.running_batch.reqs
-        return reqs
+    def build_queue(self) -> Any:
+        """This environment's queue over ``tree``, with its transfer queue; not handshaken."""
+        connections = SimpleNamespace(forget_unwanted=lambda addresses: None)
+        return without_engine.build_queues(
+            self.owner,
+            tree=self.tree,
+            rows=self.rows,
+            pool=self.pool,
+            allocator=self.allocator,
+            metadata_slots=PROMPTS + self.load.running + 8,
+            reserve=RESERVE,
+            group=dist.group.WORLD,
+            manager=SimpleNamespace(
+                servers=SimpleNamespace(connections=connections),
+                kv_args=SimpleNamespace(
+                    kv_item_lens=[2 * self.load.page] * 2 * LAYERS, state_item_lens=[]
+                ),
+                peer_takes_delta=lambda address: True,
+                waiting_timeout=300,
+            ),
+        )
 
-    def fill_queue(self) -> None:
+    def line_up(self) -> None:
         """Everybody who waits."""
         first = self.load.running
-        self.queue.queue = [
-            parts.request(self.load, number) for number in range(first, first + self.load.queued)
-        ]
+        self.queue.queue = [self.load.request(first + n) for n in range(self.load.queued)]
 
     def between(self) -> None:
-        """What happens between two steps: every request decodes, one insert."""
-        parts.decode_once(self.running)
+        """What happens between two steps: the counts of running requests grow by a token."""
+        for req in self.owner.running_batch.reqs:
+            req.kv_allocated_len += 1
+            req.kv_committed_len += 1
+        self.matches = 0
 
-    def free(self) -> int:
-        """Tokens of the pool that can be had."""
-        size: int = self.allocator.available_size()
-        return size
-
-    def hold(self, tokens: int) -> None:
-        """Let the ballast be of so many tokens."""
-        if len(self._ballast):
-            self.allocator.free(self._ballast)
-        self._ballast = torch.empty(0, dtype=torch.int64)
-        if tokens > 0:
-            self._ballast = self.allocator.alloc(tokens // self.load.page * self.load.page)
-            assert self._ballast is not None, "more than is free"
-
-    def step(self) -> Step:
-        """One step of admission."""
-        began, began_cpu = perf_counter_ns(), thread_time_ns()
+    def step(self) -> float:
+        """One step of admission; microseconds of this thread, whatever else the machine does."""
+        began = time.thread_time_ns()
         self._admitted, _ = self.queue.pop_preallocated()
-        cpu, wall = thread_time_ns() - began_cpu, perf_counter_ns() - began
-        return Step(wall / 1e3, cpu / 1e3)
+        return (time.thread_time_ns() - began) / 1e3
 
     def room_for(self, requests: int) -> None:
         """Leave so much free that as many requests of the queue's head fit."""
-        self.hold(0)
-        spare = self.free() - parts.RESERVE * len(self.running)
-        self.hold(spare - requests * self.entry - self.entry // 2)
+        if len(self._ballast):
+            self.allocator.free(self._ballast)
+        free = self.allocator.available_size() + self.tree.evictable_size()
+        spare = free - RESERVE * len(self.owner.running_batch.reqs)
+        tokens = max(spare - requests * self.entry - self.entry // 2, 0)
+        self._ballast = self.allocator.alloc(tokens // self.load.page * self.load.page)
+        assert self._ballast is not None, "more than is free"
 
     def put_back(self) -> int:
         """Undo the last step's admissions, and say how many there were: the requests are the first
@@ -99,7 +197,7 @@ class Arm:
         for entry in self._admitted:
             release_kv_cache(entry.req, self.tree, is_insert=False)
             self.queue.req_to_metadata_buffer_idx_allocator.free(entry.metadata_buffer_index)
-        again = [parts.request(self.load, int(entry.req.rid[1:])) for entry in self._admitted]
+        again = [self.load.request(int(entry.req.rid[1:])) for entry in self._admitted]
         self.queue.queue = again + self.queue.queue
         return len(again)
 
@@ -108,59 +206,51 @@ class Ours(Arm):
     """This patch set's queue over its radix tree."""
 
     def __init__(self, load: Load) -> None:
-        tokens = load.trunks * load.shared + (load.running + SPARE_REQUESTS) * (
-            load.tail + 2 * parts.RESERVE
-        )
-        super().__init__(load, -(-tokens // load.page) * load.page + 4_096 * load.page)
-        self.entry = load.tail + parts.RESERVE // 2  # delta pages, half of a running one's reserve
+        requests = (load.running + SPARE_REQUESTS) * (load.tail + 2 * RESERVE)
+        super().__init__(load, TRUNKS * load.shared + requests + 4_096 * load.page)
+        self.entry = load.tail + RESERVE // 2  # delta pages, half of a running one's reserve
         self.tree = without_engine.build_tree(self.rows, self.allocator, load.page)
         self.tree.serve_decode()
-        self._count_matches()
-        self.queue = parts.queues(load, self.owner, self.tree, self.rows, self.pool, self.allocator)
-        self._inserted = 0
-        self._grow_trunks()
-        self._start_running()
-        self.fill_queue()
-        if load.copies > 1:
-            self._start_leaders()
-
-    def _start_leaders(self) -> None:
-        """The first of each prompt is announced, and stays in transfer."""
-        while admitted := self.queue.pop_preallocated()[0]:
-            self.queue.transfer_queue.queue += admitted
-        leaders = len(self.queue.transfer_queue.queue)
-        assert leaders == self.load.queued // self.load.copies, f"{leaders} leaders"
-
-    def _count_matches(self) -> None:
-        original = self.tree.match_prefix
+        match = self.tree.match_prefix
 
         def counted(params: Any) -> Any:
-            self.matches += len(params.key.token_ids) > self.load.shared
-            return original(params)
+            self.matches += len(params.key.token_ids) > load.shared
+            return match(params)
 
         self.tree.match_prefix = counted
+        self.queue = self.build_queue()
+        self._inserted = 0
+        # Shared prefixes, each a chain of nodes, in use by others whatever is running.
+        for trunk in map(load.trunk, range(TRUNKS)):
+            for end in range(load.node, load.shared + 1, load.node):
+                self._insert(trunk[:end])
+            found = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(trunk, None)))
+            self.tree.inc_lock_ref(found.last_device_node)
+        for _ in range(self.entry // 4 // load.page):  # of requests that ended
+            self._insert_page()
+        self._start_running()
+        self.line_up()
+        if load.copies > 1:  # the first of each prompt is announced, and stays in transfer
+            arriving = self.queue.transfer_queue.queue
+            while admitted := self.queue.pop_preallocated()[0]:
+                arriving += admitted
+            assert len(arriving) == load.queued // load.copies, f"{len(arriving)} leaders"
 
     def _insert(self, tokens: list[int]) -> None:
         slots = self.allocator.alloc(len(tokens))
         known = self.tree.insert(InsertParams(key=RadixKey(tokens, None), value=slots)).prefix_len
         self.allocator.free(slots[:known])
 
-    def _grow_trunks(self) -> None:
-        """Shared prefixes, each a chain of nodes, in use by others whatever is running; and
-        leaves of requests that ended, which may be evicted."""
-        for number in range(self.load.trunks):
-            trunk = self.load.trunk(number)
-            for end in range(self.load.node, self.load.shared + 1, self.load.node):
-                self._insert(trunk[:end])
-            match = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(trunk, None)))
-            self.tree.inc_lock_ref(match.last_device_node)
-        for _ in range(self.entry // 4 // self.load.page):
-            self._insert_one()
+    def _insert_page(self) -> None:
+        """One page of a text of its own enters the tree."""
+        self._inserted += 1
+        start = VOCABULARY + self._inserted
+        self._insert([start + at * VOCABULARY for at in range(self.load.page)])
 
     def _start_running(self) -> None:
         """Requests are admitted, land, and begin to decode, as on a server."""
-        entries = [parts.request(self.load, number) for number in range(self.load.running)]
-        self.queue.queue = entries
+        owner, slots = self.owner, self.queue.req_to_metadata_buffer_idx_allocator
+        self.queue.queue = [self.load.request(number) for number in range(self.load.running)]
         while self.queue.queue:
             admitted, failed = self.queue.pop_preallocated()
             assert admitted and not failed
@@ -169,46 +259,28 @@ class Ours(Arm):
                 self.tree.adopt(req)
                 req.output_ids.append(1)
                 req.init_next_round_input(self.tree)
-            owner = self.owner
-            batch = ScheduleBatch.init_new(
-                reqs,
-                self.rows,
-                self.allocator,
-                self.tree,
-                owner.model_config,
-                False,
-                SpeculativeAlgorithm.NONE,
-            )
+            parts = (reqs, self.rows, self.allocator, self.tree, owner.model_config)
+            batch = ScheduleBatch.init_new(*parts, False, SpeculativeAlgorithm.NONE)
             batch.prepare_for_prebuilt()
             batch.process_prebuilt(owner.server_args, None)
             owner.running_batch.reqs = [*owner.running_batch.reqs, *reqs]
             for entry in admitted:
-                self.queue.req_to_metadata_buffer_idx_allocator.free(entry.metadata_buffer_index)
+                slots.free(entry.metadata_buffer_index)
 
     def between(self) -> None:
+        """And a page enters the tree."""
         if self.allocator.available_size() < self.load.page:
             self.tree.evict(EvictParams(num_tokens=self.load.page))
-        self._insert_one()
+        self._insert_page()
         super().between()
-        self.matches = 0
-
-    def _insert_one(self) -> None:
-        """One page of a text of its own enters the tree."""
-        self._inserted += 1
-        start = parts.VOCABULARY + self._inserted
-        self._insert([start + at * parts.VOCABULARY for at in range(self.load.page)])
-
-    def free(self) -> int:
-        return super().free() + int(self.tree.evictable_size())
 
 
 class Stock(Arm):
     """SGLang's own queue: the class that this environment's is derived from."""
 
     def __init__(self, load: Load) -> None:
-        tokens = (load.running + SPARE_REQUESTS) * (load.prompt + 2 * parts.RESERVE)
-        super().__init__(load, -(-tokens // load.page) * load.page)
-        self.entry = load.prompt + parts.RESERVE
+        super().__init__(load, (load.running + SPARE_REQUESTS) * (PROMPT + 2 * RESERVE))
+        self.entry = PROMPT + RESERVE
         self.tree = ChunkCache(
             CacheInitParams(
                 disable=True,
@@ -217,13 +289,26 @@ class Stock(Arm):
                 page_size=load.page,
             )
         )
-        queue = parts.queues(load, self.owner, self.tree, self.rows, self.pool, self.allocator)
-        queue.__class__ = type(queue).__bases__[-1]
-        assert "RadixPreallocQueue" not in {kind.__name__ for kind in type(queue).__mro__}
-        self.queue = queue
-        reqs = [parts.request(load, number).req for number in range(load.running)]
-        for req in reqs:
+        self.queue = self.build_queue()
+        self.queue.__class__ = type(self.queue).__bases__[-1]
+        assert "RadixPreallocQueue" not in {kind.__name__ for kind in type(self.queue).__mro__}
+        for number in range(load.running):
+            req = load.request(number).req
             self.queue._pre_alloc(req)
             req.output_ids.append(1)
-        self.owner.running_batch.reqs = reqs
-        self.fill_queue()
+            self.owner.running_batch.reqs.append(req)
+        self.line_up()
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """The process group of a server with one rank."""
+    torch.set_num_threads(1)
+    # Nobody is told that it waits, or for too long, while this measures.
+    for name in ("WAIT_LOG", "ADMISSION_TIMEOUT", "PREFIX_WAIT_TIMEOUT"):
+        os.environ[f"SGLANG_DISAGGREGATION_DECODE_{name}"] = "1000000"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

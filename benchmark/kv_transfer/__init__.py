@@ -1,4 +1,4 @@
-"""What a KV transfer costs, stage by stage: the stock way, ours, and the bare library.
+"""What a KV transfer costs: the stock way and ours.
 
 README.md beside this file has the question, the method and the results.
 """

@@ -1,231 +1,293 @@
-"""Both ends of a room, through SGLang's own managers: the arms ``stock``, ``ours`` and ``radix``.
+"""Both ends of a room, through SGLang's own managers, and the two loops that are measured.
 
-Which of the first two it is, only the environment of the process says (``SGLANG_PATCHSET=0`` is
-stock); ``radix`` is ours with the flag of decode's radix cache, and prompts of which decode has
-nothing.
-Managers are built by their constructors, as SGLang's scheduler does, over a real bootstrap server.
+Which of ``stock`` and ``ours`` it is, only the environment of the process says
+(``SGLANG_PATCHSET=0`` is stock); ``radix`` is ours with the flag of decode's radix cache, and
+prompts of which decode has nothing. Managers are built by their constructors, as SGLang's
+scheduler does, over a real bootstrap server.
 """
 
 from __future__ import annotations
 
 import importlib
+import threading
 import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmark.kv_transfer.pool import Pool
-from benchmark.kv_transfer.records import Pages, Peer, RoomPlan, Setup
+import numpy as np
+import requests
+import torch
+
+from benchmark.kv_transfer.runs import Room, Round, Setup
+from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
+from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
+from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+from sglang.srt.distributed.device_communicators import mooncake_transfer_engine
+from sglang.srt.layers.dp_attention import initialize_dp_attention
 
 HOST = "127.0.0.1"
 _PREFIX = {"nixl": "Nixl", "mooncake": "Mooncake"}
-_CONNECT_S = 60.0
+#: Contents of prefill's pool are below it; decode's is filled with it first.
+_NOTHING = 251
+_PREFILL_PAUSE_S = 2e-4
 
 
-def preload() -> None:
-    """Import what takes long."""
-    for name in (
-        "sglang.srt.disaggregation.nixl.conn",
-        "sglang.srt.disaggregation.mooncake.conn",
-        "sglang.srt.distributed",
-        "sglang.srt.layers.dp_attention",
-    ):
-        importlib.import_module(name)
-
-
-def _server_args(setup: Setup) -> Any:
-    """What the managers read of SGLang's ``ServerArgs``, whose constructor wants a model."""
-    return SimpleNamespace(
-        host=HOST,
-        disaggregation_bootstrap_port=setup.bootstrap_port,
-        disaggregation_mode=setup.role,
-        disaggregation_decode_enable_radix_cache=_has_flag(setup),
-        dist_init_addr=None,
-        dp_size=1,
-        pp_size=1,
-        attn_cp_size=1,
-        enable_dp_attention=False,
-        moe_dense_tp_size=None,
-        enable_hisparse=False,
-        kv_cache_dtype="auto",
-        load_balance_method="round_robin",
-        chunked_prefill_size=8192,
-        device=setup.device,
-    )
-
-
-def _has_flag(setup: Setup) -> bool:
-    return setup.arm == "radix" and setup.role == "decode"
-
-
-def _start_ranks(setup: Setup, args: Any) -> None:
-    """One tensor parallel rank of one."""
-    import torch
-
-    from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
-    from sglang.srt.layers.dp_attention import initialize_dp_attention
-
-    init_distributed_environment(
-        backend="gloo",
-        world_size=1,
-        rank=0,
-        local_rank=0,
-        distributed_init_method=f"tcp://{HOST}:{setup.dist_port}",
-    )
-    initialize_model_parallel()
-    initialize_dp_attention(args, SimpleNamespace(hidden_size=8, dtype=torch.float16))
+def _wait(ready: Callable[[], bool], otherwise: str, pause_s: float = 0.01) -> None:
+    """Raises TimeoutError with ``otherwise`` after a minute."""
+    deadline = time.monotonic() + 60.0
+    while not ready():
+        if time.monotonic() > deadline:
+            raise TimeoutError(otherwise)
+        time.sleep(pause_s)
 
 
 class _End:
-    """A manager with its pool and metadata buffers."""
+    """A manager with its pool and metadata buffers, in a process of its own."""
 
-    def __init__(self, setup: Setup, pool: Pool) -> None:
-        import torch
-
-        from sglang.srt.disaggregation.base.conn import KVArgs
-        from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
-
-        self.setup, self.pool = setup, pool
+    def __init__(self, setup: Setup, process: int, mode: DisaggregationMode) -> None:
+        """``process``: 0 for prefill, 1 and more for the decode peers."""
+        run, shape = setup.run, setup.shape
+        self.setup, self.address = setup, f"{HOST}:{setup.ports[0]}"
+        self.takes_delta = setup.arm == "radix" and mode == DisaggregationMode.DECODE
         self._conn = importlib.import_module(f"sglang.srt.disaggregation.{setup.backend}.conn")
-        self.address = f"{HOST}:{setup.bootstrap_port}"
-        server_args = _server_args(setup)
-        _start_ranks(setup, server_args)
+        # What the managers read of SGLang's ``ServerArgs``, whose constructor wants a model.
+        server_args = SimpleNamespace(
+            host=HOST,
+            disaggregation_bootstrap_port=setup.ports[0],
+            disaggregation_mode=mode.value,
+            disaggregation_decode_enable_radix_cache=self.takes_delta,
+            dist_init_addr=None,
+            dp_size=1,
+            pp_size=1,
+            attn_cp_size=1,
+            enable_dp_attention=False,
+            moe_dense_tp_size=None,
+            enable_hisparse=False,
+            kv_cache_dtype="auto",
+            load_balance_method="round_robin",
+            chunked_prefill_size=8192,
+            device=setup.device,
+        )
+        init_distributed_environment(
+            backend="gloo",
+            world_size=1,
+            rank=0,
+            local_rank=0,
+            distributed_init_method=f"tcp://{HOST}:{setup.ports[1 + process]}",
+        )
+        initialize_model_parallel()
+        initialize_dp_attention(server_args, SimpleNamespace(hidden_size=8, dtype=torch.float16))
         if setup.backend == "mooncake":
-            from sglang.srt.distributed.device_communicators import mooncake_transfer_engine
-
             mooncake_transfer_engine.init_mooncake_transfer_engine(HOST, 0, None)
+
+        page_bytes = run.page_size * shape.row_bytes
+        self.buffers = [
+            torch.empty((run.pool_pages, page_bytes), dtype=torch.uint8, device=setup.device)
+            for _ in range(shape.buffers)
+        ]
         args = KVArgs()
         args.engine_rank = args.pp_rank = args.prefill_start_layer = args.gpu_id = 0
         args.system_dp_rank = 0
         args.ib_device = None
-        pool.describe(args)
-        self._metadata = MetadataBuffers(setup.slots, 16, torch.float32)
+        args.kv_data_ptrs = [buffer.data_ptr() for buffer in self.buffers]
+        args.kv_data_lens = [buffer.nbytes for buffer in self.buffers]
+        args.kv_item_lens = [page_bytes] * shape.buffers
+        args.page_size = run.page_size
+        args.kv_head_num = args.total_kv_head_num = shape.kv_heads
+        self._metadata = MetadataBuffers(run.rooms_a_peer, 16, torch.float32)
         args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = self._metadata.get_buf_infos()
         args.state_data_ptrs, args.state_data_lens, args.state_item_lens = [], [], []
         args.state_type = "none"
-        if setup.role == "prefill":
-            self._bootstrap = self._class("BootstrapServer")(HOST, setup.bootstrap_port)
-            self._wait_for_bootstrap()
-        mode = DisaggregationMode.PREFILL if setup.role == "prefill" else DisaggregationMode.DECODE
-        self.manager = self._class("Manager")(args, mode, server_args, setup.shape.mla)
+        if mode == DisaggregationMode.PREFILL:
+            self._bootstrap = self.of_backend("BootstrapServer")(HOST, setup.ports[0])
+            _wait(self._bootstrap_answers, "the bootstrap server does not answer")
+        self.manager = self.of_backend("Manager")(args, mode, server_args, shape.mla)
 
-    def _class(self, kind: str) -> Any:
+    def of_backend(self, kind: str) -> Any:
+        """SGLang's class, or the one that took its place."""
         return getattr(self._conn, f"{_PREFIX[self.setup.backend]}KV{kind}")
 
-    def _wait_for_bootstrap(self) -> None:
-        import requests
+    def content(self, buffer: int) -> torch.Tensor:
+        """The byte of each page of a buffer on the prefill side."""
+        pages = torch.arange(self.setup.run.pool_pages, device=self.setup.device)
+        return ((pages * 31 + buffer * 7) % _NOTHING).to(torch.uint8)
 
-        deadline = time.monotonic() + _CONNECT_S
-        while True:
-            try:
-                if requests.get(f"http://{self.address}/health", timeout=1).status_code == 200:
-                    return
-            except requests.RequestException:
-                pass
-            if time.monotonic() > deadline:
-                raise TimeoutError("the bootstrap server does not answer")
-            time.sleep(0.02)
+    def _bootstrap_answers(self) -> bool:
+        try:
+            return requests.get(f"http://{self.address}/health", timeout=1).status_code == 200
+        except requests.RequestException:
+            return False
 
 
 class Prefill(_End):
     """What the prefill scheduler does with a manager."""
 
-    def sender(self, plan: RoomPlan) -> Sender:
-        """A room whose announcement is or will be there."""
-        endpoint = self._class("Sender")(self.manager, self.address, plan.room, [0], 0)
-        return Sender(endpoint, plan)
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup, 0, DisaggregationMode.PREFILL)
+        for index, buffer in enumerate(self.buffers):
+            buffer[:] = self.content(index)[:, None]
+        self._work = _units(setup.run.work_s)
 
-    def step(self) -> None:
-        """What our patch set adds to the scheduler's step; nothing in the stock release."""
-        settle = getattr(self.manager, "settle", None)
-        if settle is not None:
-            settle()
+    def senders(self, rooms: list[Room]) -> dict[int, Any]:
+        """Senders of rooms that decode has announced; not part of any measurement."""
+        sender = self.of_backend("Sender")
+        made = {
+            room.number: sender(self.manager, self.address, room.number, [0], 0) for room in rooms
+        }
+        for number, each in made.items():
+            otherwise = f"room {number} was not announced"
+            _wait(lambda each=each: each.poll() == KVPoll.WaitingForInput, otherwise, 0.001)
+        return made
+
+    def send(self, rooms: list[Room], senders: dict[int, Any], limit_s: float) -> Round:
+        """Send all rooms, at most ``in_flight`` of them under way, and wait for their ends.
+
+        As in SGLang's event loop, one thread sends the rooms whose turn it is, then polls all rooms
+        under way, then does something else (here: sleeps). After ``limit_s`` rooms without an end
+        are ``stuck``.
+        """
+        run = self.setup.run
+        waiting, active = deque(rooms), dict[int, Room]()
+        clocks = [_clocks()]
+        cpu, began = time.process_time(), time.monotonic()
+        while (waiting or active) and time.monotonic() - began < limit_s:
+            turn = time.monotonic()
+            while waiting and len(active) < run.in_flight:
+                room = waiting.popleft()
+                room.began = turn
+                active[room.number] = room
+                try:
+                    _send(senders[room.number], room)
+                except Exception as error:  # libraries raise bare exceptions of several kinds
+                    room.error = f"send raised: {error!r}"
+                    _end(active.pop(room.number), senders, "failed")
+                if run.work_s:
+                    break
+            for room in list(active.values()):
+                try:
+                    state = senders[room.number].poll()
+                except Exception as error:  # it would end the stock scheduler
+                    room.error, state = f"poll raised: {error!r}", KVPoll.Failed
+                if state in (KVPoll.Success, KVPoll.Failed):
+                    outcome = "done" if state == KVPoll.Success else "failed"
+                    _end(active.pop(room.number), senders, outcome)
+            _some(self._work)
+            if active:
+                time.sleep(_PREFILL_PAUSE_S)
+            if run.work_s:
+                clocks.append(_clocks())
+        wall, used = time.monotonic() - began, time.process_time() - cpu
+        for room in active.values():
+            _end(room, senders, "stuck")
+        page_bytes = sum(buffer[0].nbytes for buffer in self.buffers)
+        moved = sum(len(room.source) for room in rooms if room.outcome == "done") * page_bytes
+        return Round(rooms, wall, used, moved, np.diff(clocks, axis=0) if run.work_s else None)
 
 
-class Sender:
-    """One room at prefill."""
+def _send(sender: Any, room: Room) -> None:
+    sender.init(len(room.source), room.slot)
+    cpu, began = time.thread_time(), time.perf_counter()
+    sender.send(room.source)
+    room.send_s = time.perf_counter() - began
+    room.send_cpu_s = time.thread_time() - cpu
 
-    def __init__(self, endpoint: Any, plan: RoomPlan) -> None:
-        from sglang.srt.disaggregation.base.conn import KVPoll
 
-        self._endpoint, self._plan, self._poll = endpoint, plan, KVPoll
-        self.error = ""
+def _end(room: Room, senders: dict[int, Any], outcome: str) -> None:
+    """As the scheduler does when a request leaves its queue."""
+    room.ended, room.outcome = time.monotonic(), outcome
+    sender = senders.pop(room.number)
+    if outcome == "failed":
+        try:
+            sender.failure_exception()
+        except Exception as error:  # it always raises: that is how it tells the reason
+            room.error = room.error or str(error)
+    elif hasattr(sender, "clear"):
+        sender.clear()
 
-    def ready(self) -> bool:
-        """Whether decode has announced it."""
-        return bool(self._endpoint.poll() == self._poll.WaitingForInput)
 
-    def start(self) -> None:
-        """As the scheduler does before the first chunk."""
-        self._endpoint.init(len(self._plan.source), self._plan.slot)
+def _clocks() -> tuple[float, float, float]:
+    """Seconds: monotonic, CPU of this thread, and for which it was ready to run without a core."""
+    # Time on a run queue, nanoseconds, is the second number of the kernel's sched-stats. The
+    # first, CPU time, is as old as the last tick.
+    stat = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text()
+    return time.monotonic(), time.thread_time(), int(stat.split()[1]) * 1e-9
 
-    def send(self, pages: Pages) -> None:
-        """The call that is measured."""
-        self._endpoint.send(pages)
 
-    def poll(self) -> str | None:
-        """``done``, ``failed``, or None while it is under way."""
-        state = self._endpoint.poll()
-        if state == self._poll.Success:
-            return "done"
-        return "failed" if state == self._poll.Failed else None
+def _units(seconds: float) -> int:
+    """So much work takes ``seconds`` on a core of its own."""
+    trials = []
+    for _ in range(25):
+        began = time.perf_counter()
+        _some(100)
+        trials.append(time.perf_counter() - began)
+    return round(seconds / (min(trials) / 100))
 
-    def close(self, outcome: str) -> None:
-        """As the scheduler does when a request leaves its queue."""
-        if outcome == "failed":
-            try:
-                self._endpoint.failure_exception()
-            except Exception as error:  # it always raises: that is how it tells the reason
-                self.error = str(error)
-        elif hasattr(self._endpoint, "clear"):
-            self._endpoint.clear()
+
+def _some(units: int) -> None:
+    """Python work: small objects made and dropped, as a scheduler does."""
+    table: dict[int, tuple[int, str]] = {}
+    for number in range(units):
+        table[number % 64] = (number, str(number))
 
 
 class Decode(_End):
     """What the decode scheduler does with a manager."""
 
-    def __init__(self, setup: Setup, pool: Pool) -> None:
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
-        super().__init__(setup, pool)
-        self._states = KVPoll
+    def __init__(self, setup: Setup, process: int) -> None:
+        super().__init__(setup, process, DisaggregationMode.DECODE)
+        for buffer in self.buffers:
+            buffer.fill_(_NOTHING)
         self._receivers: dict[int, Any] = {}
-        deadline = time.monotonic() + _CONNECT_S
-        while not self.manager.try_ensure_parallel_info(self.address):
-            if time.monotonic() > deadline:
-                raise TimeoutError("the prefill process did not register")
-            time.sleep(0.05)
+        ready = self.manager.try_ensure_parallel_info
+        _wait(lambda: ready(self.address), "the prefill process did not register", 0.05)
 
-    def describe(self, pid: int) -> Peer:
-        """Its name is what prefill knows it by."""
+    @property
+    def name(self) -> str:
+        """What prefill knows it by."""
         if self.setup.backend == "nixl":
-            return Peer(str(self.manager.agent.name), pid)
-        return Peer(str(self.manager.engine.get_session_id()), pid)
+            return str(self.manager.agent.name)
+        return str(self.manager.engine.get_session_id())
 
-    def announce(self, plan: RoomPlan) -> None:
+    def announce(self, room: Room) -> None:
         """Tell prefill where the room's pages go."""
-        receiver = self._class("Receiver")(self.manager, self.address, plan.room)
-        if _has_flag(self.setup):
-            deadline = time.monotonic() + _CONNECT_S
-            while not receiver.is_ready(0):  # its ranks are asked in the background
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        "the prefill process does not report the addresses of its ranks"
-                    )
-                time.sleep(0.01)
+        receiver = self.of_backend("Receiver")(self.manager, self.address, room.number)
+        if self.takes_delta:  # the addresses of prefill's ranks are asked in the background
+            _wait(lambda: receiver.is_ready(0), "prefill does not report its ranks' addresses")
             receiver.init(0)
-            receiver.announce(plan.destination, plan.slot, prefix_len=0)
+            receiver.announce(room.destination, room.slot, prefix_len=0)
         else:
             receiver.init(0)
-            receiver.send_metadata(plan.destination, plan.slot)
-        self._receivers[plan.room] = receiver
+            receiver.send_metadata(room.destination, room.slot)
+        self._receivers[room.number] = receiver
 
-    def poll(self, room: int) -> str | None:
-        """``done``, ``failed``, or None while it is under way."""
-        state = self._receivers[room].poll()
-        if state == self._states.Success:
-            return "done"
-        return "failed" if state == self._states.Failed else None
+    def arrivals(self, limit_s: float) -> dict[int, float]:
+        """When each room that was announced was seen complete; without those that failed, or had
+        no end within ``limit_s``."""
+        deadline, arrived = time.monotonic() + limit_s, {}
+        while self._receivers and time.monotonic() < deadline:
+            for number, receiver in list(self._receivers.items()):
+                state = receiver.poll()
+                if state == KVPoll.Success:
+                    arrived[number] = time.monotonic()
+                if state in (KVPoll.Success, KVPoll.Failed):
+                    self._receivers.pop(number).clear()
+            if self._receivers:
+                time.sleep(self.setup.run.decode_pause_s)
+        return arrived
 
-    def forget(self, room: int) -> None:
-        """The room is done with."""
-        self._receivers.pop(room).clear()
+    def wrong_pages(self, room: Room) -> int:
+        """Destination pages that differ from their source, over all buffers. First, middle and
+        last byte of a page are looked at."""
+        source, destination = (
+            torch.from_numpy(side.astype("int64")).to(self.setup.device)
+            for side in (room.source, room.destination)
+        )
+        size, wrong = self.buffers[0].shape[1], 0
+        places = torch.tensor([0, size // 2, size - 1], device=self.setup.device)
+        for index, buffer in enumerate(self.buffers):
+            expected = self.content(index)[source][:, None]
+            wrong += int((buffer[destination[:, None], places] != expected).any(dim=1).sum())
+        return wrong

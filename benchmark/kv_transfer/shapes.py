@@ -41,15 +41,6 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Bytes of a token in all buffers."""
         return self.buffers * self.row_bytes
 
-    def with_layers(self, layers: int | None) -> Shape:
-        """The same model with fewer layers, so that more tokens fit; None changes nothing."""
-        if layers is None or layers == self.layers:
-            return self
-        if layers > self.layers:
-            raise ValueError(f"--layers {layers}: {self.name} has only {self.layers}")
-        name = f"{self.name} ({layers} layers)"
-        return msgspec.structs.replace(self, name=name, layers=layers)
-
 
 def names() -> list[str]:
     """What ``--shape`` takes."""

@@ -1,122 +1,139 @@
-"""From rounds to numbers: percentiles of each stage, bandwidth, CPU time. Pure."""
+"""From rounds to numbers, and which bounds hold. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from benchmark.harness.report import Spread, percentile, spread
-from benchmark.kv_transfer.clocks import ThreadUse, Turn
-from benchmark.kv_transfer.records import RoomTimes, Round
+import numpy as np
 
-#: In the names of the threads that carry transfers: ours, and those of SGLang's Mooncake manager.
-_WORKERS = ("kv-transfer", "transfer_worker")
+from benchmark.harness.report import Verdict
+from benchmark.kv_transfer.runs import Room, Round, Run
 
-
-@dataclass(frozen=True)
-class Summary:
-    """One arm on one load. Times in seconds; NaN where an arm cannot tell."""
-
-    rooms: int
-    failed: int
-    #: A call of ``send`` on the thread of the scheduler.
-    send: Spread
-    #: CPU time of that thread in it.
-    send_cpu: Spread
-    #: A room, from its turn (``RoomTimes.began``) until prefill sees that it is done.
-    total: Spread
-    #: The same until decode sees it.
-    arrival: Spread
-    room_bytes: float
-    #: All bytes over the time from the first ``send`` to the last end, 10**9 bytes a second.
-    gb_per_s: float
-    #: CPU time of the prefill process, and of the decode processes, for 10**9 bytes.
-    cpu_s_per_gb: float
-    peer_cpu_s_per_gb: float
-    #: That all processes together kept busy: CPU time over time.
-    cores: float
+#: A quantity -> a number, or several by name; the quantity's name ends with its unit.
+Numbers = dict[str, Any]
 
 
-def summarize(rounds: Sequence[Round]) -> Summary:
-    """All rounds of one load together."""
-    rooms = [times for each in rounds for times in each.rooms]
-    good = [times for times in rooms if times.outcome == "done"]
+def p50_p99(seconds: Iterable[float], unit: float) -> dict[str, float]:
+    """In units of so many seconds; NaN of nothing."""
+    values = np.fromiter(seconds, float) / unit
+    p50, p99 = np.percentile(values, (50, 99)) if values.size else (math.nan, math.nan)
+    return {"p50": p50, "p99": p99}
+
+
+def rooms_of(rounds: Sequence[Round], outcome: str = "") -> list[Room]:
+    """The rooms of some rounds; those that ended so."""
+    rooms = [room for each in rounds for room in each.rooms]
+    return [room for room in rooms if not outcome or room.outcome == outcome]
+
+
+def summarize(rounds: Sequence[Round]) -> Numbers:
+    """All rounds of one arm and size together; NaN where nothing moved."""
+    rooms, done = rooms_of(rounds), rooms_of(rounds, "done")
     moved = sum(each.moved_bytes for each in rounds)
-    gigabytes = moved / 1e9 if moved else math.nan
-    return Summary(
-        rooms=len(rooms),
-        failed=len(rooms) - len(good),
-        send=spread([seconds for times in rooms for seconds in times.sends]),
-        send_cpu=spread([seconds for times in rooms for seconds in times.send_cpus]),
-        total=spread(times.total for times in good),
-        arrival=spread([times.arrived - times.began for times in good if times.arrived]),
-        room_bytes=moved / len(good) if good else math.nan,
-        gb_per_s=gigabytes / sum(each.wall_s for each in rounds),
-        cpu_s_per_gb=sum(each.cpu_s for each in rounds) / gigabytes,
-        peer_cpu_s_per_gb=sum(each.peer_cpu_s for each in rounds) / gigabytes,
-        cores=sum(each.cpu_s + each.peer_cpu_s for each in rounds)
-        / sum(each.wall_s for each in rounds),
+    gigabytes = moved / 1e9 or math.nan
+    wall_s, cpu_s, peer_cpu_s = (
+        sum(getattr(each, name) for each in rounds) for name in ("wall_s", "cpu_s", "peer_cpu_s")
     )
+    return {
+        "rooms": len(rooms),
+        "failed": len(rooms) - len(done),
+        "room_mb": moved / 1e6 / len(done) if done else math.nan,
+        "send_us": p50_p99((room.send_s for room in rooms), 1e-6),
+        "send_cpu_us": p50_p99((room.send_cpu_s for room in rooms), 1e-6),
+        "total_ms": p50_p99((room.ended - room.began for room in done), 1e-3),
+        "until_decode_sees_it_ms": p50_p99(
+            (room.arrived - room.began for room in done if room.arrived), 1e-3
+        ),
+        "gb_per_s": gigabytes / wall_s,
+        "cpu_s_per_gb": cpu_s / gigabytes,
+        "decode_cpu_s_per_gb": peer_cpu_s / gigabytes,
+        "cores": (cpu_s + peer_cpu_s) / wall_s,
+    }
 
 
-@dataclass(frozen=True)
-class Gaps:
-    """Of all turns of an arm. Seconds, but ``turns``."""
+def gaps(rounds: Sequence[Round]) -> Numbers:
+    """Of all turns of prefill's loop. What a turn takes beyond its own CPU time it waits: for a
+    core, or *blocked* by its pause, the interpreter's lock or a lock of the library's."""
+    took, cpu, ready = np.concatenate([each.turns for each in rounds if each.turns is not None]).T
+    return {
+        "turns": len(took),
+        "gap_ms": p50_p99(took, 1e-3) | {"largest": 1e3 * took.max()},
+        "gap_without_waiting_for_a_core_ms": {
+            "p99": 1e3 * np.percentile(took - ready, 99),
+            "largest": 1e3 * (took - ready).max(),
+        },
+        "longest_blocked_ms": 1e3 * np.maximum(0.0, took - cpu - ready).max(),
+        "cpu_of_a_turn_p50_ms": 1e3 * np.median(cpu),
+    }
 
-    turns: int
-    p50: float
-    p99: float
-    largest: float
-    #: The same without the time for which the loop was ready to run and had no core.
-    on_core_p99: float
-    on_core_largest: float
-    #: Most of what one turn waited for no core: its pause, and locks.
-    most_blocked: float
-    cpu_p50: float
 
-
-def summarize_turns(turns: Sequence[Turn]) -> Gaps:
-    """Percentiles; NaN of nothing."""
-    took = [turn.took for turn in turns]
-    on_core = [turn.took - turn.ready for turn in turns]
-    return Gaps(
-        turns=len(turns),
-        p50=percentile(took, 50),
-        p99=percentile(took, 99),
-        largest=max(took, default=math.nan),
-        on_core_p99=percentile(on_core, 99),
-        on_core_largest=max(on_core, default=math.nan),
-        most_blocked=max((turn.blocked for turn in turns), default=math.nan),
-        cpu_p50=percentile([turn.cpu for turn in turns], 50),
+def stalls(rounds: Sequence[Round], run: Run) -> Numbers:
+    """The rooms of the last peer, which was stopped in some rounds, and of the others."""
+    last = run.peers - 1
+    running = [each for each in rounds if not each.stopped]
+    halted = [each for each in rounds if each.stopped]
+    others = [room for room in rooms_of(halted) if room.peer != last]
+    its = [(room, each.stopped) for each in halted for room in each.rooms if room.peer == last]
+    before, after = (
+        p50_p99((r.ended - r.began for r in rooms_of(of, "done") if r.peer != last), 1e-3)
+        for of in (running, halted)
     )
+    failed = [(room, name) for room, name in its if room.outcome == "failed"]
+    ends = Counter(room.outcome for room, _ in its)
+    return {
+        "others_ms": before,
+        "others_ms_one_stopped": after,
+        "others_p99_growth": after["p99"] / before["p99"] - 1,
+        "others_rooms": len(others),
+        "others_done": sum(room.outcome == "done" for room in others),
+        "rooms_of_the_stopped": {end: ends[end] for end in ("done", "failed", "stuck")},
+        "failed_after_s": p50_p99((room.ended - room.began for room, _ in failed), 1.0),
+        "failed_with_its_name": sum(name in room.error for room, name in failed),
+    }
 
 
-def totals(rounds: Iterable[Round], *, peers: Sequence[int]) -> list[float]:
-    """What the rooms of some peers took that were done."""
-    return [
-        times.total
-        for each in rounds
-        for times in each.rooms
-        if times.peer in peers and times.outcome == "done"
-    ]
-
-
-def of_peer(rounds: Iterable[Round], peer: int) -> list[RoomTimes]:
-    """All rooms of one peer."""
-    return [times for each in rounds for times in each.rooms if times.peer == peer]
-
-
-def thread_groups(uses: Sequence[ThreadUse], seconds: float) -> dict[str, float]:
-    """Share of a core that the workers, other Python threads, and native threads (NIXL's, UCX's,
-    Mooncake's) used."""
-    groups = {"workers": 0.0, "other Python threads": 0.0, "native threads": 0.0}
-    for use in uses:
-        if use.name.startswith("native "):
-            group = "native threads"
-        elif any(mark in use.name for mark in _WORKERS):
-            group = "workers"
-        else:
-            group = "other Python threads"
-        groups[group] += use.cpu_s / seconds
-    return groups
+def verdicts(name: str, found: Mapping[str, Numbers], run: Run) -> list[Verdict]:
+    """What must hold of the run ``name``; ``found`` by arm."""
+    said = []
+    ours, stock = found.get("ours"), found.get("stock")
+    if name == "send" and ours and stock:
+        p99, ratio = ours["send_us"]["p99"], stock["send_us"]["p50"] / ours["send_us"]["p99"]
+        text = f"send p99 of ours is {p99:.0f} us, {ratio:.0f} times less than stock's p50"
+        text += "; at most 100 us, at least 20 times"
+        said.append(Verdict(text, p99 <= 100 and ratio >= 20))
+    for arm in ("ours", "radix"):
+        numbers = found.get(arm)
+        if name == "fleet" and numbers:
+            tail = numbers["total_ms"]["p99"] / numbers["total_ms"]["p50"]
+            text = f"{arm}: p99 of a room is {tail:.2f} times its p50, at most 3"
+            said.append(Verdict(text, tail <= 3))
+        if name == "fleet" and numbers and stock:
+            share = numbers["gb_per_s"] / stock["gb_per_s"]
+            text = f"{arm}: throughput is {share:.2f} of stock's, at least 1"
+            said.append(Verdict(text, share >= 1))
+        if name == "gap" and numbers:
+            largest = numbers["gap_ms"]["largest"]
+            text = f"the largest gap of {arm} is {largest:.1f} ms, below 5"
+            said.append(Verdict(text, largest < 5))
+    if name == "stall" and ours:
+        done, rooms, growth = (
+            ours[key] for key in ("others_done", "others_rooms", "others_p99_growth")
+        )
+        its, named = sum(ours["rooms_of_the_stopped"].values()), ours["failed_with_its_name"]
+        after = ours["failed_after_s"]["p99"]
+        said += [
+            Verdict(f"{done} of {rooms} rooms of the others are done", done == rooms),
+            Verdict(f"the others' p99 changes by {growth:+.0%}, at most +20%", growth <= 0.2),
+            Verdict(
+                f"{named} of the stopped peer's {its} rooms fail with its name, p99 after "
+                f"{after:.1f} s (deadline {run.deadline_s:g} s)",
+                named == its and after <= run.deadline_s + 2.0,
+            ),
+        ]
+    if name == "idle" and ours:
+        share = ours["idle_share_of_a_core"]["workers"]
+        said.append(Verdict(f"idle workers use {share:.2%} of a core, below 1%", share < 0.01))
+    return said

@@ -54,16 +54,10 @@ def _studies() -> Iterator[str]:
 
 
 def _transfer() -> Iterator[str]:
-    folder = "kv_transfer/results"
-    speeds = [
-        {
-            line["arm"]: line["gb_per_s"]
-            for line in map(json.loads, (BENCHMARK / folder / file).read_text().splitlines())
-            if line["kind"] == "summary"
-        }
-        for file in ("2026-11-22-fleet-nixl.jsonl", "spinning/2026-11-22-fleet-nixl.jsonl")
-    ]
-    pausing, spinning = speeds
+    pausing, spinning = (
+        {each["arm"]: each["gb_per_s"] for each in _read(f"kv_transfer/results/{file}")["results"]}
+        for file in ("fleet-nixl.json", "spinning/fleet-nixl.json")
+    )
     yield f"move {pausing['ours']:.2f} GB/s, or {pausing['radix']:.2f} with decode's radix cache"
     yield f"stock {pausing['stock']:.2f}, the bare library {pausing['bare']:.2f}"
     shares = [pausing[arm] / pausing["bare"] for arm in ("ours", "radix")]

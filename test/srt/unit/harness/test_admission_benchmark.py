@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[4]
 def test_it_runs(tmp_path: Path) -> None:
     """Guards against a stand-in for the scheduler that lacks what admission has come to read."""
     arguments = ["--steps", "8", "--pages", "16", "--running", "8", "--out", str(tmp_path)]
-    arguments += ["--line", "300", "--copies", "4"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmark.admission", *arguments],
         cwd=ROOT, capture_output=True, text=True, timeout=400,
@@ -22,4 +21,4 @@ def test_it_runs(tmp_path: Path) -> None:
     (summary,) = tmp_path.glob("*.json")
     cases = json.loads(summary.read_text())["cases"]
     assert [case["admits"] for case in cases] == [0, 1, 4, 0, 1, 4, 0]
-    assert [case["queued"] for case in cases] == [64] * 3 + [300] * 3 + [40]
+    assert [case["queued"] for case in cases] == [64] * 3 + [10_000] * 3 + [640]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from benchmark.kv_transfer.event_log import Transfer, read, stages
+from benchmark.kv_transfer.event_log import read, stages, table
 from sglang.srt.disaggregation.delta.observability import (
     Admitted,
     Announced,
@@ -16,13 +17,19 @@ from sglang.srt.disaggregation.delta.observability import (
     Event,
     EventLog,
     Moved,
+    Prefetched,
     Sent,
 )
 
+PREFETCHED = Prefetched(
+    at=1, rid="r1", prompt_tokens=48, hit_pages=0, loaded_tokens=0, choice=None,
+    query_ms=1, wait_ms=1, fetch_ms=1, staged_ms=1,
+)  # fmt: skip
 
-def admitted(at: float, room: int | None = 1, prefix: int = 0) -> Admitted:
+
+def admitted(at: float, room: int | None = 1) -> Admitted:
     return Admitted(
-        at=at, room=room, rid=f"r{room}", prompt_tokens=48, prefix_tokens=prefix, pages=[1, 2, 3]
+        at=at, room=room, rid=f"r{room}", prompt_tokens=48, prefix_tokens=0, pages=[1, 2, 3]
     )
 
 
@@ -32,19 +39,9 @@ def sent(at: float, room: int = 1, peer: str = "d0") -> Sent:
 
 def moved(at: float, chunk: int, *, is_last: bool, room: int = 1, peer: str = "d0") -> Moved:
     """1 s in the queue, 2 s of building, 3 s of posting, 4 s on the wire: 10 s in all."""
-    return Moved(
-        at=at,
-        room=room,
-        peer=peer,
-        chunk=chunk,
-        is_last=is_last,
-        queue_s=1,
-        build_s=2,
-        post_s=3,
-        wire_s=4,
-        descriptors=5,
-        bytes=100,
-    )
+    times = {"queue_s": 1, "build_s": 2, "post_s": 3, "wire_s": 4}
+    which = {"room": room, "peer": peer, "chunk": chunk, "is_last": is_last}
+    return Moved(at=at, **which, **times, descriptors=5, bytes=100)
 
 
 def whole_room(room: int = 1, start: float = 100) -> list[Event]:
@@ -60,32 +57,25 @@ def whole_room(room: int = 1, start: float = 100) -> list[Event]:
     ]
 
 
-def test_stages_of_a_room() -> None:
+def test_stages_of_rooms() -> None:
     """Guards the definitions: a stage that is counted twice, or nowhere, would lead a reader to
-    look for time in the wrong place."""
-    [room] = stages(whole_room())
-    assert room.missing == ()
-    assert (room.room, room.rid, room.prompt_tokens, room.prefix_tokens) == (1, "r1", 48, 0)
-    assert room.bootstrap_s == 3
-    assert room.prefill_s == 136 - 10 - 103
-    assert room.last == Transfer(1, 2, 3, 4, descriptors=5, bytes=100)
-    assert room.whole == Transfer(2, 4, 6, 8, descriptors=10, bytes=200)
-    assert (room.chunks, room.notice_s, room.total_s) == (2, 2, 38)
-
-
-def test_records_come_in_any_order_and_rooms_do_not_mix() -> None:
-    """Guards against a join by position: each process has a file of its own, and rooms overlap."""
-    records = whole_room(1, start=100) + whole_room(2, start=101) + [admitted(90, room=None)]
+    look for time in the wrong place. And a join by position, as each process has a file of its
+    own and rooms overlap; and records of no room."""
+    records = [*whole_room(1, 100), *whole_room(2, 101), admitted(90, room=None), PREFETCHED]
     random.Random(0).shuffle(records)
     first, second = stages(records)
     assert [first.room, second.room] == [1, 2]  # in the order of their first times
-    assert first == stages(whole_room(1, start=100))[0]
-    assert second == stages(whole_room(2, start=101))[0]
+    assert (first.rid, first.new_tokens, first.missing) == ("r1", 48, ())
+    worker = {"queue": 1, "build": 2, "post": 3, "wire": 4}
+    assert first.seconds == {"bootstrap": 3, "prefill": 23, **worker, "notice": 2, "all": 38}
+    assert second.seconds == first.seconds
+    cells = ["3,000", "23,000", "1,000", "2,000", "3,000", "4,000", "2,000", "38,000"]
+    assert table([first, second]) == [["64", "2", "0", *cells]]
 
 
 def test_the_last_rank_ends_a_stage() -> None:
     """Guards against stages that end with the fastest of several ranks, or with the one whose file
-    comes last."""
+    comes last; and against one rank's transfer that passes for the room's."""
     records = [
         *(admitted(100), admitted(101)),
         *(Announced(at=103, room=1), Announced(at=104, room=1)),
@@ -94,61 +84,42 @@ def test_the_last_rank_ends_a_stage() -> None:
         *(Arrived(at=123, room=1), Arrived(at=128, room=1)),
     ]
     [room] = stages(reversed(records))  # of files whose names sort otherwise
+    worker = {"queue": 2, "build": 4, "post": 6, "wire": 8}
+    assert room.seconds == {"bootstrap": 4, "prefill": 11, **worker, "notice": 3, "all": 28}
     assert room.missing == ()
-    assert (room.bootstrap_s, room.prefill_s, room.notice_s, room.total_s) == (4, 11, 3, 28)
-    assert room.last == room.whole == Transfer(2, 4, 6, 8, descriptors=10, bytes=200)
-    assert room.chunks == 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "missing", "unknown"),
-    [
-        (Admitted, ("admitted",), {"rid", "prompt_tokens", "bootstrap_s", "total_s"}),
-        (Announced, ("announced",), {"bootstrap_s", "prefill_s"}),
-        (Moved, ("moved",), {"prefill_s", "last", "whole", "notice_s"}),
-        (Arrived, ("arrived",), {"notice_s", "total_s"}),
-    ],
-)
-def test_a_record_that_is_not_there(
-    kind: type[Event], missing: tuple[str, ...], unknown: set[str]
-) -> None:
-    """Guards against a room that is left out, or gets a number, where a log has a hole."""
-    [room] = stages([r for r in whole_room() if not isinstance(r, kind)])
-    assert room.missing == missing
-    assert all(getattr(room, name) is None for name in unknown)
-
-
-def test_a_chunk_that_is_not_there() -> None:
-    """Guards against sums over some of a room's chunks that pass for the whole."""
-    records = whole_room()
-    [room] = stages([r for r in records if not (isinstance(r, Moved) and r.is_last)])
-    assert room.missing == ("moved: the last chunk to d0", "moved: 1 of 2 to d0")
-    assert room.last is None and room.notice_s is None
-    [room] = stages([r for r in records if not (isinstance(r, Moved) and not r.is_last)])
-    assert room.missing == ("moved: 1 of 2 to d0",)
-
-
-def test_a_rank_that_is_not_there() -> None:
-    """Guards against taking one decode rank's transfer for the room's."""
     [room] = stages([*whole_room(), admitted(100)])
     assert room.missing == ("moved: 1 of 2 decode ranks", "arrived: 1 of 2 decode ranks")
 
 
+LAST = {"prefill", "queue", "build", "post", "wire", "notice"}
+#: Kind of the records that are not there, or chunk of the one; what is said; unknown stages.
+HOLES = [
+    (Admitted, "admitted", {"bootstrap", "all"}),
+    (Announced, "announced", {"bootstrap", "prefill"}),
+    (Moved, "moved", LAST),
+    (Arrived, "arrived", {"notice", "all"}),
+    (0, "moved: a chunk to d0", set()),
+    (1, "moved: a chunk to d0", LAST),
+]
+
+
+@pytest.mark.parametrize(("lost", "missing", "unknown"), HOLES)
+def test_a_record_that_is_not_there(lost: object, missing: str, unknown: set[str]) -> None:
+    """Guards against a room that is left out, or gets a number, where a log has a hole."""
+    records = (r for r in whole_room() if lost not in (type(r), getattr(r, "chunk", None)))
+    [room] = stages(records)
+    assert room.missing == (missing,)
+    assert {stage for stage, seconds in room.seconds.items() if math.isnan(seconds)} == unknown
+
+
 def test_reading_what_the_servers_write(tmp_path: Path) -> None:
-    """Guards against a reader that does not know what the writer writes, and drops it."""
-    for side, part in (("prefill", slice(None, None, 2)), ("decode", slice(1, None, 2))):
-        with (tmp_path / f"{side}-1.jsonl").open("ab", buffering=0) as file:
-            for record in whole_room()[part]:
-                EventLog(file).write(record)
-    assert sorted(read(tmp_path), key=lambda r: r.at) == whole_room()
+    """Guards against a reader that does not know what the writer writes, and drops it; and against
+    a client's request id that ends the scheduler."""
+    odd = msgspec.structs.replace(admitted(200.0), rid="\ud800")
+    with (tmp_path / "prefill-1.jsonl").open("ab", buffering=0) as file:
+        for record in [*whole_room(), odd]:
+            EventLog(file).write(record)
+    assert read(tmp_path) == [*whole_room(), msgspec.structs.replace(odd, rid=ascii("\ud800"))]
     (tmp_path / "prefill-2.jsonl").write_text('{"type": "unheard of"}\n')
     with pytest.raises(msgspec.DecodeError):
         read(tmp_path)
-
-
-def test_a_request_id_with_lone_surrogates(tmp_path: Path):
-    """A client may send one; the scheduler writes it and must not end."""
-    path = tmp_path / "prefill-1.jsonl"
-    with path.open("wb") as file:
-        EventLog(file).write(msgspec.structs.replace(admitted(1.0), rid="\ud800"))
-    assert msgspec.json.decode(path.read_bytes())["rid"] == ascii("\ud800")

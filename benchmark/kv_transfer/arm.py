@@ -1,0 +1,218 @@
+"""One arm of a run: a fresh process that is prefill, with some decode processes on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benchmark.harness.command import RunFailed
+from benchmark.harness.models import REPOSITORY
+from benchmark.harness.watchdog import NEW_GROUP, Watchdog, kill_group
+from benchmark.kv_transfer.runs import TRANSPORTS, Room, Round, Setup, deal
+
+_watchdog = Watchdog()
+#: Seconds of a round, at most, and for what a process has to answer beside it.
+_LIMIT_S, _GRACE_S = 120.0, 60.0
+#: In the names of the threads that carry transfers: ours, and those of SGLang's Mooncake manager.
+_WORKERS = ("kv-transfer", "transfer_worker")
+
+#: Rounds, and the shares of a core that threads of the idle prefill process used.
+Found = tuple[list[Round], dict[str, float]]
+
+
+def in_processes(setup: Setup) -> Found:
+    """What ``_measure`` finds, in fresh processes whose environment makes the arm.
+
+    Raises:
+        RunFailed: a process ended, or a room or page was not as it should; with the end of the log.
+    """
+    env = {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "SGLANG_HOST_IP": "127.0.0.1",
+        "SGLANG_PATCHSET": "0" if setup.arm == "stock" else "1",
+        "NIXL_LOG_LEVEL": "ERROR",
+        **TRANSPORTS[setup.transport],
+    }
+    if setup.device == "cpu":
+        env |= {"SGLANG_CPU_STANDIN": "1", "MC_FORCE_TCP": "1"}
+    if setup.run.deadline_s:
+        env["SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT"] = f"{setup.run.deadline_s:g}"
+    rounds = len(setup.run.tokens) * (1 + 2 * setup.run.rounds)
+    with tempfile.TemporaryDirectory(prefix="kv-transfer-") as folder:
+        given, found, log = (Path(folder, name) for name in ("setup", "found", "log"))
+        given.write_bytes(pickle.dumps(setup))
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "benchmark.kv_transfer.arm", str(given), str(found)],
+                env={**os.environ, **env},
+                cwd=REPOSITORY,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                **NEW_GROUP,
+            )
+        _watchdog.guard(process.pid)
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(3 * _GRACE_S + rounds * (_LIMIT_S + _GRACE_S))
+        finally:
+            kill_group(process.pid)  # stopped peers too
+            process.wait()
+            _watchdog.release(process.pid)
+        if not found.exists():
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
+            raise RunFailed(f"{setup.arm}: its processes failed\n{tail}")
+        return pickle.loads(found.read_bytes())
+
+
+def _measure(setup: Setup) -> Found:
+    """Everything that the arm is asked in one pass. This process becomes prefill."""
+    from benchmark.kv_transfer import sglang_ends
+
+    if setup.arm == "ours-spin":
+        from sglang.srt.disaggregation.delta.prefill import send_queue
+
+        send_queue.next_poll = lambda now, age, is_overdue=False: now
+    run, rounds, idle = setup.run, list[Round](), dict[str, float]()
+    peers = _Peers(setup)
+    prefill = sglang_ends.Prefill(setup)
+    peers.start()
+    for tokens in run.tokens:
+        first = peers.round(prefill, tokens)  # opens the connections
+        for room in first.rooms:
+            if room.outcome != "done":
+                raise RuntimeError(f"a room of {tokens:,} tokens {room.outcome}: {room.error}")
+        rounds += [peers.round(prefill, tokens) for _ in range(run.rounds)]
+        # With stock nothing ends the stopped peer's rooms, which are left behind.
+        halts = 0 if not run.deadline_s else 1 if setup.arm == "stock" else run.rounds
+        for _ in range(halts):
+            rounds.append(peers.round(prefill, tokens, run.deadline_s + 15.0, stop=True))
+            time.sleep(1.0)  # what was under way lands
+    if run.idle_s:
+        time.sleep(1.0)
+        idle = _threads(run.idle_s)
+    return rounds, idle
+
+
+class _Peers:
+    """The decode processes. They are forked before this one has threads of SGLang's or memory, as
+    importing SGLang takes longer than measuring; with CUDA they are started afresh, since a CUDA
+    context outlives no fork."""
+
+    def __init__(self, setup: Setup) -> None:
+        context = multiprocessing.get_context("fork" if setup.device == "cpu" else "spawn")
+        self._run = setup.run
+        self._connections: list[Connection] = []
+        for number in range(1, 1 + setup.run.peers):
+            ours, theirs = context.Pipe()
+            context.Process(target=_decode, args=(theirs, setup, number), daemon=True).start()
+            theirs.close()
+            self._connections.append(ours)
+
+    def start(self) -> None:
+        """All at once: prefill's bootstrap server is there."""
+        self._tell(None)
+        #: Name and process id.
+        self._who: list[tuple[str, int]] = self._hear()
+
+    def _tell(self, what: object) -> None:
+        for connection in self._connections:
+            connection.send(what)
+
+    def _hear(self, limit_s: float = 0.0) -> list[Any]:
+        """An answer of each. Raises EOFError if one ended, TimeoutError if one is silent."""
+        for connection in self._connections:
+            if not connection.poll(limit_s + 3 * _GRACE_S):
+                raise TimeoutError("a decode process does not answer")
+        return [connection.recv() for connection in self._connections]
+
+    def round(
+        self, prefill: Any, tokens: int, limit_s: float = _LIMIT_S, stop: bool = False
+    ) -> Round:
+        """Send a round of rooms. ``stop``: the last peer does not run meanwhile.
+
+        Raises:
+            RuntimeError: a page is not what was sent.
+        """
+        rooms = deal(self._run, tokens)
+        self._tell(rooms)
+        self._hear()
+        senders = prefill.senders(rooms)
+        name, pid = self._who[-1]
+        if stop:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            self._tell(limit_s)
+            measured: Round = prefill.send(rooms, senders, limit_s)
+        finally:
+            if stop:
+                os.kill(pid, signal.SIGCONT)
+        measured.tokens, measured.stopped = tokens, name if stop else ""
+        for arrived, cpu_s, wrong in self._hear(limit_s):
+            measured.peer_cpu_s += cpu_s
+            if wrong:
+                raise RuntimeError(f"{wrong} pages of a peer are not what was sent")
+            for room in rooms:
+                room.arrived = arrived.get(room.number, room.arrived)
+        return measured
+
+
+def _decode(connection: Connection, setup: Setup, number: int) -> None:
+    """A decode process, until it is killed."""
+    from benchmark.kv_transfer.sglang_ends import Decode
+
+    connection.recv()
+    end = Decode(setup, number)
+    connection.send((end.name, os.getpid()))
+    while True:
+        dealt: list[Room] = connection.recv()
+        rooms = [room for room in dealt if room.peer == number - 1]
+        for room in rooms:
+            end.announce(room)
+        connection.send(None)
+        limit_s = connection.recv()
+        cpu = time.process_time()
+        arrived = end.arrivals(limit_s)
+        used = time.process_time() - cpu
+        wrong = sum(end.wrong_pages(room) for room in rooms if room.number in arrived)
+        connection.send((arrived, used, wrong))
+
+
+def _threads(seconds: float) -> dict[str, float]:
+    """Share of a core that the transfer workers, other Python threads, and native threads (NIXL's,
+    UCX's, Mooncake's) use while this one sleeps."""
+    import psutil
+
+    def used() -> dict[int, float]:
+        return {each.id: each.user_time + each.system_time for each in psutil.Process().threads()}
+
+    before = used()
+    time.sleep(seconds)
+    known = {thread.native_id: thread.name for thread in threading.enumerate()}
+    shares = dict.fromkeys(("workers", "other Python threads", "native threads"), 0.0)
+    for tid, cpu_s in used().items():
+        name = known.get(tid)
+        group = "native threads" if name is None else "other Python threads"
+        if name and any(mark in name for mark in _WORKERS):
+            group = "workers"
+        shares[group] += (cpu_s - before.get(tid, 0.0)) / seconds
+    return shares
+
+
+if __name__ == "__main__":
+    result = _measure(pickle.loads(Path(sys.argv[1]).read_bytes()))
+    Path(sys.argv[2]).write_bytes(pickle.dumps(result))
+    os._exit(0)  # NIXL crashes an interpreter without a GPU driver at exit

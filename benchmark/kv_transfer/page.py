@@ -1,0 +1,96 @@
+"""The tables of README.md, from the committed results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmark.harness.report import markdown
+
+RESULTS = Path(__file__).parent / "results"
+ARMS = {
+    "stock": "stock 0.5.10.post1",
+    "ours": "this package, no flag",
+    "radix": "decode with its radix cache",
+    "bare": "the bare library (no longer measured)",
+}
+#: What a row shows, of which results, and how.
+ROWS = (
+    (
+        "`send` of 2,048 scattered pages, time of the scheduler: p50, p99",
+        "send",
+        "{send_us[p50]:,.0f}, {send_us[p99]:,.0f} us",
+    ),
+    (
+        "gap of the scheduler's loop under load: p99, largest",
+        "gap",
+        "{gap_ms[p99]:.1f}, {gap_ms[largest]:.1f} ms",
+    ),
+    ("64 rooms on 4 decode peers, shared memory", "fleet", "{gb_per_s:.2f} GB/s"),
+    (
+        "the same: CPU seconds a GB of prefill, of decode",
+        "fleet",
+        "{cpu_s_per_gb:.2f}, {decode_cpu_s_per_gb:.2f}",
+    ),
+    ("the same, all progress threads spinning", "spinning/fleet", "{gb_per_s:.2f} GB/s"),
+    ("the same over TCP", "tcp/fleet", "{gb_per_s:.2f} GB/s"),
+    (
+        "one of 4 decode peers stopped: its rooms",
+        "stall",
+        "{rooms_of_the_stopped[failed]} failed, {rooms_of_the_stopped[stuck]} without an end",
+    ),
+    (
+        "NIXL's own threads of an idle prefill process, of a core",
+        "idle",
+        "{idle_share_of_a_core[native threads]:.1%}",
+    ),
+)
+_DELAY = "{until_decode_sees_it_ms[p50]:.3g} / {until_decode_sees_it_ms[p99]:.3g}"
+
+
+def read(name: str) -> Any:
+    """``name``: ``[FOLDER/]RUN``."""
+    return json.loads((RESULTS / f"{name}-nixl.json").read_text())
+
+
+def by_arm(name: str, cell: str, tokens: int = 0) -> dict[str, str]:
+    """A cell of each arm, from its record of rooms of so many tokens; 0: the only one."""
+    records = [each for each in read(name)["results"] if tokens in (0, each["tokens"])]
+    return {each["arm"]: cell.format(**each) for each in records}
+
+
+def transfer() -> str:
+    """What was measured of each arm, and by which commands."""
+    rows = []
+    for label, name, cell in ROWS:
+        cells = by_arm(name, cell)
+        rows.append([label, *(cells.get(arm, "") for arm in ARMS)])
+    ran: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for _, name, _ in ROWS):
+        run = read(name)["run"]
+        when = f"{run['machine']}; {run['date']}, commit {run['commit']}"
+        ran.setdefault(when, []).append(f"`{run['command']}`")
+    intro = ";\n".join(f"{when}, by " + ",\n".join(commands) for when, commands in ran.items())
+    return f"{intro}:\n\n" + markdown(["", *ARMS.values()], rows)
+
+
+def delays() -> str:
+    """When decode sees a room, with workers that pause and with those that do not."""
+    rows = []
+    for tokens in sorted({each["tokens"] for each in read("delay")["results"]}):
+        cells = [by_arm(name, _DELAY, tokens) for name in ("delay", "tcp/delay")]
+        rows.append([f"{tokens:,}", *(of[arm] for of in cells for arm in ("ours", "ours-spin"))])
+    columns = [
+        f"{via}, {how}" for via in ("shared memory", "TCP") for how in ("pausing", "spinning")
+    ]
+    return markdown(["tokens", *columns], rows)
+
+
+def pauses() -> str:
+    """The same of small rooms, by the pause of NIXL's own thread."""
+    rows = []
+    for pause in (0, 1000):
+        names = [f"pause-{pause}/{transport}/delay" for transport in ("shm", "tcp")]
+        rows.append([f"{pause:,}", *(by_arm(name, _DELAY)["ours"] for name in names)])
+    return markdown(["`SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY`", "shared memory", "TCP"], rows)
