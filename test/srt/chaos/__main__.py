@@ -14,16 +14,14 @@ import random
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from benchmark.harness.models import REPOSITORY, random_qwen3
 from benchmark.harness.process import ServerFailed
-from chaos import run
-from chaos.bank import Bank, ask_aggregated
-from chaos.events import Event, EventFile
+from chaos.bank import ask_aggregated
 from chaos.plan import (
     CURRENT_EVERY_S,
     HEAVY,
@@ -31,11 +29,10 @@ from chaos.plan import (
     LIGHT,
     LOCAL,
     STORE,
-    Plan,
     make_plans,
 )
 from chaos.report import print_account, print_plan, print_summary
-from chaos.run import Account, Arm, run_arm
+from chaos.run import Arm, run_arm
 from current.environment import RELEASE, environment
 from sglang.srt.patchset.status import installed_version
 
@@ -106,8 +103,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bank = ask_aggregated(model, out.parent, seed)
         seconds = args.seconds / len(arms)
         plans = make_plans(seed, len(arms), seconds, bank.threads, heavy, light, every_s)
-        with EventFile(out) as events:
-            accounts = _run_all(console, arms, plans, bank, model, out.parent, events)
+        out.unlink(missing_ok=True)
+        show = partial(console.print, style="dim", highlight=False)
+        accounts = []
+        for arm, plan in zip(arms, plans, strict=True):
+            print_plan(console, arm, plan)
+            account = run_arm(arm, plan, bank, model, out.parent / arm.name, out, show)
+            print_account(console, arm, account)
+            accounts.append((arm, account))
     except ServerFailed as failure:
         console.print(f"{failure}", style="red", highlight=False, markup=False)
         return 1
@@ -115,34 +118,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verdict = "clean" if total.clean else "NOT CLEAN"
     console.print(f"{verdict} in {time.monotonic() - began:.0f} s; seed {seed}", highlight=False)
     return 0 if total.clean else 1
-
-
-def _run_all(
-    console: Console,
-    arms: Sequence[Arm],
-    plans: Sequence[Plan],
-    bank: Bank,
-    model: Path,
-    folder: Path,
-    events: EventFile,
-) -> list[tuple[Arm, Account]]:
-    accounts = []
-    for arm, plan in zip(arms, plans, strict=True):
-        print_plan(console, arm, plan)
-        for action in plan.actions():
-            events.write(Event("plan", arm.name, action.at, fields={"action": action}))
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[now]}"))
-        with Progress(*columns, console=console, transient=True) as bars:
-            task = bars.add_task(arm.name, total=plan.seconds, now="starting")
-
-            def show(progress: run.Progress, bars: Progress = bars, task: TaskID = task) -> None:
-                now = f"{progress.sent} sent, {progress.ended} ended; {progress.now}"
-                bars.update(task, completed=progress.seconds, now=now)
-
-            account = run_arm(arm, plan, bank, model, folder / arm.name, events, show)
-        print_account(console, arm, account)
-        accounts.append((arm, account))
-    return accounts
 
 
 if __name__ == "__main__":

@@ -23,23 +23,16 @@ Ask = Callable[[Sequence[Ids], int], list[Ids]]
 """Prompts and how many tokens to generate -> the greedy answers."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a bank, in tokens where nothing else is said."""
-
-    threads: int = 8
-    """Conversations."""
-    turns: int = 5
-    prefixes: int = 2
-    """Different starts that the conversations share."""
-    prefix: int = 192
-    first: tuple[int, int] = (20, 400)
-    """Shortest and longest first question; longer ones take several prefill chunks."""
-    later: tuple[int, int] = (8, 40)
-    answer: tuple[int, int] = (16, 64)
-
-
-DEFAULT_SHAPE = Shape()
+THREADS = 8
+"""Conversations."""
+TURNS = 5
+PREFIXES = 2
+"""Different starts that the conversations share."""
+PREFIX_TOKENS = 192
+FIRST_TOKENS = (20, 400)
+"""Shortest and longest first question; longer ones take several prefill chunks."""
+LATER_TOKENS = (8, 40)
+ANSWER_TOKENS = (16, 64)
 
 
 @dataclass(frozen=True)
@@ -60,27 +53,27 @@ class Bank:
     """How many questions each conversation has."""
 
 
-def make_bank(vocabulary: range, seed: int, ask: Ask, shape: Shape = DEFAULT_SHAPE) -> Bank:
+def make_bank(vocabulary: range, seed: int, ask: Ask) -> Bank:
     """A bank of conversations; ``ask`` is called once a turn, with a prompt of each."""
     rng = random.Random(f"{seed} bank")
-    prefixes = [rng.choices(vocabulary, k=shape.prefix) for _ in range(shape.prefixes)]
+    prefixes = [rng.choices(vocabulary, k=PREFIX_TOKENS) for _ in range(PREFIXES)]
     prompts: list[tuple[int, ...]] = [
-        (*prefixes[i % shape.prefixes], *rng.choices(vocabulary, k=rng.randint(*shape.first)))
-        for i in range(shape.threads)
+        (*prefixes[i % PREFIXES], *rng.choices(vocabulary, k=rng.randint(*FIRST_TOKENS)))
+        for i in range(THREADS)
     ]
     found: list[list[Question]] = [[] for _ in prompts]
-    for turn in range(shape.turns):
-        longest = ask([list(prompt) for prompt in prompts], shape.answer[1])
+    for turn in range(TURNS):
+        longest = ask([list(prompt) for prompt in prompts], ANSWER_TOKENS[1])
         for i, answer in enumerate(longest):
-            kept = tuple(answer[: rng.randint(*shape.answer)])
-            found[i].append(Question(i * shape.turns + turn, prompts[i], kept))
-            words = rng.choices(vocabulary, k=rng.randint(*shape.later))
+            kept = tuple(answer[: rng.randint(*ANSWER_TOKENS)])
+            found[i].append(Question(i * TURNS + turn, prompts[i], kept))
+            words = rng.choices(vocabulary, k=rng.randint(*LATER_TOKENS))
             prompts[i] = (*prompts[i], *kept, *words)
     return Bank(tuple(q for thread in found for q in thread), tuple(map(len, found)))
 
 
-def ask_aggregated(model: Path, logs: Path, seed: int, shape: Shape = DEFAULT_SHAPE) -> Bank:
+def ask_aggregated(model: Path, logs: Path, seed: int) -> Bank:
     """Makes a bank with SGLang's own aggregated server, stock, which runs meanwhile only."""
     sizes = Sizes(pool_tokens=60_000, chunked_prefill_tokens=2048)
     with Aggregated(model, logs, sizes, env={START_METHOD: "fork"}) as server:
-        return make_bank(token_range(model), seed, server.generate, shape)
+        return make_bank(token_range(model), seed, server.generate)

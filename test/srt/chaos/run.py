@@ -8,16 +8,16 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import aiohttp
+import msgspec
 
 from benchmark.harness.client import open_session
 from benchmark.harness.process import ServerFailed
 from chaos import clients
 from chaos.bank import Bank
 from chaos.clients import Addresses, Life
-from chaos.events import Event, EventFile
 from chaos.logs import log_problems
 from chaos.plan import HEAVY, PAUSES, Fault, FaultKind, Plan, Send
 from chaos.servers import HOLD_S, Servers, chaos_config, current_config
@@ -61,16 +61,6 @@ class Arm:
 
 
 @dataclass
-class Progress:
-    """How far an arm is; what a progress bar shows."""
-
-    seconds: float = 0.0
-    sent: int = 0
-    ended: int = 0
-    now: str = "starting"
-
-
-@dataclass
 class Account:
     """An arm's result: the counts, and each request that is a bug."""
 
@@ -83,7 +73,8 @@ class Account:
 
 
 class Chaos:
-    """Runs one plan against one pair."""
+    """Runs one plan against one pair. ``events``: a JSON line for each thing that was done or that
+    ended, as soon as it is known; ``show`` is told what is going on."""
 
     def __init__(
         self,
@@ -91,8 +82,8 @@ class Chaos:
         plan: Plan,
         bank: Bank,
         name: str,
-        events: EventFile,
-        show: Callable[[Progress], None] = lambda progress: None,
+        events: BinaryIO,
+        show: Callable[[str], object] = lambda text: None,
     ) -> None:
         self._servers, self._plan, self._bank, self._name = servers, plan, bank, name
         self._addresses: Addresses = servers.addresses
@@ -105,7 +96,6 @@ class Chaos:
         self._problems: list[str] = []
         self._leaked = 0
         self._down = False
-        self._progress = Progress()
 
     def run(self) -> Account:
         """Carries out the plan, lets everything end, and judges."""
@@ -119,27 +109,20 @@ class Chaos:
         return time.monotonic() - self._began
 
     def _note(self, what: str, life: Life | None = None, **fields: Any) -> None:
-        who: dict[str, Any] = {}
+        """``at``: seconds since the arm's first request."""
+        event: dict[str, Any] = {"what": what, "arm": self._name, "at": round(self._now(), 3)}
         if life is not None:
-            who = {"number": life.number, "rid": life.rid, "room": life.room}
-        self._events.write(Event(what, self._name, round(self._now(), 3), fields=fields, **who))
+            event |= {"number": life.number, "rid": life.rid, "room": life.room}
+        self._events.write(msgspec.json.encode(event | {"fields": fields}) + b"\n")
 
     async def _play(self) -> None:
         self._began = time.monotonic()
+        for action in self._plan.actions():
+            self._note("plan", action=action)
         async with open_session(2 * clients.DEADLINE_S, reuse=False) as session:
-            ticker = asyncio.create_task(self._tick())
-            try:
-                sending = asyncio.create_task(self._send_all(session))
-                await self._break_things(session)
-                await sending
-            finally:
-                ticker.cancel()
-
-    async def _tick(self) -> None:
-        while True:
-            self._progress.seconds = min(self._now(), self._plan.seconds)
-            self._show(self._progress)
-            await asyncio.sleep(0.5)
+            sending = asyncio.create_task(self._send_all(session))
+            await self._break_things(session)
+            await sending
 
     async def _until(self, at: float) -> None:
         await asyncio.sleep(max(0.0, at - self._now()))
@@ -171,9 +154,7 @@ class Chaos:
         life = clients.new_life(self._addresses, send.number, name, question)
         self._lives.append(life)
         self._note("sent", life, question=send.question, leave=send.leave)
-        self._progress.sent += 1
         await clients.live(session, self._addresses, life, send.leave, on_answer=on_answer)
-        self._progress.ended += 1
         self._note(
             "ended",
             life,
@@ -189,13 +170,15 @@ class Chaos:
         for fault in self._plan.faults:
             await self._until_or_death(fault.at)
             self._note("fault", kind=fault.kind, for_s=fault.for_s)
-            self._progress.now = fault.kind.value
             start = self._now()
+            ended = sum(life.answered for life in self._lives)
+            self._show(
+                f"{start:6.1f} s  {fault.kind.value}; {len(self._lives)} sent, {ended} answered"
+            )
             await self._break(session, fault)
             self._faults[fault.kind.value] += 1
             if fault.kind in HEAVY:
                 self._windows.append(Window(fault.kind.value, start, self._now()))
-            self._progress.now = "no fault"
             self._note("fault over", kind=fault.kind)
         await self._until_or_death(self._plan.seconds)
         await self._revive()
@@ -267,8 +250,7 @@ class Chaos:
         """Both servers must be idle, balanced and empty, and answer as if nothing had been."""
         if self._windows:
             time.sleep(max(0.0, self._windows[-1].end + AFTERMATH_S - self._now()))
-        self._progress.now = "settling"
-        self._show(self._progress)
+        self._show(f"{self._now():6.1f} s  settling")
         try:
             self._count_leaks("after the last request")
             since = self._servers.log_sizes()
@@ -368,10 +350,10 @@ def run_arm(
     bank: Bank,
     model: Path,
     logs: Path,
-    events: EventFile,
-    show: Callable[[Progress], None] = lambda progress: None,
+    events: Path,
+    show: Callable[[str], object] = lambda text: None,
 ) -> Account:
-    """Starts a pair for the arm, runs the plan on it, and stops it.
+    """Starts a pair for the arm, runs the plan on it, and stops it. Appends to ``events``.
 
     Raises:
         ServerFailed: a server did not start.
@@ -381,5 +363,9 @@ def run_arm(
         config = current_config(model, arm.page_size, stock=arm.current == "stock")
     else:
         config = chaos_config(model, logs, arm.backend, arm.page_size, master, local=arm.local)
-    with Servers(config, logs, master=master) as servers:
-        return Chaos(servers, plan, bank, arm.name, events, show).run()
+    events.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        events.open("ab", buffering=0) as file,
+        Servers(config, logs, master=master) as servers,
+    ):
+        return Chaos(servers, plan, bank, arm.name, file, show).run()

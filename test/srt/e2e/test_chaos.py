@@ -8,7 +8,6 @@ import pytest
 
 from benchmark.harness.workload import token_range
 from chaos.bank import make_bank
-from chaos.events import EventFile
 from chaos.plan import HEAVY, FaultKind, make_plans
 from chaos.report import one_line
 from chaos.run import Arm, run_arm
@@ -46,8 +45,7 @@ def test_every_request_is_accounted_for(
     second one in every run, and ``make chaos`` runs for longer."""
     bank = make_bank(token_range(model), SEED, reference.server.generate)
     (plan,) = make_plans(SEED, 1, SECONDS * len(ARMS[arm]), bank.threads, heavy=ARMS[arm])
-    with EventFile(logs / "events.jsonl") as events:
-        account = run_arm(arm, plan, bank, model, logs, events)
+    account = run_arm(arm, plan, bank, model, logs, logs / "events.jsonl")
     print(one_line(account.tally))
     bugs = [f"request {life.rid}: {verdict}" for life, verdict in account.bugs]
     assert account.tally.clean, "\n".join([one_line(account.tally), *bugs, *account.tally.problems])

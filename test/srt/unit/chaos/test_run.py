@@ -18,7 +18,6 @@ from benchmark.harness.process import ServerFailed
 from chaos import clients, run
 from chaos.bank import Bank, Question
 from chaos.clients import Addresses, Life
-from chaos.events import EventFile
 from chaos.plan import Plan, Send
 from chaos.run import Account, Chaos
 from chaos.servers import Servers
@@ -61,7 +60,7 @@ def play(monkeypatch: pytest.MonkeyPatch, servers: Any, tmp_path: Path) -> Play:
             told.get("on_answer", lambda: None)()
 
         monkeypatch.setattr(clients, "live", live)
-        with EventFile(tmp_path / "events.jsonl") as events:
+        with (tmp_path / "events.jsonl").open("wb", buffering=0) as events:
             return Chaos(servers, PLAN, BANK, "made up", events).run()
 
     return carry_out
