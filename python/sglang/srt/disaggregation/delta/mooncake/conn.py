@@ -36,8 +36,9 @@ from sglang.srt.disaggregation.delta.peer_messages import (
     check_registration,
 )
 from sglang.srt.disaggregation.delta.prefill.rooms import UNDER_WAY, Room
+from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaSender
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings, TransferError
-from sglang.srt.disaggregation.delta.prefill.transfer_pool import PooledManager, PooledSender
+from sglang.srt.disaggregation.delta.prefill.transfer_pool import PooledManager
 from sglang.srt.disaggregation.delta.wire import metadata_fit
 
 if TYPE_CHECKING:
@@ -373,7 +374,7 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
         return False
 
 
-class DeltaMooncakeSender(PooledSender, MooncakeKVSender):
+class DeltaMooncakeSender(DeltaSender, MooncakeKVSender):
     """Fails its own room, never the scheduler, and not while a worker is still at it."""
 
     def listed_pages(self, info: MooncakeTransferInfo) -> int:

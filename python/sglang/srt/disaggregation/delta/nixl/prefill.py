@@ -27,8 +27,9 @@ from sglang.srt.disaggregation.delta.peer_messages import (
     DeltaTransferInfo,
     check_registration,
 )
+from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaSender
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings
-from sglang.srt.disaggregation.delta.prefill.transfer_pool import PooledManager, PooledSender
+from sglang.srt.disaggregation.delta.prefill.transfer_pool import PooledManager
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs
@@ -209,7 +210,7 @@ class DeltaNixlManager(NixlPrefill, NixlDecode):
             super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
 
 
-class DeltaNixlSender(PooledSender, NixlKVSender):
+class DeltaNixlSender(DeltaSender, NixlKVSender):
     """Queues a room's chunks, and says what became of them."""
 
     def clear(self) -> None:

@@ -11,16 +11,17 @@ own deadline for its transfers. ``DeltaSender`` is prefill's end of a room, on a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any  # Any: a result of SGLang's; ids as it has them
 
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS
-from sglang.srt.disaggregation.delta.pages import INDEX, DeltaMismatch
+from sglang.srt.disaggregation.delta.pages import INDEX, DeltaMismatch, plan_delta, share_of_chunk
 from sglang.srt.disaggregation.delta.prefill.rooms import Announcement, Room
 from sglang.srt.disaggregation.delta.prefill.yielded import EndYielded, Frontend
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.disaggregation.common.conn import CommonKVSender
     from sglang.srt.disaggregation.delta.manager import DeltaManager
+    from sglang.srt.disaggregation.delta.prefill.transfer_pool import PooledManager
     from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
     from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -54,8 +56,6 @@ def ended(requests: Sequence[Req], groups: Sequence[ProcessGroup]) -> list[str]:
 
     A rank whose part is still open where another's has failed sends nothing more of it.
     """
-    from sglang.srt.disaggregation.base.conn import KVPoll
-
     polls = [int(request.disagg_kv_sender.poll()) for request in requests]
     over = [poll in (KVPoll.Success, KVPoll.Failed) for poll in polls]
     votes = [*polls, *map(int, over)]
@@ -265,48 +265,11 @@ class DeltaScheduler(Scheduler):
 # ---- prefill's end of a room ----
 
 
-def plan_delta(
-    room: int, listed: Iterable[tuple[int, int]], prompt_pages: int, page: int
-) -> tuple[int, int]:
-    """What ``room`` sends: from which token on, and how many pages. ``listed``: what each of its
-    decode ranks holds, in tokens, and how many destination pages it listed; ``prompt_pages``: those
-    of the whole prompt here.
-
-    Raises:
-        DeltaMismatch: destinations disagree about the prefix, or the prefix is negative, not a
-            whole number of pages or longer than the prompt, or the number of listed pages is not
-            the number that is left. Nothing is ever truncated to fit.
-    """
-    listed = list(listed)
-    prefixes = sorted({prefix for prefix, _ in listed}) or [0]
-    if len(prefixes) > 1:
-        raise DeltaMismatch(
-            f"room {room}: decode ranks announced different prefix lengths {prefixes}"
-        )
-    prefix = prefixes[0]
-    if prefix < 0 or prefix % page:
-        raise DeltaMismatch(
-            f"room {room}: decode_prefix_len {prefix} is not a multiple of the page size "
-            f"of {page} tokens"
-        )
-    left = prompt_pages - prefix // page
-    if left < 0:
-        raise DeltaMismatch(
-            f"room {room}: decode_prefix_len {prefix} is longer than the prompt's {prompt_pages} "
-            f"pages of {page} tokens"
-        )
-    for _, pages in listed:
-        if pages != left:
-            raise DeltaMismatch(
-                f"room {room}: decode listed {pages} destination pages, but {left} of the prompt's "
-                f"{prompt_pages} pages are left after its prefix of {prefix} tokens"
-            )
-    return prefix, left
-
-
 class DeltaSender(CommonKVSender):
-    """Prefill's side of a room: starts at the prefix that decode holds. Other backends' senders
-    stay SGLang's."""
+    """Prefill's side of a room: queues its chunks, from the prefix on that decode holds, and says
+    what became of them. Holds no transfer itself. Other backends' senders stay SGLang's."""
+
+    curr_idx: int  # of the upstream class, as others; named for the type checker
 
     #: Tokens that decode holds and that are not sent.
     decode_prefix_len = 0
@@ -315,12 +278,17 @@ class DeltaSender(CommonKVSender):
     is_taken_in = False
 
     def __init__(
-        self, mgr: DeltaManager, bootstrap_addr: str, bootstrap_room: int, dest_tp_ranks: list[int],
-        pp_rank: int,
+        self, mgr: PooledManager, bootstrap_addr: str, bootstrap_room: int,
+        dest_tp_ranks: list[int], pp_rank: int,
     ) -> None:  # fmt: skip
         self._created_at = time.monotonic()
+        #: Another rank of the context parallel group sends all of it, and this one is done.
+        self._is_left_out = False
+        self.has_sent, self.chunk_id = False, 0
         super().__init__(mgr, bootstrap_addr, bootstrap_room, dest_tp_ranks, pp_rank)
         self._room: Room = mgr.rooms.claim(bootstrap_room)
+        if not self.is_stopped:
+            mgr.transfers.open(self._room)
 
     @override
     def _register_prefill_dp_rank(self) -> None:
@@ -346,6 +314,53 @@ class DeltaSender(CommonKVSender):
         self.decode_prefix_len, num_pages = plan
         super().init(num_pages, aux_index)
 
+    @override
+    def send(
+        self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None
+    ) -> None:
+        if self.is_stopped:
+            return
+        manager = self.kv_mgr
+        part = slice(self.curr_idx, self.curr_idx + len(kv_indices))
+        self.curr_idx = part.stop
+        is_last = part.stop == self.num_kv_indices
+        if manager.enable_all_cp_ranks_for_transfer:
+            group = manager.attn_cp_rank, manager.attn_cp_size
+            kv_indices, part = share_of_chunk(kv_indices, part, *group)
+        elif manager.is_dummy_cp_rank:
+            self._is_left_out |= is_last
+            self.has_sent |= is_last
+            return
+        try:
+            manager.queue_chunk(
+                self.bootstrap_room, kv_indices, part, is_last, self.chunk_id,
+                self.aux_index if is_last else None, state_indices if is_last else None,
+            )  # fmt: skip
+        except DeltaMismatch as error:
+            self.fail(Reason.MISMATCH, str(error))
+            return
+        self.chunk_id += 1
+        self.has_sent = is_last
+
+    @override
+    def poll(self) -> KVPoll:
+        room = self._room  # without a lock: the scheduler asks of every request, in every step
+        if room.delivered or self._is_left_out:
+            return KVPoll.Success  # also if it was stopped after that: decode has it
+        if self.is_taken_in and not self.is_initialised:
+            return KVPoll.WaitingForInput  # the scheduler takes it in now, as the stage before has
+        if not room.is_stopped:
+            if self.has_sent:
+                return KVPoll.WaitingForInput
+            self.fail_if_unannounced()
+        if room.is_stopped:
+            # While its pages are read, they must not be freed.
+            return KVPoll.Failed if room.is_over else KVPoll.Transferring
+        status = self.kv_mgr.check_status(self.bootstrap_room)
+        if status == KVPoll.Bootstrapping and self.is_initialised:
+            return KVPoll.WaitingForInput
+        return status
+
     def listed_pages(self, info: Announcement) -> int:
         """How many pages of this prefill rank's size a decode rank listed."""
         return len(info.dst_kv_indices)
@@ -366,8 +381,6 @@ class DeltaSender(CommonKVSender):
 
     def fail_if_unannounced(self) -> None:
         """Decode announces a room when it has memory for it; it is not waited for without end."""
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
         manager, room = self.kv_mgr, self.bootstrap_room
         if manager.request_status.get(room) != KVPoll.Bootstrapping:
             return
@@ -389,6 +402,14 @@ class DeltaSender(CommonKVSender):
         # SGLang's would write over the reason of a room that has failed already.
         self.fail(Reason.ABORTED, "aborted on the prefill server")
 
-    def forget(self) -> None:
-        """Leave no entry of this request in the manager's tables."""
+    @override
+    def failure_exception(self) -> None:
+        self.fail_with_others()  # unless it failed here
+        known = self.kv_mgr.statuses.failure_of(self.bootstrap_room)
+        self.end()
+        raise RuntimeError(self._room.reason or known) from self._room.error
+
+    def end(self) -> None:
+        """Forget the room: the request has left the in-flight queue."""
+        self.kv_mgr.transfers.forget(self._room)
         self.kv_mgr.rooms.forget(self._room)

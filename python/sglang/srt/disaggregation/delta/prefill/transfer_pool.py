@@ -16,14 +16,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any  # Any: payloads are the backend's own
 
 import numpy.typing as npt
-from typing_extensions import override
 
-from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS, TransferReport
-from sglang.srt.disaggregation.delta.pages import DeltaMismatch, share_of_chunk
+from sglang.srt.disaggregation.delta.pages import DeltaMismatch
 from sglang.srt.disaggregation.delta.prefill.rooms import UNCLAIMED, Room, RoomTable
-from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaSender
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     Backend,
     Chunk,
@@ -340,79 +337,3 @@ class PooledManager(CommonKVManager):
         self.transfer_report.tick()
         self.transfers.tick()
         self.forget_silent_peers()
-
-
-class PooledSender(DeltaSender):
-    """Queues a room's chunks, and says what became of them. Holds no transfer itself."""
-
-    curr_idx: int  # of the upstream class, as others; named for the type checker
-
-    def __init__(
-        self, mgr: PooledManager, bootstrap_addr: str, bootstrap_room: int,
-        dest_tp_ranks: list[int], pp_rank: int,
-    ) -> None:  # fmt: skip
-        #: Another rank of the context parallel group sends all of it, and this one is done.
-        self._is_left_out = False
-        self.has_sent, self.chunk_id = False, 0
-        super().__init__(mgr, bootstrap_addr, bootstrap_room, dest_tp_ranks, pp_rank)
-        if not self.is_stopped:
-            mgr.transfers.open(self._room)
-
-    @override
-    def send(
-        self, kv_indices: npt.NDArray[np.int32], state_indices: list[int] | None = None
-    ) -> None:
-        if self.is_stopped:
-            return
-        manager = self.kv_mgr
-        part = slice(self.curr_idx, self.curr_idx + len(kv_indices))
-        self.curr_idx = part.stop
-        is_last = part.stop == self.num_kv_indices
-        if manager.enable_all_cp_ranks_for_transfer:
-            group = manager.attn_cp_rank, manager.attn_cp_size
-            kv_indices, part = share_of_chunk(kv_indices, part, *group)
-        elif manager.is_dummy_cp_rank:
-            self._is_left_out |= is_last
-            self.has_sent |= is_last
-            return
-        try:
-            manager.queue_chunk(
-                self.bootstrap_room, kv_indices, part, is_last, self.chunk_id,
-                self.aux_index if is_last else None, state_indices if is_last else None,
-            )  # fmt: skip
-        except DeltaMismatch as error:
-            self.fail(Reason.MISMATCH, str(error))
-            return
-        self.chunk_id += 1
-        self.has_sent = is_last
-
-    @override
-    def poll(self) -> KVPoll:
-        room = self._room  # without a lock: the scheduler asks of every request, in every step
-        if room.delivered or self._is_left_out:
-            return KVPoll.Success  # also if it was stopped after that: decode has it
-        if self.is_taken_in and not self.is_initialised:
-            return KVPoll.WaitingForInput  # the scheduler takes it in now, as the stage before has
-        if not room.is_stopped:
-            if self.has_sent:
-                return KVPoll.WaitingForInput
-            self.fail_if_unannounced()
-        if room.is_stopped:
-            # While its pages are read, they must not be freed.
-            return KVPoll.Failed if room.is_over else KVPoll.Transferring
-        status = self.kv_mgr.check_status(self.bootstrap_room)
-        if status == KVPoll.Bootstrapping and self.is_initialised:
-            return KVPoll.WaitingForInput
-        return status
-
-    @override
-    def failure_exception(self) -> None:
-        self.fail_with_others()  # unless it failed here
-        known = self.kv_mgr.statuses.failure_of(self.bootstrap_room)
-        self.end()
-        raise RuntimeError(self._room.reason or known) from self._room.error
-
-    def end(self) -> None:
-        """Forget the room: the request has left the in-flight queue."""
-        self.kv_mgr.transfers.forget(self._room)
-        self.forget()
