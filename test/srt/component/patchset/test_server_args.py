@@ -57,7 +57,10 @@ def test_each_setting_of_a_refusal_can_be_given():
     rows = (*refusals.ALWAYS, *refusals.AS_GIVEN, *refusals.FILLED_IN, *refusals.WARNED)
     settings = {row.other for row in rows if row.when is None}
     settings.update(flag for row in rows for flag in row.flags)
-    names = {setting.removeprefix("no ").split()[0].removesuffix("=1") for setting in settings}
+    names = {
+        setting.removeprefix("no ").removeprefix("another ").split()[0].removesuffix("=1")
+        for setting in settings
+    }
     variables = {name for name in names if name.startswith("SGLANG_")}
     attributes = {flags.FIELDS.get(n, n[2:].replace("-", "_")) for n in names - variables}
     assert attributes <= {field.name for field in dataclasses.fields(ServerArgs)}

@@ -18,7 +18,7 @@ so is its index. What SGLang calls the *state* of such a model is that index; ot
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -51,45 +51,6 @@ def share_of_chunk(pages: Pages, part: slice, rank: int, size: int) -> tuple[Pag
 
 class DeltaMismatch(ValueError):
     """What decode announced does not fit the prompt that prefill holds. Fails the room."""
-
-
-def plan_delta(
-    room: int, listed: Iterable[tuple[int, int]], prompt_pages: int, page: int
-) -> tuple[int, int]:
-    """What ``room`` sends: from which token on, and how many pages. ``listed``: what each of its
-    decode ranks holds, in tokens, and how many destination pages it listed; ``prompt_pages``: those
-    of the whole prompt here.
-
-    Raises:
-        DeltaMismatch: destinations disagree about the prefix, or the prefix is negative, not a
-            whole number of pages or longer than the prompt, or the number of listed pages is not
-            the number that is left. Nothing is ever truncated to fit.
-    """
-    listed = list(listed)
-    prefixes = sorted({prefix for prefix, _ in listed}) or [0]
-    if len(prefixes) > 1:
-        raise DeltaMismatch(
-            f"room {room}: decode ranks announced different prefix lengths {prefixes}"
-        )
-    prefix = prefixes[0]
-    if prefix < 0 or prefix % page:
-        raise DeltaMismatch(
-            f"room {room}: decode_prefix_len {prefix} is not a multiple of the page size "
-            f"of {page} tokens"
-        )
-    left = prompt_pages - prefix // page
-    if left < 0:
-        raise DeltaMismatch(
-            f"room {room}: decode_prefix_len {prefix} is longer than the prompt's {prompt_pages} "
-            f"pages of {page} tokens"
-        )
-    for _, pages in listed:
-        if pages != left:
-            raise DeltaMismatch(
-                f"room {room}: decode listed {pages} destination pages, but {left} of the prompt's "
-                f"{prompt_pages} pages are left after its prefix of {prefix} tokens"
-            )
-    return prefix, left
 
 
 @dataclass(frozen=True)

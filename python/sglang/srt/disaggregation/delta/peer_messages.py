@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any  # Any: a message in its backend's own class
 
 import msgspec
@@ -21,7 +21,7 @@ from typing_extensions import Self, override
 
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.observability import RateLimitedLog
-from sglang.srt.disaggregation.delta.pages import of_one_shape
+from sglang.srt.disaggregation.delta.pages import DeltaMismatch, of_one_shape
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs
@@ -345,3 +345,42 @@ def check_announcement(info: DeltaTransferInfo) -> None:
         raise BadMessage(
             f"room {info.room}: metadata slot {slot}, but decode has {delta.metadata_slots}"
         )
+
+
+def plan_delta(
+    room: int, listed: Iterable[tuple[int, int]], prompt_pages: int, page: int
+) -> tuple[int, int]:
+    """What ``room`` sends: from which token on, and how many pages. ``listed``: what each of its
+    decode ranks holds, in tokens, and how many destination pages it listed; ``prompt_pages``: those
+    of the whole prompt here.
+
+    Raises:
+        DeltaMismatch: destinations disagree about the prefix, or the prefix is negative, not a
+            whole number of pages or longer than the prompt, or the number of listed pages is not
+            the number that is left. Nothing is ever truncated to fit.
+    """
+    listed = list(listed)
+    prefixes = sorted({prefix for prefix, _ in listed}) or [0]
+    if len(prefixes) > 1:
+        raise DeltaMismatch(
+            f"room {room}: decode ranks announced different prefix lengths {prefixes}"
+        )
+    prefix = prefixes[0]
+    if prefix < 0 or prefix % page:
+        raise DeltaMismatch(
+            f"room {room}: decode_prefix_len {prefix} is not a multiple of the page size "
+            f"of {page} tokens"
+        )
+    left = prompt_pages - prefix // page
+    if left < 0:
+        raise DeltaMismatch(
+            f"room {room}: decode_prefix_len {prefix} is longer than the prompt's {prompt_pages} "
+            f"pages of {page} tokens"
+        )
+    for _, pages in listed:
+        if pages != left:
+            raise DeltaMismatch(
+                f"room {room}: decode listed {pages} destination pages, but {left} of the prompt's "
+                f"{prompt_pages} pages are left after its prefix of {prefix} tokens"
+            )
+    return prefix, left

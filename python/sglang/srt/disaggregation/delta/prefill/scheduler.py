@@ -21,7 +21,8 @@ from typing_extensions import override
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS
-from sglang.srt.disaggregation.delta.pages import INDEX, DeltaMismatch, plan_delta, share_of_chunk
+from sglang.srt.disaggregation.delta.pages import INDEX, DeltaMismatch, share_of_chunk
+from sglang.srt.disaggregation.delta.peer_messages import plan_delta
 from sglang.srt.disaggregation.delta.prefill.rooms import Announcement, Room
 from sglang.srt.disaggregation.delta.prefill.yielded import EndYielded, Frontend
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
