@@ -46,6 +46,20 @@ def test_metadata_over_tcp_arrive(pair: Pair) -> None:
     assert pair.arrived([30], [4]) and pair.decode.aux[5].tolist() == [55] * 16
 
 
+def test_a_stock_server_of_two_ranks(pair: Pair) -> None:
+    """Guards against a room that is announced as stock announces it, and never complete: what one
+    rank of its server had said was forgotten when the other one spoke."""
+    manager, room = pair.decode.manager, pair.next_room()
+    receiver = pair.receiver(room)
+    receiver.send_metadata(pages(1, 2), 0, None)
+    manager.required_prefill_response_num_table[room] = 2
+    for writer, state in ((0, KVPoll.WaitingForInput), (1, KVPoll.Success)):
+        manager.take_status([b"%d" % number for number in (room, KVPoll.Success, writer)])
+        assert receiver.poll() == state
+    receiver.withdraw("the test ends")
+    receiver.clear()
+
+
 def test_stock_decode_is_told_of_a_failed_transfer(pair: Pair) -> None:
     """Guards against an unpatched decode server that waits for what failed: it knows nothing but
     the status."""

@@ -127,37 +127,23 @@ class Connections:
             for cp_rank in info.target_cp_ranks
         )
 
-    def is_ready(self, address: str, dp_rank: int, ask: Callable[..., Any]) -> bool:
-        """Whether a receiver may be initialised now; queries what is missing, with ``ask``:
-        SGLang's question for where one rank listens. The server's topology is known."""
-        if self.is_connected(address, dp_rank):
-            return True
+    def ranks(self, address: str, dp_rank: int, ask: Callable[..., Any]) -> Answers | None:
+        """What the ranks of a server answered that this one has to be connected to, for the
+        receiver that connects now; None: not all is known yet. Queries it with ``ask``, SGLang's
+        question for where one rank listens. The server's topology is known."""
         info = self._tables.topology.get(address)
-        if info is None:  # lost meanwhile, which the receiver says
-            return True
+        if info is None or self.is_connected(address, dp_rank):
+            return {}  # if it was lost meanwhile, the receiver says so
         with self._lock:
             future = self._ranks.get((address, dp_rank))
             if future is None:
                 others = info.target_cp_ranks, info.target_tp_ranks, info.target_pp_ranks
                 wanted = list(product([dp_rank], *others))
                 self._ranks[address, dp_rank] = self._pool.submit(address, _ask_all, ask, wanted)
-                return False
-        return future.done()
-
-    def answer(self, address: str, rank: Rank) -> dict[str, Any] | None:
-        """What ``is_ready`` has queried; None where the server did not answer. Never waits."""
-        with self._lock:
-            future = self._ranks.get((address, rank[0]))
-        if future is None or not future.done() or future.exception() is not None:
-            return None
-        found = future.result().get(rank)
-        return None if found is None else dict(found)
-
-    def settled(self, address: str, dp_rank: int) -> None:
-        """A receiver was initialised with the answers, or failed with them: the next one that is
-        not connected asks anew."""
-        with self._lock:
-            self._ranks.pop((address, dp_rank), None)
+            if future is None or not future.done():
+                return None
+            del self._ranks[address, dp_rank]
+        return {} if future.exception() is not None else future.result()
 
     def dp_ranks(self, address: str, rooms: Sequence[int]) -> dict[int, int]:
         """The data-parallel ranks of those of ``rooms`` that are known; queries the rest."""

@@ -262,8 +262,7 @@ class DecodeRadixTree(RadixCache):
         shortfall = tokens - allocator.available_size()
         if shortfall > 0:
             self.evict(EvictParams(num_tokens=shortfall))
-        slots: torch.Tensor | None = allocator.alloc(tokens)
-        return slots
+        return allocator.alloc(tokens)
 
     @override
     def _split_node(self, key: Any, child: TreeNode, split_len: int) -> Any:

@@ -21,7 +21,11 @@ import zmq
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta import observability, wire
-from sglang.srt.disaggregation.delta.decode.prefill_servers import Connections, PrefillServers
+from sglang.srt.disaggregation.delta.decode.prefill_servers import (
+    Answers,
+    Connections,
+    PrefillServers,
+)
 from sglang.srt.disaggregation.delta.decode.record import Stage, bootstrap_addr, record_of
 from sglang.srt.disaggregation.delta.decode.transfer_queue import DeferredFree
 from sglang.srt.disaggregation.delta.metrics import Reason
@@ -47,8 +51,8 @@ class DeltaReceiver(CommonKVReceiver):
     _connect_to_bootstrap_server: Any  # of the upstream class
     #: Prefill was told of pages, and may write to them.
     announced = False
-    #: Its init asked where the server's ranks listen: this rank was not connected to them.
-    _connects = False
+    #: Where the server's ranks listen, if this rank is not connected to them yet.
+    _answers: Answers = {}
 
     def __init__(
         self, mgr: DeltaManager, bootstrap_addr: str, bootstrap_room: int | None = None
@@ -96,17 +100,19 @@ class DeltaReceiver(CommonKVReceiver):
             )
             servers.disconnect(self.bootstrap_addr)
         else:
-            if self._connects:
-                servers.connections.settled(self.bootstrap_addr, prefill_dp_rank)
+            if self._answers:
                 servers.connected(self.bootstrap_addr, getattr(self, "bootstrap_infos", None) or [])
 
     def is_ready(self, prefill_dp_rank: int) -> bool:
         """Whether ``init`` may be called: it never queries the prefill server itself, since that
         would stop the scheduler. What is missing is queried in the background."""
-        servers = self._servers
-        return servers is None or servers.connections.is_ready(
+        if self._servers is None:
+            return True
+        answers = self._servers.connections.ranks(
             self.bootstrap_addr, prefill_dp_rank, super()._get_bootstrap_info_from_server
         )
+        self._answers = answers or {}
+        return answers is not None
 
     @override
     def _get_bootstrap_info_from_server(
@@ -115,8 +121,7 @@ class DeltaReceiver(CommonKVReceiver):
         rank = (prefill_dp_rank, prefill_cp_rank, target_tp_rank, target_pp_rank)
         if self._servers is None:
             return super()._get_bootstrap_info_from_server(*rank)
-        self._connects = True
-        return self._servers.connections.answer(self.bootstrap_addr, rank)
+        return self._answers.get(rank)
 
     def fail_handshake(self, text: str) -> None:
         """End the room before it has begun."""

@@ -203,12 +203,11 @@ class Record:
 
 def record_of(req: Req) -> Record:
     """The record of ``req``; made when it is first asked for."""
-    record: Record
     try:
-        record = req.delta  # the most frequent line of a step: no getattr
+        return req.delta  # the most frequent line of a step: no getattr
     except AttributeError:
         record = req.delta = Record()
-    return record
+        return record
 
 
 # ---- who may share ----
