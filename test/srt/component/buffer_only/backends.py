@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from sglang.srt.mem_cache import memory_pool_host as hosts
-from sglang.srt.mem_cache.buffer_only import page_parts
+from sglang.srt.mem_cache.buffer_only import host_pool as page_parts
 from sglang.srt.mem_cache.buffer_only.storage_backends import FileParts, MooncakeParts
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool

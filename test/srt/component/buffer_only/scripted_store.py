@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from sglang.srt.mem_cache.buffer_only import page_parts
+from sglang.srt.mem_cache.buffer_only import host_pool as page_parts
 from sglang.srt.mem_cache.buffer_only.jobs import Job
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 

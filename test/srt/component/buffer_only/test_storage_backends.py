@@ -23,7 +23,8 @@ from component.buffer_only.backends import (
     slots,
 )
 from component.buffer_only.scripted_store import ScriptedStore
-from sglang.srt.mem_cache.buffer_only import page_parts, storage_backends
+from sglang.srt.mem_cache.buffer_only import host_pool as page_parts
+from sglang.srt.mem_cache.buffer_only import storage_backends
 from sglang.srt.mem_cache.buffer_only.storage_backends import PartsFactory
 from sglang.srt.mem_cache.buffer_only.store_client import Fault, StoreClient
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorage

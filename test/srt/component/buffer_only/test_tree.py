@@ -126,7 +126,8 @@ def test_gauges_and_counters():
         return [REGISTRY.get_sample_value(name, labels | more) for name in names]
 
     mine = metrics.BufferMetrics(labels, collector, PAGE, clock=lambda: cache.now)
-    read = cache.buffer.context.times, cache.buffer.gauges, cache.buffer.totals
+    read = cache.buffer.gauges, cache.buffer.totals
+    cache.buffer.context.observe = mine.observe
     cache.store.fail("batch_exists")
     for rid in ("fails", "r"):
         cache.flush()

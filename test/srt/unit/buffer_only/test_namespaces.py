@@ -168,7 +168,7 @@ def test_pages_that_are_read_differently_never_meet(
 ):
     """Each of these has pages of the same bytes and other content."""
     parts = [SimpleNamespace(label="k", size=64)]
-    monkeypatch.setattr(namespaces.page_parts, "describe", lambda pool: parts)
+    monkeypatch.setattr(namespaces, "describe", lambda pool: parts)
     plain = Namespace.of(pool_identity(Pool(), 4))
     assert plain == Namespace.of(pool_identity(Pool(), 4))
     assert plain != Namespace.of(pool_identity(Pool(**changes), tp_size))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang.srt.mem_cache.buffer_only import page_parts
+from sglang.srt.mem_cache.buffer_only import host_pool as page_parts
 
 
 def test_page_numbers_of_host_slots() -> None:

@@ -188,7 +188,7 @@ class Calls:
         return came
 
     def _came(self, prefetch: Prefetch, piece: Piece, pages: int) -> int | None:
-        """``piece`` is in the staging buffer, as far as it is good."""
+        """``piece`` is in the staging buffer, as far as it is good; where the hit ends now."""
         counters, whole, job = self._context.counters, len(piece.keys), piece.job
         assert job is not None
         counters["store_read_failures"] += job.fault is not None
@@ -222,6 +222,15 @@ class Calls:
                 piece.staging.release()
             else:
                 piece.job.cancelled = True
+
+    def cut(self, prefetch: Prefetch, end: int) -> None:
+        """Its hit ends at page ``end``."""
+        pages = max(0, end - prefetch.begin)
+        lost = max(0, len(prefetch.keys) - pages) * self._context.page_size
+        self._context.counters["prefetch_unfulfilled_tokens"] += lost
+        prefetch.hashes, prefetch.keys = prefetch.hashes[:pages], prefetch.keys[:pages]
+        prefetch.unready = None
+        self.drop(prefetch, [one for one in prefetch.pieces if one.stop > end])
 
     def hand_over(self, prefetch: Prefetch, pieces: Iterable[Piece]) -> None:
         """The staging pages of ``pieces`` are a copy's to give back."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.rank_agreement import Checksum
 from sglang.srt.mem_cache.buffer_only.jobs import Threads
-from sglang.srt.mem_cache.buffer_only.metrics import Times
 from sglang.srt.mem_cache.buffer_only.nodes import page_hashes
 from sglang.srt.mem_cache.buffer_only.settings import Settings
 from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage
@@ -18,7 +17,7 @@ from sglang.srt.mem_cache.buffer_only.worth import Choice
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-    from sglang.srt.mem_cache.radix_cache import TreeNode
+    from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 
 @dataclass
@@ -38,7 +37,8 @@ class Context:
     counters: Counter[str] = field(default_factory=Counter)
     #: Hits, by what became of them.
     choices: Counter[Choice] = field(default_factory=Counter)
-    times: Times = field(default_factory=Times)
+    #: Is told of durations that have ended: name of the histogram, seconds.
+    observe: Callable[[str, float], None] = lambda name, seconds: None
     #: Agreed time in milliseconds, as of the last step.
     now_ms: int = 0
     #: Bytes of a page in the staging buffer.
@@ -57,6 +57,13 @@ class Context:
     def page_size(self) -> int:
         """Tokens in a page."""
         return self.settings.page_size
+
+    def match(self, key: RadixKey) -> tuple[int, TreeNode]:
+        """Pages of ``key`` that the tree has, and the node in which they end."""
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+
+        match = self.tree.match_prefix(MatchPrefixParams(key=key))
+        return len(match.device_indices) // self.page_size, match.last_device_node
 
     def prefix_keys(self, node: TreeNode) -> list[str] | None:
         """Keys of all pages up to the end of ``node``, where the backend wants them."""

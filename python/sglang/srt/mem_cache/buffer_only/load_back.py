@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.buffer_only.stage import Copies, Pair, StagingPages, s
 if TYPE_CHECKING:
     import torch
 
+    from sglang.srt.mem_cache.buffer_only.calls import Calls
     from sglang.srt.mem_cache.buffer_only.context import Context
     from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch
     from sglang.srt.mem_cache.radix_cache import TreeNode
@@ -34,8 +35,8 @@ class LoadBack:
 class LoadBacks:
     """All copies to the device of one rank, in order."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
+    def __init__(self, context: Context, calls: Calls) -> None:
+        self._context, self._calls = context, calls
         #: For the next launch.
         self.queued: list[tuple[LoadBack, Pair]] = []
         self.copies: Copies[LoadBack] = Copies()
@@ -45,19 +46,25 @@ class LoadBacks:
     def __len__(self) -> int:
         return len(self.queued) + len(self.copies.launches)
 
+    def has_room(self, prefetch: Prefetch, held: int, node: TreeNode) -> bool:
+        """Whether its request could be admitted, with the ``held`` pages that end in ``node``. The
+        copy locks them: those that run would be retracted for what a waiting request holds."""
+        tree = self._context.tree
+        tree.inc_lock_ref(node)
+        try:
+            return len(prefetch.key) - held * self._context.page_size <= tree.room()
+        finally:
+            tree.dec_lock_ref(node)
+
     def add(
-        self, prefetch: Prefetch, start: int, stop: int, staging: list[StagingPages]
+        self, prefetch: Prefetch, start: int, stop: int
     ) -> tuple[torch.Tensor, TreeNode] | None:
         """The staged pages ``start .. stop`` of a prompt enter the tree, which has all before them;
         the next launch copies them.
 
-        Args:
-            staging: given back when the copy has ended.
-
         Returns:
-            The device slots of the pages and their node; None, and ``staging`` is still the
-            caller's, where the device has no memory for them even after eviction, or the tree has
-            something else.
+            The device slots of the pages and their node; None, and nothing has changed, where the
+            device has no memory for them even after eviction, or the tree has something else.
         """
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
@@ -89,8 +96,10 @@ class LoadBacks:
         tree._record_store_event(node)
         tree.inserts += 1
         tree.inc_lock_ref(node)
-        pair = slots_of(pages, page), slots
-        self.queued.append((LoadBack(node, staging, context.now_ms), pair))
+        used = [one for one in prefetch.pieces if one.staged and one.start < stop]
+        self._calls.hand_over(prefetch, used)
+        load_back = LoadBack(node, [one.staging for one in used], context.now_ms)
+        self.queued.append((load_back, (slots_of(pages, page), slots)))
         context.counters["prefetch_loaded_tokens"] += new
         hits = tree.prefetch_loaded_tokens_by_reqid
         hits[prefetch.rid] = hits.get(prefetch.rid, 0) + new
@@ -116,7 +125,8 @@ class LoadBacks:
     def finish(self, launches: int) -> None:
         """The first ``launches`` launches have ended on all ranks, or are waited for now."""
         for load_back in self.copies.pop(launches):
-            self._context.times.loaded(self._context.now_ms - load_back.since_ms)
+            seconds = (self._context.now_ms - load_back.since_ms) / 1000
+            self._context.observe("load_back_seconds", seconds)
             self._release(load_back)
 
     def reset(self) -> None:

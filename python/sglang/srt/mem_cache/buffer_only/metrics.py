@@ -6,9 +6,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter as Counts
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.metrics import Metric, declare
@@ -114,9 +113,6 @@ STATES = {
     State.FETCHING: "prefetch_fetch_seconds",
     State.STAGED: "prefetch_staged_seconds",
 }
-LOAD = "load_back_seconds"
-#: Durations that are kept until the metrics take them; where there are none, the oldest go.
-MOST_KEPT = 4096
 #: Seconds between two updates.
 EVERY_S = 1.0
 
@@ -142,16 +138,18 @@ class BufferMetrics:
         #: Of each counter, as of the last update.
         self._seen: Counts[tuple[str, str]] = Counts()
 
+    def observe(self, name: str, seconds: float) -> None:
+        """A duration has ended."""
+        METRICS[name].child(self._labels).observe(seconds)
+
     def update(
         self,
-        times: Times,
         gauges: Callable[[], dict[str, int]],
         totals: Callable[[], dict[tuple[str, str], int]],
     ) -> None:
         """Called in every step; does something once in ``EVERY_S``.
 
         Args:
-            times: durations that have ended.
             gauges: the value of each now.
             totals: each counter's value, by name and the value of its own label, "" without one.
         """
@@ -159,8 +157,6 @@ class BufferMetrics:
         if at - self._updated_at < EVERY_S:
             return
         self._updated_at = at
-        for name, seconds in times.take():
-            METRICS[name].child(self._labels).observe(seconds)
         for name, value in gauges().items():
             METRICS[name].child(self._labels).set(value)
         counted = totals()
@@ -173,42 +169,27 @@ class BufferMetrics:
             self._seen[name, key] = total
 
 
-@dataclass
-class Times:
-    """Durations of one rank, in the order in which they ended; seconds."""
-
-    kept: deque[tuple[str, float]] = field(default_factory=lambda: deque(maxlen=MOST_KEPT))
-
-    def take(self) -> list[tuple[str, float]]:
-        """Name of the histogram and seconds of all that ended since the last call."""
-        found = list(self.kept)
-        self.kept.clear()
-        return found
-
-    def loaded(self, milliseconds: int) -> None:
-        """A copy to the device has ended."""
-        self.kept.append((LOAD, milliseconds / 1000))
-
-    def ended(self, prefetch: Prefetch, now_ms: int) -> None:
-        """A request runs, or is gone. A state that it was never in does not count."""
-        spent = dict(prefetch.spent_ms)
-        spent[prefetch.state] = spent.get(prefetch.state, 0) + now_ms - prefetch.since_ms
-        spent[State.QUERYING] = spent.get(State.QUERYING, 0) + spent.pop(State.WAITING, 0)
-        for state, name in STATES.items():
-            if state in spent:
-                self.kept.append((name, spent[state] / 1000))
-        record(
-            "hicache",
-            lambda: Prefetched(
-                at=now(),
-                rid=prefetch.rid,
-                prompt_tokens=len(prefetch.key),
-                hit_pages=len(prefetch.keys),
-                loaded_tokens=prefetch.loaded,
-                choice=None if prefetch.choice is None else prefetch.choice.value,
-                query_ms=spent[State.QUERYING],
-                wait_ms=spent.get(State.FOUND, 0),
-                fetch_ms=spent.get(State.FETCHING, 0),
-                staged_ms=spent.get(State.STAGED, 0),
-            ),
-        )
+def ended(prefetch: Prefetch, now_ms: int, observe: Callable[[str, float], None]) -> None:
+    """Its request runs, or is gone: how long each state lasted. One that it was never in does not
+    count."""
+    spent = dict(prefetch.spent_ms)
+    spent[prefetch.state] = spent.get(prefetch.state, 0) + now_ms - prefetch.since_ms
+    spent[State.QUERYING] = spent.get(State.QUERYING, 0) + spent.pop(State.WAITING, 0)
+    for state, name in STATES.items():
+        if state in spent:
+            observe(name, spent[state] / 1000)
+    record(
+        "hicache",
+        lambda: Prefetched(
+            at=now(),
+            rid=prefetch.rid,
+            prompt_tokens=len(prefetch.key),
+            hit_pages=len(prefetch.keys),
+            loaded_tokens=prefetch.loaded,
+            choice=None if prefetch.choice is None else prefetch.choice.value,
+            query_ms=spent[State.QUERYING],
+            wait_ms=spent.get(State.FOUND, 0),
+            fetch_ms=spent.get(State.FETCHING, 0),
+            staged_ms=spent.get(State.STAGED, 0),
+        ),
+    )

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any  # Any: values of a configuration, as in JSON
 
-from sglang.srt.mem_cache.buffer_only import page_parts
+from sglang.srt.mem_cache.buffer_only.host_pool import describe
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,7 @@ def pool_identity(pool: HostKVCache, tp_size: int) -> dict[str, Any]:
     The number of ranks counts even where a rank's share is as large with more of them: with more
     ranks than KV heads, ranks hold replicas, and the same rank another head.
     """
-    parts = page_parts.describe(pool)
+    parts = describe(pool)
     return {
         "pool": type(pool).__name__,
         "dtype": str(pool.device_pool.dtype),

@@ -110,8 +110,8 @@ class Prefetch:
     choice: Choice | None = None
     #: Whether the store was asked only to see how fast it is by now.
     trial: bool = False
-    #: Set while all that is missing is on its way: by its own pieces, or with those of others, and
-    #: then until somebody lets go of pages (``Calls.let_go`` is another number).
+    #: ``Calls.let_go`` when all that is missing was on its way, by its own pieces or with those of
+    #: others: so it is until somebody lets go of pages.
     all_comes: int | None = None
     #: Of when it was last not ready: ``inserts`` of the tree, and how far the tree reached for it,
     #: pages and the node in which they end.

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.disaggregation.delta.rank_agreement import QUERY_SLOTS, TransferVote
 from sglang.srt.mem_cache.buffer_only.calls import QUERY_THREADS, Calls
 from sglang.srt.mem_cache.buffer_only.load_back import LoadBacks
+from sglang.srt.mem_cache.buffer_only.metrics import ended
 from sglang.srt.mem_cache.buffer_only.nodes import page_hashes
 from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, Query, State, WaitingLine
 from sglang.srt.mem_cache.buffer_only.worth import Choice, Chooser, Speeds
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 #: Requests for which the tree is looked at in a step, to fetch for them.
 MOST_LOOKED_AT = 16
-#: Of a prefetch all of whose pages its own pieces bring, whatever becomes of others.
-OWN = -1
 #: How often all is asked for anew where the tree has lost what came before.
 MOST_ANEW = 3
 
@@ -53,7 +52,7 @@ class PrefetchLine:
             always=context.settings.always_fetch,
             choices=context.choices,
         )
-        self.load_backs = LoadBacks(context)
+        self.load_backs = LoadBacks(context, self.calls)
         #: Whether nobody is admitted in this step.
         self._full = False
         #: What was known when the line was last gone through to its end, or to where nobody behind
@@ -110,13 +109,12 @@ class PrefetchLine:
         if calls.stuck and prefetch.state in (State.WAITING, State.FOUND):
             self._settle(prefetch)
             return True
-        asked_ms = prefetch.asked_ms
-        is_late = asked_ms is not None and now_ms - asked_ms > settings.timeout_ms(
-            len(prefetch.key)
-        )
+        asked_ms, limit_ms = prefetch.asked_ms, settings.timeout_ms(len(prefetch.key))
+        is_late = asked_ms is not None and now_ms - asked_ms > limit_ms
         if (asked_ms is None or is_late) and len(prefetch.keys) > calls.most:
-            held, node = self._match(prefetch)
-            if prefetch.end - held > calls.most and not self._has_room(prefetch, held, node):
+            held, node = self._context.match(prefetch.key)
+            is_long = prefetch.end - held > calls.most
+            if is_long and not self.load_backs.has_room(prefetch, held, node):
                 # It stands where a request without a store would, for want of room: the scheduler
                 # admits nobody behind one that does not fit. Its time begins when there is room.
                 prefetch.asked_ms = None
@@ -147,7 +145,7 @@ class PrefetchLine:
         """
         prefetch, page = self.line.get(rid), self._context.page_size
         assert prefetch is not None, "who has staged pages is in line"
-        loaded = self._load(prefetch, held // page, (held + tokens) // page)
+        loaded = self.load_backs.add(prefetch, held // page, (held + tokens) // page)
         if loaded is not None:
             self._end(prefetch)
         return loaded
@@ -178,12 +176,12 @@ class PrefetchLine:
         )
         for prefetch, end in self.calls.fetched(agreed.fetches):
             if end is not None:
-                self._cut(prefetch, end)  # the store has lost the rest since it was asked
+                self.calls.cut(prefetch, end)  # the store has lost the rest since it was asked
             if prefetch.state in (State.WAITING, State.QUERYING):
                 continue  # it is queried again, and keeps what is in the staging buffer
             if prefetch.keys:
                 prefetch.all_comes = None
-                self._look(prefetch, self._match(prefetch)[0])
+                self._look(prefetch, self._context.match(prefetch.key)[0])
             else:
                 self._settle(prefetch)
         for prefetch, query, hashes, keys in self.calls.answered(agreed.queries):
@@ -213,7 +211,7 @@ class PrefetchLine:
     def _query(self, prefetch: Prefetch, ahead: int) -> None:
         """Ask the store for it; ``ahead``: tokens that those in line before it will compute."""
         context, calls, chooser = self._context, self.calls, self._chooser
-        begin, node = self._match(prefetch)
+        begin, node = self._context.match(prefetch.key)
         if len(prefetch.key) - begin * context.page_size < context.settings.prefetch_threshold:
             self._end(prefetch)  # the tree has it by now
             return
@@ -264,7 +262,7 @@ class PrefetchLine:
         for prefetch in self.line:
             if prefetch.state is not State.FOUND and prefetch.state is not State.FETCHING:
                 continue
-            if prefetch.all_comes in (OWN, calls.let_go):
+            if prefetch.all_comes == calls.let_go:
                 continue
             if calls.capacity < calls.least_pages and self._passed_over(prefetch):
                 continue
@@ -279,7 +277,7 @@ class PrefetchLine:
         """Bring what is missing, as far as stage and slots go; False where nobody behind it gets
         more. ``before`` goes through the line: the tokens that those before each will compute."""
         calls = self.calls
-        held, _ = self._match(prefetch)
+        held, _ = self._context.match(prefetch.key)
         if held < prefetch.begin:
             self._ask_anew(prefetch)
             return True
@@ -307,8 +305,7 @@ class PrefetchLine:
             calls.fetch(prefetch, start, min(stop, start + calls.capacity))
         self._look(prefetch, held)
         if whole:
-            own = prefetch.missing(held, 1, {}) is None
-            prefetch.all_comes = OWN if own else calls.let_go
+            prefetch.all_comes = calls.let_go
         elif not prefetch.deferred:
             prefetch.deferred = True
             tokens = len(prefetch.keys) * self._context.page_size
@@ -362,35 +359,14 @@ class PrefetchLine:
                 continue
             if len(prefetch.keys) <= most:
                 return
-            held, node = self._match(prefetch)
+            held, node = self._context.match(prefetch.key)
             pages = prefetch.staged_from(held)
             if prefetch.end - held <= most or pages < max(1, most // 2):
                 return
-            if not self._has_room(prefetch, held, node):
-                return
-            if self._load(prefetch, held, held + pages) is None:
+            has_room = self.load_backs.has_room(prefetch, held, node)
+            if has_room and self.load_backs.add(prefetch, held, held + pages) is None:
                 self._settle(prefetch)  # it comes with what is staged, when there is room
             return
-
-    def _has_room(self, prefetch: Prefetch, held: int, node: TreeNode) -> bool:
-        """Whether its request could be admitted, with the ``held`` pages that end in ``node``. The
-        copy locks them: those that run would be retracted for what a waiting request holds."""
-        tree = self._context.tree
-        tree.inc_lock_ref(node)
-        try:
-            return len(prefetch.key) - held * self._context.page_size <= tree.room()
-        finally:
-            tree.dec_lock_ref(node)
-
-    def _load(
-        self, prefetch: Prefetch, start: int, stop: int
-    ) -> tuple[torch.Tensor, TreeNode] | None:
-        """Staged pages enter the tree, and wait for the next copy."""
-        used = [one for one in prefetch.pieces if one.staged and one.start < stop]
-        loaded = self.load_backs.add(prefetch, start, stop, [one.staging for one in used])
-        if loaded is not None:
-            self.calls.hand_over(prefetch, used)
-        return loaded
 
     def _ready(self, prefetch: Prefetch) -> bool:
         """Whether all that will come is in the tree or in the staging buffer."""
@@ -402,7 +378,7 @@ class PrefetchLine:
             if before == inserts or self._reaches_no_further(prefetch, held, node):
                 prefetch.unready = inserts, held, node
                 return False
-        held, node = self._match(prefetch)
+        held, node = self._context.match(prefetch.key)
         if held + prefetch.staged_from(held) >= prefetch.end:
             prefetch.unready = None
             return True
@@ -439,10 +415,10 @@ class PrefetchLine:
 
     def _settle(self, prefetch: Prefetch) -> None:
         """No more will come: the request runs with what is in the staging buffer."""
-        held, _ = self._match(prefetch)
+        held, _ = self._context.match(prefetch.key)
         staged = prefetch.staged_from(held)
         self._leaves_the_line(prefetch)
-        self._cut(prefetch, held + staged if staged else prefetch.begin)
+        self.calls.cut(prefetch, held + staged if staged else prefetch.begin)
         prefetch.anews = MOST_ANEW
         prefetch.enter(State.STAGED if staged else State.MISSED, self._context.now_ms)
 
@@ -451,7 +427,7 @@ class PrefetchLine:
         self.line.remove(prefetch)
         self._leaves_the_line(prefetch)
         self.calls.drop(prefetch, prefetch.pieces)
-        self._context.times.ended(prefetch, self._context.now_ms)
+        ended(prefetch, self._context.now_ms, self._context.observe)
 
     def _leaves_the_line(self, prefetch: Prefetch) -> None:
         """It asks for nothing more. Waiting for the staging buffer, it may have kept those behind
@@ -459,19 +435,3 @@ class PrefetchLine:
         self.calls.changes += prefetch.state is State.FOUND
         self.calls.forget_query(prefetch)
         self._to_ask.pop(prefetch, None)
-
-    def _cut(self, prefetch: Prefetch, end: int) -> None:
-        """The hit ends at page ``end``."""
-        pages = max(0, end - prefetch.begin)
-        lost = max(0, len(prefetch.keys) - pages) * self._context.page_size
-        self._context.counters["prefetch_unfulfilled_tokens"] += lost
-        prefetch.hashes, prefetch.keys = prefetch.hashes[:pages], prefetch.keys[:pages]
-        prefetch.unready = None
-        self.calls.drop(prefetch, [one for one in prefetch.pieces if one.stop > end])
-
-    def _match(self, prefetch: Prefetch) -> tuple[int, TreeNode]:
-        """Pages of the prompt that the tree has, and the node in which they end."""
-        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-
-        match = self._context.tree.match_prefix(MatchPrefixParams(key=prefetch.key))
-        return len(match.device_indices) // self._context.page_size, match.last_device_node

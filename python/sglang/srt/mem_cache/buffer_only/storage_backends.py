@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any  # Any: SGLang's, handed on; what a backen
 import torch
 from typing_extensions import override
 
-from sglang.srt.mem_cache.buffer_only import page_parts
+from sglang.srt.mem_cache.buffer_only import host_pool
 from sglang.srt.patchset.combine import combine, mismatches
 
 if TYPE_CHECKING:
@@ -52,13 +52,13 @@ class PartStore(HiCacheStorage):
     """
 
     #: Values of a page in their order; empty: everything goes SGLang's own way.
-    page_values: tuple[page_parts.Part, ...] = ()
+    page_values: tuple[host_pool.Part, ...] = ()
     #: Called for every value that was shorter in the store than it must be.
     on_short: Callable[[], None] | None = None
 
     # ---- what a backend answers ----
 
-    def value_key(self, page_hash: str, value: page_parts.Part) -> str:
+    def value_key(self, page_hash: str, value: host_pool.Part) -> str:
         """The name of a value of a page; SGLang's own where it knows the value."""
         raise NotImplementedError
 
@@ -86,7 +86,7 @@ class PartStore(HiCacheStorage):
         if not self.page_values:
             return int(super().batch_exists(keys, extra_info))
         _, there = self._look_up(keys)
-        return page_parts.leading(page_parts.fold(there, len(self.page_values), len(keys)))
+        return host_pool.leading(host_pool.fold(there, len(self.page_values), len(keys)))
 
     @override
     def batch_get_v1(
@@ -107,7 +107,7 @@ class PartStore(HiCacheStorage):
                 self.on_short()
             elif count == value.size and not value.in_place:
                 value.scatter(page, content)
-        return page_parts.fold(whole, len(self.page_values), len(keys))
+        return host_pool.fold(whole, len(self.page_values), len(keys))
 
     @override
     def batch_set_v1(
@@ -127,7 +127,7 @@ class PartStore(HiCacheStorage):
             done = self.put_values([names[at] for at, _, _ in absent], memory)
             for (at, _, _), good in zip(absent, done, strict=True):
                 there[at] = good
-        return page_parts.fold(there, len(self.page_values), len(keys))
+        return host_pool.fold(there, len(self.page_values), len(keys))
 
     # ---- inside ----
 
@@ -143,9 +143,9 @@ class PartStore(HiCacheStorage):
 
     def _slots(
         self, keys: list[str], host_indices: torch.Tensor
-    ) -> list[tuple[page_parts.Part, int]]:
+    ) -> list[tuple[host_pool.Part, int]]:
         """All values of all pages, with the host page of each."""
-        pages = page_parts.page_numbers(host_indices, self.mem_pool_host.page_size)
+        pages = host_pool.page_numbers(host_indices, self.mem_pool_host.page_size)
         if len(pages) != len(keys):
             raise ValueError(f"{len(keys)} keys for {len(pages)} host pages")
         return [(value, page) for page in pages for value in self.page_values]
@@ -182,9 +182,9 @@ class FileParts(PartStore):
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
         super().register_mem_pool_host(mem_pool_host)
         if is_stage(mem_pool_host):
-            self.page_values = page_parts.together(page_parts.describe(mem_pool_host))
+            self.page_values = host_pool.together(host_pool.describe(mem_pool_host))
 
-    def value_key(self, page_hash: str, value: page_parts.Part) -> str:
+    def value_key(self, page_hash: str, value: host_pool.Part) -> str:
         return self._get_component_path(page_hash, value.label or None)
 
     def has_values(self, keys: list[str], sizes: list[int]) -> list[bool]:
@@ -278,11 +278,11 @@ class MooncakeParts(PartStore):
         super().register_mem_pool_host(mem_pool_host)  # registers the first tensor
         if not is_stage(mem_pool_host):
             return
-        for tensor in page_parts.tensors(mem_pool_host)[1:]:
+        for tensor in host_pool.tensors(mem_pool_host)[1:]:
             self.register_buffer(tensor)
-        self.page_values = page_parts.describe(mem_pool_host, self.split_factor or 1)
+        self.page_values = host_pool.describe(mem_pool_host, self.split_factor or 1)
 
-    def value_key(self, page_hash: str, value: page_parts.Part) -> str:
+    def value_key(self, page_hash: str, value: host_pool.Part) -> str:
         suffix = self.mla_suffix if value.shared else self.mha_suffix
         if self.split_factor and not value.shared:
             suffix = suffix[value.group]
@@ -350,7 +350,7 @@ class PartsFactory(StorageBackendFactory):
             return backend
         from sglang.srt.mem_cache.hicache_storage import HiCacheStorage as Stock
 
-        extra = [part.label for part in page_parts.describe(mem_pool_host) if part.extra]
+        extra = [part.label for part in host_pool.describe(mem_pool_host) if part.extra]
         if extra and backend_name not in MIXINS:
             raise ValueError(
                 f"--hicache-storage-backend {backend_name} does not keep all parts of a page of "

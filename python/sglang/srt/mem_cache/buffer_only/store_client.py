@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any  # Any: a store's answers, not looked at y
 
 import torch
 
+from sglang.srt.mem_cache.buffer_only.host_pool import leading
 from sglang.srt.mem_cache.buffer_only.jobs import BackOff, Job, Threads
 from sglang.srt.mem_cache.buffer_only.namespaces import Namespace
 from sglang.srt.mem_cache.buffer_only.nodes import hashes_of, images_before
-from sglang.srt.mem_cache.buffer_only.page_parts import leading
 from sglang.srt.mem_cache.buffer_only.settings import BATCH_PAGES, StoreClientSettings
 
 if TYPE_CHECKING:

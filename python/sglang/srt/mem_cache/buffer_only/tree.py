@@ -132,6 +132,7 @@ class BufferOnlyTree(HiRadixCache):
         if self.enable_storage_metrics:
             told = self.storage_metrics_collector
             self._buffer_metrics = metrics.BufferMetrics(told.labels, told, self.page_size)
+            context.observe = self._buffer_metrics.observe
         self.eviction_strategy: EvictionStrategy = PendingLast(self.eviction_strategy)
 
     def pool_identity(self) -> dict[str, Any]:
@@ -235,7 +236,7 @@ class BufferOnlyTree(HiRadixCache):
         buffer = self.buffer
         buffer.step()
         if self.enable_storage_metrics:
-            self._buffer_metrics.update(buffer.context.times, buffer.gauges, buffer.totals)
+            self._buffer_metrics.update(buffer.gauges, buffer.totals)
             stats = buffer.context.store.client.get_stats()
             self.storage_metrics_collector.log_storage_metrics(stats)
 
