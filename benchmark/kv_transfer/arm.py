@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,9 @@ def _threads(seconds: float) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    result = _measure(pickle.loads(Path(sys.argv[1]).read_bytes()))
-    Path(sys.argv[2]).write_bytes(pickle.dumps(result))
+    try:
+        result = _measure(pickle.loads(Path(sys.argv[1]).read_bytes()))
+        Path(sys.argv[2]).write_bytes(pickle.dumps(result))
+    except Exception:
+        traceback.print_exc()
     os._exit(0)  # NIXL crashes an interpreter without a GPU driver at exit
