@@ -100,7 +100,7 @@ def _measure(args: argparse.Namespace, console: Console) -> int:
     records.sort(key=lambda record: record["tokens"])
     bounds = summary.verdicts(args.run, {each["arm"]: each for each in records}, run)
     _print(run, records, console)
-    console.print(*bounds, sep="\n")
+    console.print(*map(str, bounds), sep="\n")
     on_tcp = args.backend == "mooncake" and device == "cpu"
     settings = "".join(
         f"{name}={value} "
