@@ -51,11 +51,6 @@ def test_shares_hold_a_minimal_transfer(page: int, threshold: int, more: int):
     assert write.ceiling + read.floor == read.ceiling + write.floor == pages
 
 
-def test_tensor_pages():
-    """SGLang indexes the page axis of page-first pools by layer number."""
-    assert settings.physical_pages(8, 36) == 36 and settings.physical_pages(64, 36) == 64
-
-
 @pytest.mark.parametrize(
     ("page_bytes", "pages"), [(32 * KB, 128), (256 * KB, 128), (16 << 20, 2), (64 << 20, 1)]
 )

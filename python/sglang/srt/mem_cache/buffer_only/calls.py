@@ -150,7 +150,9 @@ class Calls:
         context, store = self._context, self._context.store
         staging = context.stage.allocate(Direction.PREFETCH, stop - start)
         keys = prefetch.keys[start - prefetch.begin : stop - prefetch.begin]
-        prefix_keys = prefetch.keys_before(start)
+        prefix_keys = prefetch.prefix_keys
+        if prefix_keys is not None:  # then of all pages before these
+            prefix_keys = [*prefix_keys, *prefetch.keys[: start - prefetch.begin]]
         slots = slots_of(staging.pages, context.page_size)
         context.checksum.note("fetch", prefetch.rid, start, stop)
         job = self._fetchers.submit(
@@ -164,13 +166,8 @@ class Calls:
             self.brought.setdefault(key, prefetch)
         self.changes += 1
 
-    def fetched(self, outcomes: Sequence[int]) -> list[tuple[Prefetch, int | None]]:
-        """Act on what the store has answered on all ranks.
-
-        Returns:
-            For each piece that has come: whose it is, and where its hit ends now, if the store did
-            not have all of the piece any more.
-        """
+    def fetched(self, outcomes: Sequence[int]) -> list[Prefetch]:
+        """Act on what the store has answered on all ranks; whose pieces have come."""
         came = []
         for piece, pages in zip(list(self.fetches), outcomes, strict=True):
             if pages == PENDING:
@@ -184,11 +181,12 @@ class Calls:
             elif piece.owner is None:
                 piece.overdue = True  # until it is known that nothing writes into it any more
             else:
-                came.append((piece.owner, self._came(piece.owner, piece, pages)))
+                came.append(piece.owner)
+                self._came(piece.owner, piece, pages)
         return came
 
-    def _came(self, prefetch: Prefetch, piece: Piece, pages: int) -> int | None:
-        """``piece`` is in the staging buffer, as far as it is good; where the hit ends now."""
+    def _came(self, prefetch: Prefetch, piece: Piece, pages: int) -> None:
+        """``piece`` is in the staging buffer, as far as it is good."""
         counters, whole, job = self._context.counters, len(piece.keys), piece.job
         assert job is not None
         counters["store_read_failures"] += job.fault is not None
@@ -206,12 +204,9 @@ class Calls:
         if pages:
             self.fetches.remove(piece)
             piece.job = None
-        if pages == whole:
-            return None
-        if not pages:
-            self.drop(prefetch, [piece])
-        rest.overdue = True
-        return rest.start
+        if pages < whole:  # the store has lost the rest since it was asked
+            self.cut(prefetch, rest.start)
+            rest.overdue = True
 
     def drop(self, prefetch: Prefetch, pieces: Iterable[Piece]) -> None:
         """Give pieces back; those on their way, as soon as the store has let go of them."""

@@ -29,7 +29,6 @@ from sglang.srt.mem_cache.buffer_only.settings import (
     CACHE_RATIO,
     check_size,
     default_pages,
-    physical_pages,
 )
 from sglang.srt.patchset.args import prefetch_threshold
 
@@ -106,8 +105,9 @@ def _sized(
     pages, gigabytes = wanted
     if gigabytes:  # SGLang knows the bytes of a token, and demands more than a device pool
         return _Sized(pool, 0), ratio, gigabytes
-    # One page less: SGLang always adds one, and so its size check is met as well.
-    return _Sized(pool, (physical_pages(pages, pool.layer_num) - 1) * page_size), 1.0, 0
+    # SGLang's page-first layouts index the page axis by layer number. One page less: SGLang always
+    # adds one, and so its size check is met as well.
+    return _Sized(pool, (max(pages, pool.layer_num) - 1) * page_size), 1.0, 0
 
 
 def _finish(host: HostKVCache, device_pool: KVCache) -> None:
@@ -138,8 +138,7 @@ class _StagePool(_Pool):
         wanted = _WANTED.get()
         if wanted is not None and wanted[1]:
             # Before memory is taken: the page-first layouts want at least a page a layer.
-            needed = physical_pages(1, self.layer_num)
-            check_size(wanted[1], self.page_num, self.page_size, needed)
+            check_size(wanted[1], self.page_num, self.page_size, self.layer_num)
         return super().init_kv_buffer()
 
     @override

@@ -185,12 +185,6 @@ class Prefetch:
         assert len(found) == stop - start, "pages that are not in the stage"
         return found
 
-    def keys_before(self, page: int) -> list[str] | None:
-        """Keys of all pages before ``page``, where the backend wants them."""
-        if self.prefix_keys is None:
-            return None
-        return [*self.prefix_keys, *self.keys[: page - self.begin]]
-
 
 class WaitingLine:
     """The prefetches of the requests that wait, in the order of the queue. Iterates over a

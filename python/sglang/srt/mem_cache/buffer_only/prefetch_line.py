@@ -174,9 +174,7 @@ class PrefetchLine:
             query_us=-agreed.minus_query_us,
             tokens_per_s=agreed.tokens_per_s,
         )
-        for prefetch, end in self.calls.fetched(agreed.fetches):
-            if end is not None:
-                self.calls.cut(prefetch, end)  # the store has lost the rest since it was asked
+        for prefetch in self.calls.fetched(agreed.fetches):
             if prefetch.state in (State.WAITING, State.QUERYING):
                 continue  # it is queried again, and keeps what is in the staging buffer
             if prefetch.keys:
@@ -355,18 +353,19 @@ class PrefetchLine:
         most = self.calls.most
         for prefetch in [*self._asked_before, *self._asked]:
             here = self.line.get(prefetch.rid) is prefetch and self._is_next(prefetch)
-            if not here or prefetch.state not in (State.FOUND, State.FETCHING):
-                continue
-            if len(prefetch.keys) <= most:
-                return
-            held, node = self._context.match(prefetch.key)
-            pages = prefetch.staged_from(held)
-            if prefetch.end - held <= most or pages < max(1, most // 2):
-                return
-            has_room = self.load_backs.has_room(prefetch, held, node)
-            if has_room and self.load_backs.add(prefetch, held, held + pages) is None:
-                self._settle(prefetch)  # it comes with what is staged, when there is room
+            if here and prefetch.state in (State.FOUND, State.FETCHING):
+                break
+        else:
             return
+        if len(prefetch.keys) <= most:
+            return
+        held, node = self._context.match(prefetch.key)
+        pages = prefetch.staged_from(held)
+        if prefetch.end - held <= most or pages < max(1, most // 2):
+            return
+        has_room = self.load_backs.has_room(prefetch, held, node)
+        if has_room and self.load_backs.add(prefetch, held, held + pages) is None:
+            self._settle(prefetch)  # it comes with what is staged, when there is room
 
     def _ready(self, prefetch: Prefetch) -> bool:
         """Whether all that will come is in the tree or in the staging buffer."""

@@ -99,11 +99,6 @@ def shares(pages: int) -> tuple[Share, Share]:
     return Share(backup, pages - prefetch), Share(prefetch, pages - backup)
 
 
-def physical_pages(pages: int, layers: int) -> int:
-    """Pages of the host tensor: SGLang's page-first layouts index its page axis by layer number."""
-    return max(pages, layers)
-
-
 @dataclass(frozen=True)
 class Settings:
     """All times in milliseconds of the agreed clock; sizes in tokens and pages."""

@@ -197,7 +197,17 @@ class FileParts(PartStore):
 
     def put_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[bool]:
         for path, view in zip(keys, memory, strict=True):
-            _write(path, view)
+            beside = f"{path}.{uuid.uuid4().hex}"
+            try:
+                with open(beside, "wb", buffering=0) as file:
+                    content = memoryview(view.numpy())
+                    while content:
+                        content = content[file.write(content) :]
+                os.replace(beside, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(beside)
+                raise
         return [True] * len(keys)
 
 
@@ -226,20 +236,6 @@ def _read(path: str, view: torch.Tensor) -> int:
         # Of the open file: at its path there may be another one a moment later.
         size = os.fstat(file.fileno()).st_size
         return size if size != view.numel() else file.readinto(memoryview(view.numpy())) or 0
-
-
-def _write(path: str, view: torch.Tensor) -> None:
-    beside = f"{path}.{uuid.uuid4().hex}"
-    try:
-        with open(beside, "wb", buffering=0) as file:
-            content = memoryview(view.numpy())
-            while content:
-                content = content[file.write(content) :]
-        os.replace(beside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(beside)
-        raise
 
 
 # ---- mooncake ----

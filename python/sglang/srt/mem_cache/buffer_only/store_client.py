@@ -206,10 +206,8 @@ class StoreClient:
             return [result is True for result in results]
 
         results, fault, given_up = self._call(method, move)
-        if given_up is not None:
-            return Outcome(0, fault, given_up)
         if fault is not None:
-            return Outcome(0, fault)
+            return Outcome(0, fault, given_up)
         pages, there = leading(results), sum(results)
         self._count(Fault.MISSING, len(asked) - there)
         self._count(Fault.HOLE, there - pages)
