@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 
 from benchmark.agentic.load.outcome import Classes, Outcome
-from benchmark.agentic.load.plan import Turn, jobs
-from benchmark.agentic.load.steady import Counting, Window
+from benchmark.agentic.load.run import Counting, Window
+from benchmark.agentic.load.sessions import Turn
+from benchmark.agentic.load.sessions import turns as turns_of
 from benchmark.harness.command import RunFailed
 from benchmark.traces.read import write
 from benchmark.traces.record import Record
@@ -118,7 +119,7 @@ def profile(
     if file is None:
         file, named = out / "trace.jsonl", list(annotate(records, how["block_tokens"]))
         write(file, named)
-        turns = [job.turn(classes) for job in jobs(named, how["block_tokens"])]
+        turns = list(turns_of(named, how["block_tokens"], classes))
         requests = len(named)
     if window is not None:  # those that keep up the load while the last that count end
         more = window.warm_up + window.requests + 2 * (how["sessions"] or 0)

@@ -20,18 +20,20 @@ from typing import Any
 
 from benchmark import replaced
 from benchmark.admission import page as admission_page
-from benchmark.decode_radix_cache import page as radix_page
+from benchmark.agentic.fleet.spec import load
+from benchmark.agentic.report import page as pages
+from benchmark.agentic.studies.spec import FOLDER, Study
 from benchmark.harness.models import REPOSITORY
 from benchmark.harness.report import markdown
 from benchmark.hicache_buffer_only import page as hicache_page
 from benchmark.kv_transfer import page as transfer_page
 from benchmark.lead import page as lead_page
 from benchmark.lead.measure import read as lead_rows
-from benchmark.local_turns import page as local_page
 from sglang.srt.patchset import environment, flags, refusals
 from sglang.srt.patchset.table import GROUPS
 
 _BENCHMARK = Path(__file__).parent
+STUDIES = sorted(FOLDER.glob("*.yaml"))
 _TABLE = re.compile(r"(<!-- table:([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Json = Mapping[str, Any]
@@ -44,179 +46,61 @@ def made(summary: Json, command: str) -> str:
     return f"{summary['date']}, {summary['machine']}, commit {commit}, by\n`{command}`:\n\n"
 
 
-# ---- decode radix cache ----
+# ---- studies ----
 
-_RADIX = _BENCHMARK / "decode_radix_cache" / "results"
-_LOCAL_TURNS = _BENCHMARK / "local_turns" / "results"
-_STUDIES = _BENCHMARK / "agentic" / "studies" / "results"
+RESULTS = FOLDER / "results"
 
 
-def worth() -> str:
-    """benchmark/README.md: a load a row and an arm a column."""
-    radix, wire = (_read(_RADIX / f"{name}.summary.json") for name in ("throughput", "wire"))
-    burst, load = radix_page.medians(radix), radix["load"]
-    local, quiet = (_read(_LOCAL_TURNS / f"{name}.json") for name in ("summary", "quiet"))
-    clients = max(local["load"]["cold_clients"])
-    sessions = f"{local['load']['talks']} sessions"
-    of = {name: _read(_STUDIES / name / "summary.json") for name in ("worth", "prefill_events")}
-    rows = [
-        [
-            f"{load['requests']} requests at once over {load['groups']} prefixes: requests/s",
-            *(radix_page.rate(burst[arm]) for arm in ("stock", "flag")),
-            "-",
-            "-",
-        ],
-        _sessions(f"{sessions} alone", local, 0),
-        _sessions(f"{sessions} beside {clients} clients with cold prompts", local, clients),
-        *(
-            _against_aggregated(f"{many} agentic sessions", arms)
-            for many, arms in of["worth"]["loads"].items()
-        ),
-        *(
-            _against_aggregated(f"{many} agentic sessions beside a client with cold prompts", arms)
-            for many, arms in of["prefill_events"]["loads"].items()
-        ),
-    ]
-    head = ["load", "PD, stock", "PD, radix cache", "and local turns", "two aggregated"]
-    alone, busy = local_page.medians(quiet, 0), local_page.medians(local, clients)
-    again = [_cell(alone[arm]) for arm in (local_page.REMOTE, local_page.CHOSEN)]
-    cold = [f"{arm['cold_tokens_per_s']:,.0f}" for arm in busy.values()]
-    moved = [radix_page.moved(burst[name]) for name in ("stock", "flag")]
-    on_tcp = [_megabytes(wire["arms"][name]["carried"]) for name in ("stock", "flag")]
-    same = radix["outputs_identical"] and local["outputs_identical"]
-    return (
-        f"{markdown(head, rows)}\n"
-        f"- First row: {len(radix['runs']['flag'])} rounds, no interval. KV moved: {moved[0]} "
-        f"stock, {moved[1]} with the flag. Another load over TCP, as the kernel counts it: "
-        f"{on_tcp[0]} and {on_tcp[1]}.{attribution(burst)}"
-        f"- Second and third row: {local['rounds']} rounds, no interval. Numbers are requests/s of "
-        "the sessions; TTFT of later turns, p50 and p99; end-to-end p50.\n"
-        f"- Second row again, {quiet['rounds']} rounds: {again[0]} with the radix cache, "
-        f"{again[1]} with local turns.\n"
-        f"- Third row: cold prompts answered, in tokens/s: {', '.join(cold)} "
-        f"({', '.join(busy)}).\n"
-        "- SGLang's router holds the answer to a remote turn back until prefill's half has ended. "
-        "TTFT contains that wait, end-to-end time does not.\n"
-        "- Other rows: mean end-to-end time divided by that of two aggregated servers, with 95 % "
-        "intervals. Below 1, PD is faster. An interval that contains 1 is no verdict.\n"
-        f"- Measured on {of['prefill_events']['date']} to {of['worth']['date']}. Outputs of the "
-        f"first three rows are {'identical' if same else 'NOT identical'} in all arms.\n"
-    )
+def study(name: str) -> str:
+    """benchmark/agentic/studies: what a study showed."""
+    if (told := _told(name)) is None:
+        return f"Not measured yet on this runner: `python -m benchmark run {name}`.\n"
+    figures = [path.name for path in sorted((RESULTS / name).glob("*.svg"))]
+    shown = [f"![{told['study']['title']}](results/{name}/{figure})" for figure in figures]
+    parts = [told["answer"], made(told, told["command"]).rstrip(), pages.results(told).rstrip()]
+    parts += shown
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def gains() -> str:
-    """README.md: the three rows of ``worth`` that say the most."""
-    burst = radix_page.medians(_read(_RADIX / "throughput.summary.json"))
-    local = _read(_LOCAL_TURNS / "summary.json")
-    clients = max(local["load"]["cold_clients"])
-    alone, busy = (local_page.medians(local, beside) for beside in (0, clients))
-    remote, chosen, both = local_page.REMOTE, local_page.CHOSEN, local_page.AGGREGATED
-    study = _read(_STUDIES / "worth" / "summary.json")["loads"].items()
-    ratios = (
-        f"{many} at once "
-        + ", ".join(_ratio(arms[arm]) for arm in ("pd-stock", "pd-radix", "pd-local"))
-        for many, arms in study
-    )
-    cold = [f"{busy[arm]['cold_tokens_per_s']:,.0f}" for arm in (chosen, both)]
-    rates = [radix_page.rate(burst[arm]) for arm in ("stock", "patched", "flag")]
-    moved = [radix_page.moved(burst[name]) for name in ("stock", "flag")]
+    """README.md: three studies, each arm over the first one."""
+    return "\n".join(_brief(name) for name in ("throughput", "local_turns", "worth"))
+
+
+def claims() -> str:
+    """benchmark/agentic/studies: the claims of all studies, and what was measured."""
+    rows = []
+    for path in STUDIES:
+        told = _told(path.stem)
+        for claim in load(path, Study).claims if told is None else ():
+            rows.append(
+                [path.stem, claim.text, f"{claim.at:g}", claim.theirs, "-", "not measured yet"]
+            )
+        rows += [[path.stem, *row] for row in pages.claim_rows(told["claims"] if told else ())]
+    return markdown(["study", "claim", "load", "theirs", "ours", ""], rows)
+
+
+def _brief(name: str) -> str:
+    """Of each load, in what an arm differs from the first one."""
+    if (told := _told(name)) is None:
+        return f"- `{name}`: not measured yet on this runner (`python -m benchmark run {name}`).\n"
+    base, *others = told["titles"]
+    rows = [
+        [load, *(pages.ratio(arms.get(arm)) for arm in others)]
+        for load, arms in told["loads"].items()
+    ]
+    head = [told["unit"], *(told["titles"][arm] for arm in others)]
     return (
-        f"- **Radix cache**, a burst over two long prefixes: {rates[0]} requests/s stock, "
-        f"{rates[1]} with the package and no flag, {rates[2]} with the flag. KV moved: {moved[0]} "
-        f"stock, {moved[1]} with the flag.\n"
-        f"- **Local turns**, requests/s and end-to-end p50 of sessions beside {clients} clients "
-        f"with cold prompts: {_rate_and_time(busy[remote])} with the radix cache, "
-        f"{_rate_and_time(busy[chosen])} with local turns too, {_rate_and_time(busy[both])} on two "
-        f"aggregated servers, which answer more of the cold prompts ({cold[1]} tokens/s, not "
-        f"{cold[0]}). Sessions alone: {_rate_and_time(alone[remote])}, "
-        f"{_rate_and_time(alone[chosen])} and {_rate_and_time(alone[both])}.\n"
-        "- **Agentic sessions**, mean end-to-end time of stock PD, with the radix cache, and with "
-        f"local turns too, divided by that of two aggregated servers: {'; '.join(ratios)}. "
-        "Above 1, PD is slower. An interval that contains 1 is no verdict.\n"
+        f"{told['study']['title']} Each arm over {told['titles'][base]}: mean TTFT; mean "
+        "end-to-end time; goodput. An interval that contains 1 is no verdict.\n\n"
+        f"{markdown(head, rows)}"
     )
 
 
-def _rate_and_time(run: Json) -> str:
-    return f"{run['requests_per_s']:.2f} and {run['latency_s']['p50'] * 1e3:,.0f} ms"
-
-
-def _cell(run: Json) -> str:
-    ttft = run["ttft_later_s"]
-    return (
-        f"{run['requests_per_s']:.2f}; {ttft['p50'] * 1e3:,.0f}, {ttft['p99'] * 1e3:,.0f}; "
-        f"{run['latency_s']['p50'] * 1e3:,.0f} ms"
-    )
-
-
-def _sessions(name: str, summary: Json, clients: int) -> list[str]:
-    arms = local_page.medians(summary, clients)
-    order = (local_page.STOCK, local_page.REMOTE, local_page.CHOSEN, local_page.AGGREGATED)
-    return [name, *(_cell(arms[arm]) for arm in order)]
-
-
-def _against_aggregated(name: str, arms: Json) -> list[str]:
-    order = ("pd-stock", "pd-radix", "pd-local")
-    return [name, *(_ratio(arms[arm]) if arm in arms else "-" for arm in order), "1"]
-
-
-def _ratio(arm: Json) -> str:
-    value, low, high = arm["of_first_arm"]["e2e"]["mean"]
-    return f"{value:.2f} [{low:.2f}, {high:.2f}]"
-
-
-def attribution(medians: Mapping[str, Json]) -> str:
-    """Which part of the requests/s is the flag's and which is not, as far as arms were measured."""
-    rates = {name: run["summary"]["requests_per_s"] for name, run in medians.items()}
-    if "patched" not in rates:
-        return (
-            " This run has no arm without the flag: it shows the flag and NIXL's sleeping progress "
-            "thread together.\n"
-        )
-    said = (
-        f" Without a flag the package gives {rates['patched'] / rates['stock']:.2f} times "
-        f"stock's requests/s, and the flag {rates['flag'] / rates['patched']:.2f} times that."
-    )
-    if "flag, spinning" in rates:
-        said += (
-            " NIXL's progress thread busy-polls in stock and sleeps here. With the flag, sleeping "
-            f"gives {rates['flag'] / rates['flag, spinning']:.2f} times as many requests/s. If it "
-            "busy-polls here too, at a lower priority on prefill than in stock, the flag gives "
-            f"{rates['flag, spinning'] / rates['stock']:.2f} times stock's."
-        )
-    return f"{said}\n"
-
-
-def throughput() -> str:
-    """benchmark/decode_radix_cache: everything of the throughput run."""
-    summary = _read(_RADIX / "throughput.summary.json")
-    same = "Outputs are identical in all arms" if summary["outputs_identical"] else "Outputs DIFFER"
-    command = f"python -m benchmark.decode_radix_cache throughput{_radix_options(summary['runs'])}"
-    return f"{made(summary, command)}{markdown(*radix_page.throughput(summary))}\n{same}.\n"
-
-
-def _radix_options(runs: Mapping[str, Sequence[Json]]) -> str:
-    repeats = len(runs["stock"])
-    spinning = " --spinning" if "flag, spinning" in runs else ""
-    return (f" --repeats {repeats}" if repeats > 1 else "") + spinning
-
-
-def wire() -> str:
-    """benchmark/decode_radix_cache: bytes as the kernel counts them."""
-    summary = _read(_RADIX / "wire.summary.json")
-    command = "python -m benchmark.decode_radix_cache wire"
-    return made(summary, command) + markdown(*radix_page.wire(summary))
-
-
-def speculation() -> str:
-    """docs/: hits, bytes and accept lengths with a draft model; drafts accepted on hits."""
-    summary = _read(_RADIX / "speculation.summary.json")
-    same = "the same" if summary["outputs_identical"] else "NOT the same"
-    command = "python -m benchmark.decode_radix_cache speculation"
-    return (
-        f"{made(summary, command)}{markdown(*radix_page.speculation(summary))}\nBoth answer "
-        f"{same}. Drafts accepted with one step, of prompts with equal answers:\n\n"
-        f"{markdown(*radix_page.accepted(summary))}"
-    )
+def _told(name: str) -> Any:
+    """The committed summary of a study; None: not measured."""
+    path = RESULTS / name / "summary.json"
+    return _read(path) if path.exists() else None
 
 
 # ---- the demo ----
@@ -235,42 +119,6 @@ def demo() -> str:
         f"{note}):\n\n"
         f"```\n{text}\n```\n"
     )
-
-
-# ---- local turns ----
-
-
-def _local_turns() -> tuple[Json, str]:
-    """The summary, and the line above a table of it."""
-    summary = _read(_BENCHMARK / "local_turns" / "results" / "summary.json")
-    note = f"{summary['note']}\n\n" if "note" in summary else ""
-    return summary, made(summary, summary["command"]) + note
-
-
-def local_turns() -> str:
-    """benchmark/local_turns: all loads, and what is claimed."""
-    summary, intro = _local_turns()
-    tables = [
-        f"{local_page.title(summary, clients)}:\n\n{markdown(*local_page.table(summary, clients))}"
-        for clients in summary["load"]["cold_clients"]
-    ]
-    same = "identical" if summary["outputs_identical"] else "NOT identical"
-    claims = "".join(f"- {claim}\n" for claim in local_page.claims(summary))
-    shown = "\n".join(tables)
-    return f"{intro}{shown}\nOutputs are {same} in all arms.\n\n{claims}"
-
-
-def local_bounds(run: str) -> str:
-    """benchmark/local_turns: the arms of the bound on inter-token latency."""
-    summary = _read(_BENCHMARK / "local_turns" / "results" / f"{run}.json")
-    (clients,) = dict.fromkeys(summary["load"]["cold_clients"])
-    plays = len(summary["load"]["cold_clients"])
-    title = f"{local_page.title(summary, clients)} of {plays} plays, medians of the plays:\n\n"
-    rows = markdown(*local_page.bounds(summary, clients))
-    kept = "".join(f"- {claim}\n" for claim in local_page.bounds_kept(summary))
-    same = "identical" if summary["outputs_identical"] else "NOT identical"
-    intro = made(summary, summary["command"])
-    return f"{intro}{title}{rows}\nOutputs are {same} in all arms.\n\n{kept}"
 
 
 # ---- the group lead on SGLang 0.5.23 ----
@@ -333,12 +181,9 @@ def hicache() -> str:
 def progress_delay() -> str:
     """docs/upstream.md: what a pause of NIXL's progress thread is worth."""
     idle = transfer_page.by_arm("idle", "{idle_share_of_a_core[native threads]:.1%}")
-    runs = radix_page.medians(_read(_RADIX / "throughput.summary.json"))
-    rates = {name: run["summary"]["requests_per_s"] for name, run in runs.items()}
     return (
         f"NIXL's threads of an idle prefill process take {idle['stock']} of a core without the "
-        f"pause and {idle['ours']} with it. A pair with the radix cache serves "
-        f"{rates['flag, spinning']:.2f} requests/s without it and {rates['flag']:.2f} with it.\n"
+        f"pause and {idle['ours']} with it.\n"
     )
 
 
@@ -379,15 +224,10 @@ def _code(text: str) -> str:
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
-    "worth": worth,
     "gains": gains,
-    "throughput": throughput,
-    "wire": wire,
-    "speculation": speculation,
+    "claims": claims,
+    **{f"study-{path.stem.replace('_', '-')}": partial(study, path.stem) for path in STUDIES},
     "demo": demo,
-    "local-turns": local_turns,
-    "local-bounds": partial(local_bounds, "bounds"),
-    "local-bounds-long": partial(local_bounds, "bounds_long"),
     "lead": lead,
     "lead-answers": lead_answers,
     "lead-headline": lead_headline,
@@ -436,10 +276,6 @@ def main() -> int:
 
 def _read(path: Path) -> Any:
     return json.loads(path.read_text())
-
-
-def _megabytes(count: float | None) -> str:
-    return "" if count is None else f"{count / 1e6:,.1f} MB"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
-from benchmark.agentic.report.numbers import Interval, widened
+from benchmark.agentic.report.numbers import Interval
+from benchmark.agentic.report.numbers import ratio as over_rounds
 from benchmark.harness.report import Verdict, markdown, milliseconds
 from benchmark.lead.arms import ARMS, BURST, LOADS, SESSIONS
 
@@ -102,7 +103,7 @@ def ratio(rows: Sequence[Row], load: str, arm: str, base: str, of: Value) -> Int
     middle = geometric_mean(ratios) if ratios else math.nan
     if len(ratios) < 2:
         return Interval(middle, math.nan, math.nan)
-    return widened(Interval(middle, middle, middle), ratios)
+    return over_rounds(ratios)
 
 
 def verdict(rows: Sequence[Row], bound: Bound) -> Verdict:

@@ -28,7 +28,8 @@ from benchmark.harness.servers import HOST, ServerConfig
 from benchmark.traces.record import Record
 
 ENGINES = ("prefill", "decode", "aggregated")
-_USAGE = re.compile(r"^sglang:token_usage(?:\{.*\})? (\S+)", re.MULTILINE)
+GAUGES = {"usage": "token_usage", "running": "num_running_reqs", "accept": "spec_accept_length"}
+"""That are sampled: of the KV pool, requests that run, tokens of a step with drafts."""
 SAMPLE_S = 1.0
 FLUSH_S = 10.0
 """That a server may take to become idle before it empties its cache."""
@@ -109,7 +110,7 @@ class Servers:
     @contextmanager
     def sampled(self) -> Iterator[list[dict[str, float]]]:
         """A row a decoding server and second while the context lasts: ``at`` (s), ``server`` (its
-        number), and ``usage`` of the KV pool (0 to 1)."""
+        number), and those of ``GAUGES`` that it has."""
         rows: list[dict[str, float]] = []
         over = threading.Event()
         decoding = [url for url, role in self.setup.engines.items() if role != "prefill"]
@@ -123,7 +124,7 @@ class Servers:
                     except (OSError, ValueError):
                         continue
                     at = {"at": round(time.monotonic() - began, 2), "server": float(number)}
-                    rows.append({**at, **usage(text)})
+                    rows.append({**at, **gauges(text)})
                 if over.wait(SAMPLE_S):
                     return
 
@@ -231,9 +232,13 @@ def direct(setup: Setup) -> Target | None:
     return None
 
 
-def usage(text: str) -> dict[str, float]:
-    """That of the KV pools in a metrics page, if it is there: the mean of its data-parallel ranks,
-    which have pools of one size. Parsing all of the page would take the interpreter from the client
-    for tens of milliseconds."""
-    values = _USAGE.findall(text)
-    return {"usage": sum(map(float, values)) / len(values)} if values else {}
+def gauges(text: str) -> dict[str, float]:
+    """Those of ``GAUGES`` that a metrics page has: the mean of the data-parallel ranks, which have
+    pools of one size. Parsing all of the page would take the interpreter from the client for tens
+    of milliseconds."""
+    found = {}
+    for name, gauge in GAUGES.items():
+        values = re.findall(rf"^sglang:{gauge}(?:\{{.*\}})? (\S+)", text, re.MULTILINE)
+        if values:
+            found[name] = sum(map(float, values)) / len(values)
+    return found

@@ -99,8 +99,6 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of our router, with a pair beside aggregated servers: requests with more uncached tokens go
     to the pair. As long as in the trace, before scaling."""
     router_args: tuple[str, ...] = ()
-    cold_clients: int = 0
-    """Clients beside the load that send one prompt after another that nobody has seen."""
 
     def __post_init__(self) -> None:
         if self.variant not in VARIANTS:

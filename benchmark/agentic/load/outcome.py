@@ -1,5 +1,4 @@
-"""What became of one request, a JSON line of the output file; its class; and whether this side kept
-up.
+"""What became of one request, a JSON line of the output file; and its class.
 
 WARM, MEDIUM and HEAVY say how many prompt tokens a request needs prefilled: those that an endless
 cache, shared by all workers and in the order of the trace, would not hold. They are known before
@@ -8,12 +7,8 @@ sending, so that a request has one class in every arm, also where it fails.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-
 import msgspec
 
-from benchmark.harness.report import percentile
 from benchmark.harness.stream import ErrorKind
 from benchmark.traces.record import BLOCK_TOKENS
 
@@ -49,7 +44,7 @@ class Classes(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Times in seconds of the replay's clock, whose 0 is the trace's first request; durations in
+    """Times in seconds of the load's clock, whose 0 is its beginning; durations in
     seconds. Fields that never came to be are None."""
 
     index: int
@@ -62,7 +57,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     wanted_tokens: int
     """Output tokens asked for."""
     trace_new_tokens: int
-    """Prompt tokens that an endless cache would not hold; see ``classes``."""
+    """Prompt tokens that an endless cache would not hold."""
     cached_tokens: int | None = None
     """As the server reported."""
     output_tokens: int = 0
@@ -117,45 +112,3 @@ def tpot(times: list[float], totals: list[int]) -> float | None:
     if not times or totals[-1] == totals[0]:
         return None
     return (times[-1] - times[0]) / (totals[-1] - totals[0])
-
-
-LATE_S = 0.05
-"""Above this the client is called the bottleneck."""
-
-
-@dataclass(frozen=True)
-class Client:
-    """Seconds."""
-
-    late_p99_s: float
-    loop_lag_p99_s: float
-    """Over requests: the longest lag of the event loop while each was open."""
-    out_of_files: int
-    """Requests that failed as this process had no open file left."""
-
-    @property
-    def was_the_bottleneck(self) -> bool:
-        """Whether these numbers are the client's more than the server's: it sent requests late, so
-        that the server saw less load; or it read late, so that TTFT and TPOT hold that lag; or it
-        ran out of open files."""
-        return max(self.late_p99_s, self.loop_lag_p99_s) > LATE_S or self.out_of_files > 0
-
-
-def client(outcomes: Sequence[Outcome]) -> Client:
-    return Client(
-        late_p99_s=percentile([o.late_s for o in outcomes], 99),
-        loop_lag_p99_s=percentile([o.loop_lag_s for o in outcomes], 99),
-        out_of_files=sum(o.error == "open_files" for o in outcomes),
-    )
-
-
-def most_open(outcomes: Iterable[Outcome]) -> int:
-    """Requests that were under way at once, at most."""
-    steps = sorted(
-        step for o in outcomes for step in ((o.started_s, 1), (o.finished_s, -1))
-    )  # an end sorts before a start at the same time
-    most = count = 0
-    for _, change in steps:
-        count += change
-        most = max(most, count)
-    return most

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import orjson
 
-from benchmark.harness.client import Request
+from benchmark.harness.client import Message, Request
 from benchmark.traces.prompts import Prompts
 from benchmark.traces.record import Record
 
@@ -90,12 +90,13 @@ class Bodies:
             1, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(source,)
         )
 
-    def submit(self, record: Record) -> asyncio.Future[bytes]:
+    def submit(self, record: Record | None) -> asyncio.Future[Message]:
         """In the order of submission. The future raises ``ValueError`` for a record whose ids do
         not cover its prompt."""
         return asyncio.get_running_loop().run_in_executor(self._pool, _make, record)
 
     def __enter__(self) -> Bodies:
+        self._pool.submit(os.getpid).result()  # what is due at once would wait for the process
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -121,7 +122,8 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _make(record: Record) -> bytes:
+def _make(record: Record) -> Message:
     assert _prompts is not None
     prompts, source = _prompts
-    return body(prompts, record, source)
+    made = body(prompts, record, source)
+    return Message(made, record.output_length, record.session_id, source.path)

@@ -1,40 +1,62 @@
-"""The replay itself. Nothing here waits for a free slot: there are none."""
+"""The load itself: so many sessions under way all the time, or each at its time. Nothing here waits
+for a free connection.
+
+What is measured is a steady load. A session that ends is replaced. What begins before the window,
+as caches fill, does not count; nor does what begins after it, as the load ends. The window closes
+once enough requests have begun in it, of each class that the page speaks of as well; the load goes
+on until all of these have ended.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import inspect
 import resource
 import time
-from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from contextlib import AsyncExitStack
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import aiohttp
+import msgspec
 
 from benchmark.agentic.load.outcome import Classes, Outcome, gaps, tpot
-from benchmark.agentic.load.plan import Chain, Turn, chains, gap_s, jobs
 from benchmark.agentic.load.prepare import Bodies, PromptSource
-from benchmark.harness.client import Message, Result, Target, open_session, send
+from benchmark.agentic.load.sessions import Session, Turn, by_session, trace_sessions, turns
+from benchmark.harness.client import Result, Target, open_session, send
 from benchmark.traces.record import Record
 
-AHEAD_TOKENS = 4_000_000
-"""Prompt tokens that are made ahead, about 25 MB of JSON; at least one request always is."""
 OTHERS = 64
 """Files that this process needs besides its streams."""
+FAILED_S = 0.1
+"""After a request that failed, before the next one of its session: a dead server fails at once."""
+
+
+class Window(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What of a steady load counts."""
+
+    warm_up: int = 30
+    """Requests that end before the window opens."""
+    requests: int = 200
+    """That begin in it, at least."""
+    of_class: int = 30
+    """Of each class, at least; a class that the load has none of is not waited for."""
+    limit_s: float = 300.0
+    """From the load's first request to when it closes in any case; the page says with how many."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How the records are sent."""
+    """How sessions are sent."""
 
     think_s: float | None = None
-    """Between two turns; None: as recorded."""
+    """Between two turns; None: as recorded. A trace has arrivals only, so that its gap holds the
+    time that the recorded server took to answer as well."""
     timeout_s: float = 600.0
     """Of each request."""
     classes: Classes = Classes()
     sessions: int | None = None
-    """So many chains at once, each begun as another ends, instead of at its time."""
+    """So many at once, each begun as another ends, instead of at its time."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Of each request, such as a key."""
 
@@ -45,150 +67,165 @@ async def replay(
     prompts: PromptSource,
     settings: Settings = Settings(),  # noqa: B008
     *,
-    on_outcome: Callable[[Outcome], None] | None = None,
+    on_outcome: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
-    """Send the records and wait for all answers; outcomes in the order of the trace.
+    """Sends the records, by time, and waits for all answers; outcomes in the order of the trace.
 
-    ``target``: a pair, or the URL of a server or router. ``records``: already scaled, by time.
-    ``on_outcome``: called as each request ends, in this thread.
-
-    Raises:
-        ValueError: a record is not valid. Errors of ``on_outcome`` pass through. Either ends the
-            replay; what servers do never does.
+    ``target``: a pair, or the URL of a server or router. See ``load``.
     """
-    target = Target(target) if isinstance(target, str) else target
     outcomes: list[Outcome] = []
 
     def ended(outcome: Outcome) -> None:
-        if on_outcome is not None:
-            on_outcome(outcome)
+        on_outcome(outcome)
         outcomes.append(outcome)
 
-    async with AsyncExitStack() as stack:
-        bodies = stack.enter_context(Bodies(prompts))
-        session = await stack.enter_async_context(
-            open_session(settings.timeout_s, reuse=False, headers=settings.headers)
-        )
-        lag = LoopLag()
-        stack.callback(lag.stop)  # before the session is closed, which lets it end
-        replayer = _Replayer(target, settings, bodies, session, lag, ended, prompts.path)
-        await replayer.run(chains(jobs(records, prompts.block_tokens)))
+    target = Target(target) if isinstance(target, str) else target
+    found = by_session(turns(records, prompts.block_tokens, settings.classes))
+    with Bodies(prompts) as bodies:
+        await load(target, trace_sessions(found, bodies), settings, ended)
     return sorted(outcomes, key=lambda outcome: outcome.index)
 
 
-class _Replayer:
-    """Owns the tasks of one replay."""
+async def load(
+    target: Target,
+    sessions: Iterator[tuple[float, Session]],
+    settings: Settings,
+    on_outcome: Callable[[Outcome], None],
+    window: Window | None = None,
+    classes: Sequence[str] = (),
+) -> tuple[float, float] | None:
+    """Sends the sessions, each with the time of its first request; every outcome as it ends, in
+    this thread. Returns when the window was open.
 
-    def __init__(
-        self,
-        target: Target,
-        settings: Settings,
-        bodies: Bodies,
-        session: aiohttp.ClientSession,
-        lag: LoopLag,
-        ended: Callable[[Outcome], None],
-        path: str,
-    ) -> None:
-        self._target, self._settings, self._path = target, settings, path
-        self._free = asyncio.Semaphore(settings.sessions) if settings.sessions else None
-        self._bodies, self._session, self._lag, self._ended = bodies, session, lag, ended
-        self._running: set[asyncio.Task[None]] = set()
-        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    ``window``: what counts, and when the load is over; None: all, and when no session is left.
+    ``classes``: those that the window waits for.
 
-    async def run(self, work: Iterable[Chain]) -> None:
-        self._start(self._feed(work))
-        try:
-            await self._over
-        finally:
-            for task in self._running:
-                task.cancel()
-            if self._running:
-                await asyncio.wait(self._running)
+    Raises:
+        ValueError: a record is not valid. Errors of ``on_outcome`` pass through. Either ends the
+            load; what servers do never does.
+    """
+    counting, clock = Counting(window, classes), Clock()
+    running: set[asyncio.Task[None]] = set()
+    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def _start(self, work: Coroutine[None, None, None]) -> None:
+    def start(work: Coroutine[None, None, None]) -> None:
         task = asyncio.ensure_future(work)
-        self._running.add(task)
-        task.add_done_callback(self._stopped)
+        running.add(task)
+        task.add_done_callback(stopped)
 
-    def _stopped(self, task: asyncio.Task[None]) -> None:
-        """The replay is over with its last task, or with the first that failed."""
-        self._running.discard(task)
-        if task.cancelled() or self._over.done():
+    def stopped(task: asyncio.Task[None]) -> None:
+        """The load is over with its last task, or with the first that failed."""
+        running.discard(task)
+        if over.done() or task.cancelled():
             return
         if error := task.exception():
-            self._over.set_exception(error)
-        elif not self._running:
-            self._over.set_result(None)
+            over.set_exception(error)
+        elif not running:
+            over.set_result(None)
 
-    async def _feed(self, work: Iterable[Chain]) -> None:
-        """Starts each chain at its time; the bodies of the next ones are being made meanwhile."""
-        waiting: deque[tuple[Chain, asyncio.Future[bytes]]] = deque()
-        source = iter(work)
-        ahead = 0
+    async def converse(session: Session, due: float | None) -> None:
+        """The requests of a session, one after the other; the first one is due now or then."""
+        following = next(session, None)
+        while following is not None and not counting.over:
+            turn, request = following
+            message = await request if inspect.isawaitable(request) else request
+            due = clock.now() if due is None else due
+            await clock.until(due)
+            mark, counts = lag.mark(), counting.begins(turn.kind, clock.now())
+            result = await send(http, target, message)
+            counting.ended(counts)
+            on_outcome(outcome(turn, result, clock, due, lag.since(mark), counts))
+            try:
+                following = session.send([] if result.error else result.output_ids)
+            except StopIteration:
+                return
+            pause = settings.think_s
+            if pause is None:
+                pause = following[0].at_s - turn.at_s
+            due = clock.of(result.finished_at) + max(pause, FAILED_S if result.error else 0)
 
-        def fill() -> None:
-            nonlocal ahead
-            while not waiting or ahead < AHEAD_TOKENS:
-                chain = next(source, None)
-                if chain is None:
-                    return
-                waiting.append((chain, self._bodies.submit(chain.jobs[0].record)))
-                ahead += chain.jobs[0].record.input_length
+    async def slot() -> None:
+        while not counting.over and (following := next(sessions, None)) is not None:
+            await converse(following[1], None)
 
-        fill()
-        if not waiting:
-            return
-        await asyncio.wait([body for _, body in waiting])
-        clock = Clock(waiting[0][0].start_s)
-        while waiting:
-            chain, future = waiting.popleft()
-            ahead -= chain.jobs[0].record.input_length
-            fill()
-            body = await future
-            due = chain.start_s
-            if self._free is None:
-                await clock.until(due)
-            else:
-                await self._free.acquire()
-                due = clock.of(time.monotonic())
-            self._start(self._converse(clock, chain, body, due))
+    async def by_time() -> None:
+        for at_s, session in sessions:
+            await clock.until(at_s)
+            if counting.over:
+                return
+            start(converse(session, at_s))
 
-    async def _converse(self, clock: Clock, chain: Chain, body: bytes, due: float) -> None:
-        """The requests of a chain, one after the other; the first is due at ``due``."""
-        for job, after in zip(chain.jobs, (*chain.jobs[1:], None), strict=True):
-            next_body = None if after is None else self._bodies.submit(after.record)
-            mark = self._lag.mark()
-            record = job.record
-            message = Message(body, record.output_length, record.session_id, self._path)
-            answer = await send(self._session, self._target, message)
-            result = outcome(
-                job.turn(self._settings.classes), answer, clock, due, self._lag.since(mark)
-            )
-            self._ended(result)
-            if after is not None and next_body is not None:
-                due = clock.of(answer.finished_at) + gap_s(job, after, self._settings.think_s)
-                body = await next_body
-                await clock.until(due)
-        if self._free is not None:
-            self._free.release()
+    async with open_session(settings.timeout_s, reuse=False, headers=settings.headers) as http:
+        lag = LoopLag()
+        for _ in range(settings.sessions or 1):
+            start(slot() if settings.sessions else by_time())
+        try:
+            await over
+        finally:
+            lag.stop()
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+    return window and (counting.opened, counting.closed or clock.now())
 
 
-def outcome(of: Turn, answer: Result, clock: Clock, due: float, lag_s: float) -> Outcome:
+class Counting:
+    """When the window opens and closes, and when the load is over. Seconds of the load's clock."""
+
+    def __init__(self, window: Window | None, classes: Sequence[str]) -> None:
+        self._window, self._classes = window, classes
+        self._ended = self._open = 0
+        self._begun: Counter[str] = Counter()
+        self._is_open = False
+        self.opened = 0.0
+        self.closed = 0.0
+        """0 while it is open."""
+
+    @property
+    def over(self) -> bool:
+        """Whether it is closed and all that counts has ended."""
+        return self.closed > 0 and not self._open
+
+    def begins(self, kind: str, now: float) -> bool:
+        """A request is sent; whether it counts."""
+        if (window := self._window) is None:
+            return True
+        if not self._is_open and self._ended >= window.warm_up:
+            self._is_open, self.opened = True, now
+        enough = self._begun.total() >= window.requests and all(
+            self._begun[name] >= window.of_class for name in self._classes
+        )
+        if not self.closed and (enough or now > window.limit_s):
+            self.closed = now
+        if self.closed or not self._is_open:
+            return False
+        self._begun[kind] += 1
+        self._open += 1
+        return True
+
+    def ended(self, counts: bool) -> None:
+        """A request has its answer or failed."""
+        self._ended += 1
+        self._open -= counts
+
+
+def outcome(
+    of: Turn, answer: Result, clock: Clock, due: float, lag_s: float, counts: bool
+) -> Outcome:
     """The line of the output file."""
-    cached = answer.cached_tokens if answer.cached_told else None
-    prompt = answer.prompt_tokens or of.prompt_tokens
     started, finished = clock.of(answer.started_at), clock.of(answer.finished_at)
     sent = None if answer.sent_at is None else clock.of(answer.sent_at)
     first = clock.of(answer.token_times[0]) if answer.token_times else None
     each = tpot(answer.token_times, answer.totals)
+    said = None if answer.error else answer.output_ids
     return Outcome(
         index=of.index,
         session_id=of.session_id,
         turn=of.turn,
-        prompt_tokens=prompt,
+        prompt_tokens=answer.prompt_tokens or of.prompt_tokens,
         wanted_tokens=of.wanted_tokens,
         trace_new_tokens=of.new_tokens,
-        cached_tokens=cached,
+        cached_tokens=answer.cached_tokens if answer.cached_told else None,
         output_tokens=answer.completion_tokens,
         request_class=of.kind,
         scheduled_s=round(due, 6),
@@ -202,6 +239,8 @@ def outcome(of: Turn, answer: Result, clock: Clock, due: float, lag_s: float) ->
         e2e_s=round(finished - started, 6),
         itl_s=gaps(answer.token_times, answer.totals),
         loop_lag_s=lag_s,
+        counted=counts,
+        answer=hashlib.sha256(repr(said).encode()).hexdigest()[:12] if said else None,
         error=answer.kind,
         message=answer.error,
         prefill_worker=answer.prefill_worker,
@@ -210,18 +249,20 @@ def outcome(of: Turn, answer: Result, clock: Clock, due: float, lag_s: float) ->
 
 
 class Clock:
-    """Seconds since the trace's first request; ``offset`` is what it shows now."""
+    """Seconds since the load began."""
 
-    def __init__(self, offset: float) -> None:
-        self._zero = time.monotonic() - offset
+    def __init__(self) -> None:
+        self._zero = time.monotonic()
 
     def of(self, monotonic: float) -> float:
         return round(monotonic - self._zero, 6)
 
+    def now(self) -> float:
+        return self.of(time.monotonic())
+
     async def until(self, due: float) -> None:
         """Returns at ``due``, or at once if that is past."""
-        wait = due + self._zero - time.monotonic()
-        if wait > 0:
+        if (wait := due + self._zero - time.monotonic()) > 0:
             await asyncio.sleep(wait)
 
 
@@ -271,6 +312,5 @@ def raise_open_files(streams: int) -> int:
             f"{streams} streams need {need} open files, and the hard limit is {hard}: raise it "
             "(ulimit -Hn, LimitNOFILE=), or send fewer sessions at once"
         )
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard

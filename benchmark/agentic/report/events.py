@@ -1,108 +1,75 @@
-"""What a prompt's prefill takes from the answers that run meanwhile, event by event.
+"""What a cold prompt's prefill takes from the answers that run meanwhile, event by event.
 
-An event is a cold client's prompt, from its sending to its first token. The rate of running answers
-outside of all events is what they would have had; what they lack of it within one is what the
-prefill cost them, as tokens and as answer time, summed over all of them:
+An event is a request of class COLD, from its sending to its first token. The rate of running
+answers outside of all events is what they would have had; what they lack of it within one is what
+the prefill cost them, as tokens and as answer time, summed over all of them:
 
-    stalled = running * seconds * (1 - TPOT outside / TPOT within)
+    lost = running * seconds * (1 - TPOT outside / TPOT within)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmark.agentic.load.outcome import Outcome
-from benchmark.agentic.report.numbers import DRAWS, Interval, Level, Values, spanned
+from benchmark.agentic.load.sessions import COLD
+from benchmark.agentic.studies.record import Cell
+
+Values = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Events:
-    """Of an arm at a load; means of an event, with intervals from draws of events. Seconds."""
-
-    prefills: int
-    ttft: Interval
-    """Of the new prompt."""
-    running: float
-    """Answers that ran meanwhile."""
-    tpot_outside: float
-    """TPOT while nothing of a cold client was under way."""
-    tpot_within: float
-    lost_tokens: Interval
-    lost: Interval
-    """Answer time lost, of all running answers together."""
-    share_lost: float
-    """Of the running answers' seconds, those that were lost."""
-
-
-def events(level: Level, arm: str) -> Events | None:
-    """None where no cold prompt was answered, or nothing ran outside of events."""
-    rows: list[tuple[float, float, float]] = []
-    running_s = tokens = 0.0
-    for cell in level.cells[arm]:
-        windows = _windows(cell.cold)
-        times, spans = streams(cell.outcomes)
-        if windows:
-            until = _known(cell.cold) + level.cold_gap_s
-            times, spans = times[times <= until], np.minimum(spans, until)
-        rows += [(high - low, *_within(times, spans, low, high)) for low, high in windows]
-        covered = [_within(times, spans, low, high) for low, high in _union(windows)]
-        running_s += float((spans[:, 1] - spans[:, 0]).sum()) - sum(each[0] for each in covered)
-        tokens += len(times) - sum(each[1] for each in covered)
-    if not rows or running_s <= 0 or tokens <= 0:
-        return None
-    seconds, ran, got = np.array(rows).T
-    rate = tokens / running_s
-    draws = np.random.default_rng(0).multinomial(len(rows), [1 / len(rows)] * len(rows), DRAWS)
-
-    def interval(values: Values) -> Interval:
-        return spanned(float(values.mean()), draws @ values / len(rows))
-
-    within = float(ran.sum() / got.sum()) if got.sum() else float("nan")
-    return Events(
-        len(rows),
-        interval(seconds),
-        float(ran.sum() / seconds.sum()),
-        1 / rate,
-        within,
-        interval(ran * rate - got),
-        interval(ran - got / rate),
-        1 - 1 / rate / within,
-    )
+def events(cell: Cell) -> dict[str, float]:
+    """Means of an event, in seconds; nothing where no cold prompt was answered within the window,
+    or nothing ran outside of events."""
+    began, ended = cell.span
+    cold = [
+        (max(o.started_s, began), min(o.first_token_s, ended))
+        for o in cell.outcomes
+        if o.request_class == COLD and o.first_token_s is not None
+    ]
+    times, spans = _streams(cell.outcomes, began, ended)
+    whole = [(low, high) for low, high in cold if began < low < high < ended]
+    covered = [_within(times, spans, low, high) for low, high in _union(cold)]
+    outside_s = float((spans[:, 1] - spans[:, 0]).sum()) - sum(ran for ran, _ in covered)
+    tokens = len(times) - sum(got for _, got in covered)
+    if not whole or outside_s <= 0 or tokens <= 0:
+        return {}
+    seconds = np.array([high - low for low, high in whole])
+    ran, got = np.array([_within(times, spans, low, high) for low, high in whole]).T
+    rate = tokens / outside_s
+    lost = ran - got / rate
+    return {
+        "prefills": len(whole),
+        "prefill_s": float(seconds.mean()),
+        "running": float(ran.sum() / seconds.sum()),
+        "tpot_outside": 1 / rate,
+        "tpot_within": float(ran.sum() / got.sum()) if got.sum() else float("nan"),
+        "lost_tokens": float((ran * rate - got).mean()),
+        "lost_s": float(lost.mean()),
+        "share_lost": float(lost.sum() / ran.sum()) if ran.sum() else float("nan"),
+    }
 
 
-def streams(outcomes: Sequence[Outcome]) -> tuple[Values, Values]:
-    """When tokens came, those that began an answer left out; and from when to when answers ran."""
+def _streams(outcomes: Sequence[Outcome], began: float, ended: float) -> tuple[Values, Values]:
+    """When tokens came, those that began an answer left out, and from when to when answers ran; in
+    the window."""
     times: list[Values] = []
-    spans = [(0.0, 0.0)]
+    spans = [(began, began)]
     for o in outcomes:
         if o.first_token_s is not None and o.itl_s:
             times.append(o.first_token_s + np.cumsum(o.itl_s))
             spans.append((o.first_token_s, float(times[-1][-1])))
-    return np.concatenate([np.empty(0), *times]), np.array(spans)
-
-
-def _known(cold: Sequence[Outcome]) -> float:
-    """When the first of the clients had its last answer that is recorded. What it sent after its
-    pause was under way as the load ended, and counts neither as an event nor as time without one.
-    """
-    last: dict[str | None, float] = {}
-    for o in cold:
-        ended = max(o.finished_s, o.first_token_s or 0.0)
-        last[o.session_id] = max(last.get(o.session_id, 0.0), ended)
-    return min(last.values())
-
-
-def _windows(cold: Sequence[Outcome]) -> list[tuple[float, float]]:
-    return sorted((o.started_s, o.first_token_s) for o in cold if o.first_token_s is not None)
+    every = np.concatenate([np.empty(0), *times])
+    return every[(every > began) & (every <= ended)], np.clip(np.array(spans), began, ended)
 
 
 def _union(windows: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Several cold clients' events overlap."""
+    """Several events overlap."""
     found: list[tuple[float, float]] = []
-    for low, high in windows:
+    for low, high in sorted(window for window in windows if window[0] < window[1]):
         if found and low <= found[-1][1]:
             found[-1] = (found[-1][0], max(found[-1][1], high))
         else:

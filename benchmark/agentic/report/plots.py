@@ -1,114 +1,95 @@
-"""Figures of the page. One colour an arm, the same in all of them."""
+"""Figures of the page, from a run's summary. One colour an arm, the same in all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmark.agentic.report import grid
-from benchmark.agentic.report.numbers import NAMES, QUANTITIES, STAGES, STATISTICS, Level, plain
-from benchmark.agentic.studies.record import Run
+from benchmark.agentic.report.numbers import AGAINST, Interval
+from benchmark.agentic.report.page import Json, _value
+from benchmark.agentic.report.verdict import SHOWN, better
 from benchmark.harness import plot
 
-
-def draw(run: Run, levels: Sequence[Level], folder: Path) -> dict[str, str]:
-    """Writes PNG files; title to file name. At most six arms in a picture: a seventh would not be
-    told apart."""
-    colors = dict(zip(run.titles, plot.COLORS, strict=False))
-    last, at = levels[-1], f"at {levels[-1].said}"
-    drawn = {}
-
-    @contextmanager
-    def figure(title: str, name: str, *size: Any) -> Iterator[Any]:
-        with plot.panels(folder / name, *size) as axes:
-            yield axes
-            axes[0].legend(fontsize=7, frameon=False)
-        drawn[title] = name
-
-    if run.study.grid:
-        drawn["Where which arm is better: a cell a load"] = grid.draw(run, levels, folder)
-        return drawn
-    title = "Mean times and goodput over load, with 95 % intervals; dashed: the SLO"
-    with figure(title, "load.png", 4, (3.75, 3.6)) as axes:
-        for axis, quantity in zip(axes, QUANTITIES, strict=False):
-            _over_load(axis, run, levels, quantity, colors)
-        _goodput(axes[3], run, levels, colors)
-    with figure(
-        f"Latency by class {at}: bar p50, line to p90", "classes.png", 2, (5.5, 3.6)
-    ) as axes:
-        for axis, quantity in zip(axes, ("ttft", "tpot"), strict=True):
-            _by_class(axis, run, last, quantity, colors)
-        axes[1].sharey(axes[0])
-    if any(level.usage(arm) for level in levels for arm in level.cells):
-        with figure(f"KV pools over time {at}", "pools.png", 1, (9, 3.4)) as (axis,):
-            for arm, color in colors.items():
-                for cell in last.cells.get(arm, [])[:1]:
-                    _occupancy(axis, cell.samples, run.titles[arm], color)
-            axis.set_xlabel("s of the load, first round")
-            axis.set_ylabel("KV pool in use by requests, %")
-            axis.set_ylim(0, 105)
-    of = {arm: stages for arm in last.cells if (stages := last.stages(arm)) is not None}
-    if of:
-        with figure(f"Stages of a transfer {at}", "stages.png", 1, (6, 3.4)) as (axis,):
-            names = [run.titles[arm].replace(", ", ",\n") for arm in of]
-            parts = {stage: [each[stage] * 1e3 for each in of.values()] for stage in STAGES}
-            plot.stacked(axis, "mean of a transfer, ms", names, parts)
-    return drawn
+BETTER = {1: "#55a868", -1: "#c0504d", 0: "#e8e8e8"}
+DRAWN = {"ttft_mean": "ttft_s", "tpot_mean": "tpot_s", "e2e_mean": None, "goodput": None}
+"""Over load; with the SLO's name of each."""
 
 
-def _over_load(
-    axis: Any, run: Run, levels: Sequence[Level], quantity: str, colors: dict[str, str]
-) -> None:
-    for arm, color in colors.items():
-        there = [level for level in levels if arm in level.cells]
-        of = [level.interval(level.values(arm, quantity)) for level in there]
-        middle = [each.value * 1e3 for each in of]
-        low = [max(0.0, (each.value - each.low) * 1e3) for each in of]
-        high = [max(0.0, (each.high - each.value) * 1e3) for each in of]
-        loads = [level.load for level in there]
-        axis.errorbar(
-            loads, middle, (low, high), label=run.titles[arm], color=color, marker="o", capsize=3
-        )
-    slo = {"ttft": run.study.slo.ttft_s, "tpot": run.study.slo.tpot_s}.get(quantity)
-    if slo is not None:
-        axis.axhline(slo * 1e3, color="black", linestyle="--", linewidth=0.8)
-    axis.set_yscale("log")
-    axis.set_ylabel(f"mean {NAMES[quantity]}, ms")
-    axis.set_xlabel(run.unit)
+def draw(told: Json, folder: Path) -> dict[str, str]:
+    """Writes SVG; title to file name."""
+    import matplotlib
+
+    # Text stays text, and a page that is written again does not change.
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "page"})
+    if told["study"]["grid"] and len(told["titles"]) > 1:
+        _grid(told, folder / "grid.svg")
+        return {"Where which arm is better: a cell a load": "grid.svg"}
+    _over_load(told, folder / "load.svg")
+    return {"Mean times and goodput over load, with 95 % intervals; dashed: the SLO": "load.svg"}
 
 
-def _goodput(axis: Any, run: Run, levels: Sequence[Level], colors: dict[str, str]) -> None:
-    for arm, color in colors.items():
-        there = [level for level in levels if arm in level.cells]
-        rates = [level.goodput(arm) for level in there]
-        axis.plot([level.load for level in there], rates, color=color, marker="o")
-    axis.set_ylim(bottom=0)
-    axis.set_ylabel("requests/s within the SLO")
-    axis.set_xlabel(run.unit)
+def _over_load(told: Json, path: Path) -> None:
+    loads = told["loads"]
+    places: Mapping[str, float] = {name: float(name.split(",")[0]) for name in loads}
+    if len(set(places.values())) < len(loads):
+        places = {name: number for number, name in enumerate(loads)}
+    with plot.panels(path, len(DRAWN), (3.75, 3.6)) as axes:
+        for axis, (name, bound) in zip(axes, DRAWN.items(), strict=True):
+            scale = 1.0 if name == "goodput" else 1e3
+            for (arm, title), color in zip(told["titles"].items(), plot.COLORS * 2, strict=False):
+                there = [load for load in loads if arm in loads[load]]
+                of = [_value(loads[load][arm]["numbers"].get(name)) for load in there]
+                middle = [value * scale for value, _, _ in of]
+                below = [max(0.0, value - low) * scale for value, low, _ in of]
+                above = [max(0.0, high - value) * scale for value, _, high in of]
+                at = [places[load] for load in there]
+                style: dict[str, Any] = {"color": color, "marker": "o", "capsize": 3}
+                axis.errorbar(at, middle, (below, above), label=title, **style)
+            if bound is not None:
+                slo = told["study"]["slo"][bound] * scale
+                axis.axhline(slo, color="black", linestyle="--", linewidth=0.8)
+            if name == "goodput":
+                axis.set_ylim(bottom=0)
+            else:
+                axis.set_yscale("log")
+            axis.set_ylabel("requests/s within the SLO" if scale == 1 else f"{AGAINST[name]}, ms")
+            axis.set_xlabel(told["unit"])
+        axes[0].legend(fontsize=7, frameon=False)
 
 
-def _by_class(axis: Any, run: Run, level: Level, quantity: str, colors: dict[str, str]) -> None:
-    classes = level.kinds
-    width = 0.8 / max(1, len(colors))
-    for number, (arm, color) in enumerate(colors.items()):
-        if arm not in level.cells:
-            continue
-        places = [i + number * width for i in range(len(classes))]
-        values = [level.values(arm, quantity, name) for name in classes]
-        middle, upper = ([plain(v, STATISTICS[s]) * 1e3 for v in values] for s in ("p50", "p90"))
-        upper = [high - m for high, m in zip(upper, middle, strict=True)]
-        axis.bar(places, middle, width, color=color, label=run.titles[arm])
-        axis.errorbar(places, middle, ([0.0] * len(upper), upper), fmt="none", ecolor="black")
-    axis.set_xticks([i + 0.4 - width / 2 for i in range(len(classes))], classes)
-    axis.set_yscale("log")
-    axis.set_ylabel(f"{NAMES[quantity]}, ms")
+def _grid(told: Json, path: Path) -> None:
+    """A row of panels a quantity, a column an arm: the last field of the grid and the load across,
+    the others down. Green is better than the first arm beyond the interval, red worse, grey no
+    verdict."""
+    from matplotlib.patches import Rectangle
 
-
-def _occupancy(axis: Any, rows: Sequence[dict[str, float]], title: str, color: str) -> None:
-    for number, server in enumerate(sorted({row["server"] for row in rows})):
-        mine = [row for row in rows if row["server"] == server and "usage" in row]
-        label = title if number == 0 else None
-        usage = [row["usage"] * 100 for row in mine]
-        axis.step([row["at"] for row in mine], usage, where="post", color=color, label=label)
+    base, *others = told["titles"]
+    # "4, turns 2, cold_share 0.1" -> across (4, cold_share 0.1), down (turns 2).
+    split = {load: load.split(", ") for load in told["loads"]}
+    across = list(dict.fromkeys((parts[0], *parts[-1:]) for parts in split.values()))
+    down = list(dict.fromkeys(tuple(parts[1:-1]) for parts in split.values()))
+    size = (0.8 * len(across) + 1.5, 0.45 * len(down) + 1.1)
+    with plot.panels(path, len(others), size, len(SHOWN)) as axes:
+        panels = [(arm, quantity) for quantity in SHOWN for arm in others]
+        for axis, (arm, quantity) in zip(axes, panels, strict=True):
+            title = f"{told['titles'][arm]}: {AGAINST[quantity]} over {told['titles'][base]}"
+            axis.set_title(title)
+            for load, parts in split.items():
+                if not (of := told["loads"][load].get(arm, {}).get("of_first_arm")):
+                    continue
+                ratio = Interval(*_value(of[quantity]))
+                x, y = across.index((parts[0], *parts[-1:])), down.index(tuple(parts[1:-1]))
+                color = BETTER[better(quantity, ratio)]
+                cell = Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=color, edgecolor="white")
+                axis.add_patch(cell)
+                text = f"{ratio.value:.2f}\n[{ratio.low:.2f}, {ratio.high:.2f}]"
+                axis.text(x, y, text, ha="center", va="center", fontsize=6)
+            axis.set_xlim(-0.5, len(across) - 0.5)
+            axis.set_ylim(len(down) - 0.5, -0.5)
+            axis.set_xticks(
+                range(len(across)), ["\n".join(each).replace("_", " ") for each in across]
+            )
+            axis.set_yticks(range(len(down)), ["\n".join(each).replace("_", " ") for each in down])
+            axis.tick_params(length=0)
+            axis.spines[:].set_visible(False)

@@ -6,6 +6,8 @@ import argparse
 import os
 import re
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -19,14 +21,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from benchmark.agentic.fleet import spec as fleets
 from benchmark.agentic.fleet.spec import Arm, FleetFile
 from benchmark.agentic.load.run import raise_open_files
-from benchmark.agentic.report.numbers import levels
-from benchmark.agentic.report.page import html, page
+from benchmark.agentic.report.page import page
 from benchmark.agentic.report.plots import draw
 from benchmark.agentic.report.summary import summary
 from benchmark.agentic.studies import record
 from benchmark.agentic.studies.load import Trace, limit, prepare
 from benchmark.agentic.studies.record import Cell, Run
-from benchmark.agentic.studies.run import cells
+from benchmark.agentic.studies.run import Plan, cells
 from benchmark.agentic.studies.spec import Study, find, titles
 from benchmark.aiperf import MOONCAKE, Program
 from benchmark.harness.command import reported, retyped
@@ -45,12 +46,8 @@ def run(argv: list[str]) -> int:
     )
     add = parser.add_argument
     add("study", help="study: a YAML file, or the name of a study of the suite")
-    add(
-        "--fleet",
-        type=Path,
-        default=fleets.RIG,
-        help="fleet: a YAML file; default: the local CPU rig",
-    )
+    rig = "fleet: a YAML file; default: the local CPU rig"
+    add("--fleet", type=Path, default=fleets.RIG, help=rig)
     add("--trace", type=Path, help="trace in Mooncake's format, instead of the study's")
     add("--skip-invalid", action="store_true", help="skip lines that cannot be read")
     add("--arms", help="only arms whose names match this pattern")
@@ -59,19 +56,13 @@ def run(argv: list[str]) -> int:
     add("--requests", type=int, help=about)
     add("--sessions", type=int, nargs="+", help="concurrent sessions, instead of the study's loads")
     add("--rate", type=float, nargs="+", help="requests/s, instead of the study's loads")
-    add(
-        "--resume",
-        action="store_true",
-        help="continue the run in --out; its finished loads are not repeated",
-    )
+    again = "continue the run in --out; its finished loads are not repeated"
+    add("--resume", action="store_true", help=again)
+    add("--dry-run", action="store_true", help="say what would be sent, and for how long")
     add("--aiperf", type=Path, help="send with this aiperf program; fleets by URL, traces")
     add("--format", default=MOONCAKE, help="of --trace, as --aiperf knows it; it is sent whole")
     add("--out", type=Path, help="folder of the run; default: out/NAME")
-    add(
-        "--page",
-        type=Path,
-        help="folder for the page, figures and numbers; default: the folder of the run",
-    )
+    add("--page", type=Path, help="folder for page, figures and numbers; default: the run's")
     args = parser.parse_args(argv)
     # Servers start sooner on a machine with no GPU (docs/advanced_features/cpu_standin.md).
     os.environ.setdefault("SGLANG_CPU_STANDIN_START_METHOD", "fork")
@@ -83,11 +74,7 @@ def report(argv: list[str]) -> int:
     """``report RUN``: the page of a run, again."""
     parser = argparse.ArgumentParser(prog="python -m benchmark report")
     parser.add_argument("run", type=Path, help="folder that `run` wrote")
-    parser.add_argument(
-        "--page",
-        type=Path,
-        help="folder for the page; default: the folder of the run",
-    )
+    parser.add_argument("--page", type=Path, help="folder for the page; default: the run's")
     args = parser.parse_args(argv)
     write(record.load(args.run), args.page or args.run, Console())
     return 0
@@ -98,11 +85,7 @@ def compare(argv: list[str]) -> int:
     """``compare RUN RUN``: arms of two runs of one study on one page."""
     parser = argparse.ArgumentParser(prog="python -m benchmark compare")
     parser.add_argument("before", type=Path, help="folder that `run` wrote")
-    parser.add_argument(
-        "after",
-        type=Path,
-        help="folder of another run of the same study and trace",
-    )
+    parser.add_argument("after", type=Path, help="that of another run of the study and trace")
     parser.add_argument("--page", type=Path, default=Path("out/compare"), help="folder")
     args = parser.parse_args(argv)
     both = merged(record.load(args.before), record.load(args.after))
@@ -122,26 +105,24 @@ def merged(before: Run, after: Run) -> Run:
             raise ValueError(f"the runs differ in `{what}`: they cannot be compared")
     if before.fleet["endpoint"] != after.fleet["endpoint"] or _sent(before) != _sent(after):
         raise ValueError("the runs have different requests: they cannot be compared")
-    titles, found = {}, []
-    servers: dict[str, dict[str, int]] = {}
-    for name, of in (("before", before), ("after", after)):
-        titles |= {f"{name}: {arm}": f"{name}: {title}" for arm, title in of.titles.items()}
-        servers |= {f"{name}: {arm}": count for arm, count in of.servers.items()}
-        found += [msgspec.structs.replace(c, arm=f"{name}: {c.arm}") for c in of.cells]
+    change, runs = msgspec.structs.replace, (("before", before), ("after", after))
     note = "Two runs, one after the other: what changed on the machines between them counts too. "
-    study = msgspec.structs.replace(
+    study = change(
         before.study,
         title=f"{before.study.title}: two runs",
         question=note + before.study.question,
         rounds=min(before.study.rounds, after.study.rounds),
+        claims=(),
     )
-    return msgspec.structs.replace(
+    return change(
         before,
         study=study,
-        titles=titles,
+        titles={
+            f"{n}: {arm}": f"{n}: {title}" for n, of in runs for arm, title in of.titles.items()
+        },
         environment=_both(before.environment, after.environment),
-        cells=found,
-        servers=servers,
+        cells=[change(cell, arm=f"{n}: {cell.arm}") for n, of in runs for cell in of.cells],
+        servers={f"{n}: {arm}": count for n, of in runs for arm, count in of.servers.items()},
     )
 
 
@@ -159,6 +140,41 @@ def _sent(run: Run) -> list[int]:
 
 
 def _run(args: argparse.Namespace, console: Console, words: str) -> int:
+    plan, done = _planned(args, words)
+    study, trace, out = plan.study, plan.trace, plan.out
+    for note in trace.notes if trace else ():
+        console.print(f"[yellow]{escape(note)}[/]", soft_wrap=True)
+    earlier = record.load(out) if args.resume else None
+    if earlier is not None:
+        same = earlier.fleet == plain(done.fleet) and _sent(earlier) == _sent(done)
+        if (earlier.study, earlier.titles) != (done.study, done.titles) or not same:
+            raise ValueError(
+                f"{out} holds another study: remove --resume, or give the options of that study"
+            )
+        done.cells += earlier.cells
+    steps = study.rounds * len(plan.arms) * len(study.points) - len(done.cells)
+    if earlier is not None:
+        done.environment = _both(earlier.environment, done.environment if steps else {})
+    what = f"{len(trace.records)} requests of {escape(trace.source)}" if trace else "Sessions"
+    text = f"{what}, {len(plan.arms)} arms, {study.rounds} rounds: {steps} loads"
+    if (most_s := study.most_s) is not None:
+        text += f", at most about {most_s / 60 * len(plan.arms) / len(study.arms):.0f} min in all"
+    console.print(text)
+    if args.dry_run:
+        return 0
+    out.mkdir(parents=True, exist_ok=True)
+    raise_open_files(max(study.load.sessions, default=1000))
+    each = study.load.window.requests if study.load.window else len(trace.records) if trace else 1
+    with _progress(console, steps, each, len(done.cells), done) as told:
+        for cell in cells(plan, told, earlier):
+            done.cells.append(cell)
+            record.save(out, done)  # what was measured outlives a later failure
+    write(done, args.page or out, console)
+    return 0
+
+
+def _planned(args: argparse.Namespace, words: str) -> tuple[Plan, Run]:
+    """What is to be measured, and the run of it, which is still empty."""
     fleet = fleets.load(args.fleet, FleetFile)
     path = find(args.study)
     study = _changed(fleets.load(path, Study), fleet, args)
@@ -178,19 +194,14 @@ def _run(args: argparse.Namespace, console: Console, words: str) -> int:
         program = Program(args.aiperf, args.trace if whole else None, args.format)
     arms, missing = (study.arms, []) if fleet.rig else study.at(fleet.named())
     arms = _chosen(arms, args.arms)
-    trace = None
-    if study.made is None and not whole:
-        trace = prepare(study.trace, fleet)
-    elif study.made is not None:
+    trace, shown = None, {"classes": ABOUT_MADE if study.made else "No classes"}
+    if study.made is not None:
         _check_made(study, fleet)
-    for note in trace.notes if trace else ():
-        console.print(f"[yellow]{escape(note)}[/]", soft_wrap=True)
-    out: Path = args.out or Path("out") / path.stem
-    out.mkdir(parents=True, exist_ok=True)
-    raise_open_files(max(study.load.sessions, default=1000))
-    shown = _described(trace) if trace else {"classes": ABOUT_MADE if study.made else "No classes"}
-    if whole:
+    elif whole:
         shown["source"] = f"{args.trace.name}, as AIPerf reads {args.format}"
+    else:
+        trace = prepare(study.trace, fleet)
+        shown = _described(trace)
     file = trace.source if trace and study.trace.file else None
     public = msgspec.structs.replace(study.trace, file=file)
     done = Run(
@@ -203,38 +214,8 @@ def _run(args: argparse.Namespace, console: Console, words: str) -> int:
         shown,
         servers={name: arm.servers for name, arm in arms.items()},
     )
-    earlier = record.load(out) if args.resume else None
-    if earlier is not None:
-        same = earlier.fleet == plain(done.fleet) and _sent(earlier) == _sent(done)
-        if (earlier.study, earlier.titles) != (done.study, done.titles) or not same:
-            raise ValueError(
-                f"{out} holds another study: remove --resume, or give the options of that study"
-            )
-        done.cells += earlier.cells
-    steps = study.rounds * len(arms) * len(study.points) - len(done.cells)
-    if earlier is not None:
-        done.environment = _both(earlier.environment, done.environment if steps else {})
-    what = f"{len(trace.records)} requests of {escape(trace.source)}" if trace else "Sessions"
-    each = study.load.window.requests if study.load.window else len(trace.records) if trace else 1
-    console.print(f"{what}, {len(arms)} arms, {study.rounds} rounds: {steps} loads")
-    began, failed = time.monotonic(), 0
-    with _progress(console) as progress:
-        bar = progress.add_task("", total=steps, failed=0, at="")
-
-        def told(cell: Cell) -> None:
-            nonlocal failed
-            failed += bool(cell.outcomes) and cell.outcomes[-1].error is not None
-            text = f"round {cell.round + 1}, {done.titles[cell.arm]}, {cell.key[2].name}"
-            ended = len(done.cells) - len(earlier.cells if earlier else ())
-            now = ended + min(0.99, len(cell.outcomes) / each)
-            at = done_at(now, steps, time.monotonic() - began, datetime.now())
-            progress.update(bar, description=escape(text), completed=now, failed=failed, at=at)
-
-        for cell in cells(study, arms, fleet, trace, out, told, earlier, program):
-            done.cells.append(cell)
-            record.save(out, done)  # what was measured outlives a later failure
-    write(done, args.page or out, console)
-    return 0
+    out = args.out or Path("out") / path.stem
+    return Plan(study, arms, fleet, trace, out, program), done
 
 
 def done_at(now: float, steps: int, seconds: float, clock: datetime) -> str:
@@ -260,25 +241,20 @@ def _check_made(study: Study, fleet: FleetFile) -> None:
 
 def _changed(study: Study, fleet: FleetFile, args: argparse.Namespace) -> Study:
     """With what the command line and the fleet say otherwise."""
-    change = msgspec.structs.replace
-    if fleet.slo is not None:
-        study = change(study, slo=fleet.slo)
-    if args.rounds:
-        study = change(study, rounds=args.rounds)
-    trace = study.trace
+    change, trace, load = msgspec.structs.replace, study.trace, study.load
     if args.trace:
         trace = change(trace, file=str(args.trace))
     if args.skip_invalid:
         trace = change(trace, skip_invalid=True)
-    if args.requests and study.load.window is None:
+    if args.requests and load.window is None:
         trace = change(trace, requests=args.requests)
-    load = study.load
-    if args.requests and load.window is not None:
+    elif args.requests:
         load = change(load, window=change(load.window, requests=args.requests))
     if args.sessions or args.rate:
         sessions, rate = tuple(args.sessions or ()), tuple(args.rate or ())
         load = change(load, sessions=sessions, rate=rate, speed=())
-    return change(study, trace=trace, load=load)
+    rounds, slo = args.rounds or study.rounds, fleet.slo or study.slo
+    return change(study, trace=trace, load=load, rounds=rounds, slo=slo)
 
 
 def _chosen(arms: dict[str, Arm], pattern: str | None) -> dict[str, Arm]:
@@ -311,17 +287,21 @@ def _described(trace: Trace) -> dict[str, Any]:
 
 def write(run: Run, folder: Path, console: Console) -> None:
     """Page, figures and numbers of a run."""
-    found = levels(run)
-    told = summary(run, found)
-    text = page(run, told, draw(run, found, folder))
-    (folder / "page.md").write_text(text)
-    (folder / "page.html").write_text(html(text, run.study.title))
-    write_summary(folder / "summary.json", told)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_summary(folder / "summary.json", summary(run))
+    told = msgspec.json.decode((folder / "summary.json").read_bytes())
+    (folder / "page.md").write_text(page(told, draw(told, folder)))
     console.print(escape(told["answer"].replace("**", "")))
     console.print(str(folder / "page.md"))
 
 
-def _progress(console: Console) -> Progress:
+@contextmanager
+def _progress(
+    console: Console, steps: int, each: int, before: int, done: Run
+) -> Iterator[Callable[[Cell], None]]:
+    """A bar of ``steps`` loads, of about ``each`` requests; yields what moves it. ``before``: loads
+    of ``done`` that an earlier run measured."""
+    began, failed = time.monotonic(), 0
     columns: tuple[TextColumn | BarColumn | TimeElapsedColumn, ...] = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -330,4 +310,15 @@ def _progress(console: Console) -> Progress:
         TextColumn("{task.fields[at]}"),
     )
     # Rendering takes the interpreter from the event loop.
-    return Progress(*columns, console=console, refresh_per_second=1)
+    with Progress(*columns, console=console, refresh_per_second=1) as progress:
+        bar = progress.add_task("", total=steps, failed=0, at="")
+
+        def told(cell: Cell) -> None:
+            nonlocal failed
+            failed += cell.outcomes[-1].error is not None
+            text = f"round {cell.round + 1}, {done.titles[cell.arm]}, {cell.key[2].name}"
+            now = len(done.cells) - before + min(0.99, len(cell.outcomes) / each)
+            at = done_at(now, steps, time.monotonic() - began, datetime.now())
+            progress.update(bar, description=escape(text), completed=now, failed=failed, at=at)
+
+        yield told

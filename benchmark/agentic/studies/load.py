@@ -18,13 +18,10 @@ from benchmark.agentic.traces.survey import survey
 from benchmark.traces.generate import AGENTIC, at_rate, generate
 from benchmark.traces.invalid import Invalid
 from benchmark.traces.read import read
-from benchmark.traces.record import BLOCK_TOKENS, Record, blocks
+from benchmark.traces.record import BLOCK_TOKENS, Record
 from benchmark.traces.scale import fits, scaled
 from benchmark.traces.sessions import annotate
 from benchmark.traces.units import UnitCheck
-
-COLD_PROMPTS = 300
-"""Of a cold client, more than it gets to send."""
 
 
 @dataclass(frozen=True)
@@ -118,26 +115,6 @@ def sample(whole: Sequence[Record], spec: TraceSpec, requests: int) -> tuple[lis
             "(`--requests`, or the study's `trace: {requests: null}` for the whole trace)"
         ) from error
     return list(chosen(whole, selection)), ratio
-
-
-def cold(spec: TraceSpec, fleet: FleetFile, client: int) -> list[Record]:
-    """One session of prompts that share nothing with anything."""
-    size = fleet.block_tokens
-    tokens = max(1, spec.cold_tokens * size // BLOCK_TOKENS)
-    count = blocks(tokens, size)
-    # Negative ids: those of traces are not, and those of a warm-up are few.
-    first = -1_000_000 * (client + 1)
-    return [
-        Record(
-            0.0,
-            tokens,
-            1,
-            tuple(range(first - i * count, first - (i + 1) * count, -1)),
-            f"cold{client}",
-            i,
-        )
-        for i in range(COLD_PROMPTS)
-    ]
 
 
 def _sized(record: Record, fleet: FleetFile) -> Record:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,22 +14,8 @@ from benchmark.harness.report import write_summary
 RUN, REQUESTS = "run.json", "requests.jsonl"
 
 
-class Line(msgspec.Struct, frozen=True):
-    """Of ``requests.jsonl``; the outcome's fields stand beside these."""
-
-    arm: str
-    round: int
-    load: float
-    over: tuple[tuple[str, float], ...] = ()
-    cold: bool = False
-
-    @property
-    def key(self) -> tuple[str, int, Point]:
-        return self.arm, self.round, Point(self.load, self.over)
-
-
-class Cell(msgspec.Struct):
-    """One arm at one load in one round."""
+class Where(msgspec.Struct):
+    """Of a line of ``requests.jsonl``; the outcome's fields stand beside these."""
 
     arm: str
     round: int
@@ -38,10 +23,21 @@ class Cell(msgspec.Struct):
     """Sessions at once, requests/s, or the trace's speed."""
     over: tuple[tuple[str, float], ...] = ()
     """Fields of ``made`` that a grid has otherwise."""
+
+    @property
+    def key(self) -> tuple[str, int, Point]:
+        return self.arm, self.round, Point(self.load, self.over)
+
+
+class Cell(Where):
+    """One arm at one load in one round."""
+
     gained: dict[str, dict[str, float]] = {}
     """By role: what the counters gained."""
     samples: list[dict[str, float]] = []
     """See ``Servers.sampled``."""
+    loopback: float | None = None
+    """Bytes that the kernel carried over the loopback interface; by address not known."""
     unflushed: list[str] = []
     """Servers that did not empty their cache, and why."""
     via: str = "directly"
@@ -49,12 +45,6 @@ class Cell(msgspec.Struct):
     window: tuple[float, float] | None = None
     """Of a steady load: from when to when requests began that count; None: all count."""
     outcomes: list[Outcome] = []
-    cold: list[Outcome] = []
-    """Of cold clients."""
-
-    @property
-    def key(self) -> tuple[str, int, Point]:
-        return self.arm, self.round, Point(self.load, self.over)
 
     @property
     def counted(self) -> list[Outcome]:
@@ -65,18 +55,6 @@ class Cell(msgspec.Struct):
         """What rates are taken over: the window, or from the first request to the last answer."""
         began = min((o.started_s for o in self.outcomes), default=0.0)
         return self.window or (began, max((o.finished_s for o in self.outcomes), default=0.0))
-
-    def per_s(self, of: Callable[[Outcome], bool]) -> float:
-        """Requests a second that are so, of those that ended in the span."""
-        began, ended = self.span
-        there = (o for o in self.outcomes if began <= o.finished_s <= ended)
-        return sum(map(of, there)) / max(ended - began, 1e-9)
-
-    def open(self) -> float:
-        """Requests under way, the mean over the span."""
-        began, ended = self.span
-        held = (min(o.finished_s, ended) - max(o.started_s, began) for o in self.outcomes)
-        return sum(max(0.0, each) for each in held) / max(ended - began, 1e-9)
 
 
 class Run(msgspec.Struct):
@@ -96,33 +74,23 @@ class Run(msgspec.Struct):
     """By arm and role, how many; 0 of all behind a router that hides them. Earlier versions kept
     none."""
 
-    def at(self, arm: str, point: Point) -> list[Cell]:
-        """Its rounds."""
-        return [cell for cell in self.cells if cell.key == (arm, cell.round, point)]
-
     @property
     def points(self) -> list[Point]:
         """The loads that were measured."""
         return list(dict.fromkeys(cell.key[2] for cell in self.cells))
-
-    @property
-    def unit(self) -> str:
-        """What a load counts."""
-        return self.study.load.unit
 
 
 def begin(folder: Path, earlier: Run | None) -> IO[bytes]:
     """The file of requests, with those of a run that goes on and no others."""
     out = (folder / REQUESTS).open("wb")
     for cell in earlier.cells if earlier else ():
-        for outcomes, cold in ((cell.outcomes, False), (cell.cold, True)):
-            for outcome in outcomes:
-                append(out, cell, outcome, cold)
+        for outcome in cell.outcomes:
+            append(out, cell, outcome)
     return out
 
 
-def append(out: IO[bytes], cell: Cell, outcome: Outcome, cold: bool) -> None:
-    line = {**msgspec.to_builtins(Line(cell.arm, cell.round, cell.load, cell.over, cold))}
+def append(out: IO[bytes], cell: Cell, outcome: Outcome) -> None:
+    line = {name: getattr(cell, name) for name in Where.__struct_fields__}
     out.write(msgspec.json.encode({**line, **msgspec.to_builtins(outcome)}) + b"\n")
     out.flush()  # a run that is stopped keeps what it has
 
@@ -130,8 +98,11 @@ def append(out: IO[bytes], cell: Cell, outcome: Outcome, cold: bool) -> None:
 def save(folder: Path, run: Run) -> None:
     content = msgspec.to_builtins(run)
     for cell in content["cells"]:
-        del cell["outcomes"], cell["cold"]
-        cell["gained"] = {role: _told(values) for role, values in cell["gained"].items()}
+        del cell["outcomes"]
+        cell["gained"] = {
+            role: {name: n for name, n in values.items() if n and name.startswith("sglang:")}
+            for role, values in cell["gained"].items()
+        }
     write_summary(folder / RUN, content)
 
 
@@ -151,16 +122,9 @@ def load(folder: Path) -> Run:
             for line in lines:
                 if not line.endswith(b"\n"):  # torn as the run was killed
                     break
-                of = msgspec.json.decode(line, type=Line)
-                if (cell := cells.get(of.key)) is None:
-                    continue  # its load did not end
-                outcome = msgspec.json.decode(line, type=Outcome)
-                (cell.cold if of.cold else cell.outcomes).append(outcome)
+                cell = cells.get(msgspec.json.decode(line, type=Where).key)
+                if cell is not None:  # else its load did not end
+                    cell.outcomes.append(msgspec.json.decode(line, type=Outcome))
     except msgspec.DecodeError as error:
         raise ValueError(f"{folder}: {error} is not a run of this version") from error
     return run
-
-
-def _told(values: Mapping[str, float]) -> dict[str, float]:
-    """Counters that gained something and are SGLang's."""
-    return {name: value for name, value in values.items() if value and name.startswith("sglang:")}

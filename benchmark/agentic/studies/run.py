@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
@@ -15,35 +14,36 @@ from benchmark.agentic.fleet import rig, servers
 from benchmark.agentic.fleet.servers import Servers
 from benchmark.agentic.fleet.spec import Arm, FleetFile
 from benchmark.agentic.load.outcome import Classes, Outcome
-from benchmark.agentic.load.plan import chains, jobs
-from benchmark.agentic.load.run import replay
-from benchmark.agentic.load.steady import Session, made_sessions, steady, trace_sessions
-from benchmark.agentic.studies import load, record
+from benchmark.agentic.load.prepare import Bodies
+from benchmark.agentic.load.run import load
+from benchmark.agentic.load.sessions import by_session, made_sessions, trace_sessions, turns
+from benchmark.agentic.studies import record
 from benchmark.agentic.studies.load import Trace
 from benchmark.agentic.studies.record import Cell, Run
 from benchmark.agentic.studies.spec import Study
 from benchmark.aiperf import Program, profile
 from benchmark.harness.command import RunFailed
+from benchmark.harness.metrics import loopback_bytes
 from benchmark.harness.models import random_qwen3
 
-Told = Callable[[Cell], None]
-"""After each request of a cell."""
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be measured."""
+
+    study: Study
+    arms: dict[str, Arm]
+    fleet: FleetFile
+    trace: Trace | None
+    """None: sessions are made, or AIPerf reads the trace itself."""
+    out: Path
+    aiperf: Program | None = None
+    """What sends, instead of our client."""
 
 
-def cells(
-    study: Study,
-    arms: dict[str, Arm],
-    fleet: FleetFile,
-    trace: Trace | None,
-    out: Path,
-    told: Told,
-    earlier: Run | None = None,
-    aiperf: Program | None = None,
-) -> Iterator[Cell]:
-    """Measures every arm at every load in every round; each cell as it ends.
-
-    ``earlier``: a run of the same study that was stopped, whose loads are left out. ``aiperf``: the
-    program that sends, instead of our client.
+def cells(plan: Plan, told: Callable[[Cell], None], earlier: Run | None) -> Iterator[Cell]:
+    """Measures every arm at every load in every round; each cell as it ends. ``told``: after each
+    request of a cell. ``earlier``: a run that was stopped, whose loads are left out.
 
     The order of arms changes from round to round, so that none always follows the same one.
 
@@ -51,160 +51,107 @@ def cells(
         ServerFailed: a server of the rig did not start, died, or failed its memory check.
         RunFailed: a server by address cannot be reached, or did not answer a warm-up.
     """
-    names = list(arms)
+    names, out = list(plan.arms), plan.out
     done = {cell.key for cell in (earlier.cells if earlier else ())}
     with record.begin(out, earlier) as lines:
-        for number in range(study.rounds):
+        for number in range(plan.study.rounds):
             turn = number % len(names)
             for name in names[turn:] + names[:turn]:
-                left = [at for at in study.points if (name, number, at) not in done]
+                left = [at for at in plan.study.points if (name, number, at) not in done]
                 if not left:
                     continue
-                with _running(name, arms[name], fleet, out) as running:
+                with _running(plan, name) as running:
                     running.warm_up()
                     running.check()
                     for at in left:
                         cell = Cell(name, number, at.load, at.over, via=running.via)
-                        if aiperf is not None:
-                            _profile(cell, running, study, trace, aiperf, out / "aiperf")
-                            for outcome in cell.outcomes:
-                                record.append(lines, cell, outcome, cold=False)
+
+                        def ended(outcome: Outcome, cell: Cell = cell) -> None:
+                            cell.outcomes.append(outcome)
+                            record.append(lines, cell, outcome)
                             told(cell)
-                        else:
-                            _measure(cell, running, arms[name], study, trace, lines, told)
+
+                        _measure(plan, cell, running, ended)
                         yield cell
 
 
-def _running(name: str, arm: Arm, fleet: FleetFile, out: Path) -> AbstractContextManager[Servers]:
+def _running(plan: Plan, name: str) -> AbstractContextManager[Servers]:
+    arm, fleet = plan.arms[name], plan.fleet
     if fleet.rig is None:
         words = arm.routing(fleet.block_tokens)
         return servers.reach(fleet.named()[arm.setup or name], fleet, arm.policy, words)
-    model = random_qwen3(out / "model-random", **fleet.rig.shape)
-    return rig.started(arm, fleet, fleet.rig, model, out / "logs" / name)
+    model = random_qwen3(plan.out / "model-random", **fleet.rig.shape)
+    return rig.started(arm, fleet, fleet.rig, model, plan.out / "logs" / name)
 
 
-def _profile(
-    cell: Cell, running: Servers, study: Study, trace: Trace | None, program: Program, out: Path
-) -> None:
-    """Fills the cell with what AIPerf measures."""
-    about, how = running.about, study.load
-    if running.target.prefill_url is not None:
-        raise RunFailed("AIPerf knows no bootstrap rooms: give the pair's `router`")
-    cell.unflushed = running.flush() if about.flush else []
-    cell.via += ", by AIPerf"
-    before = running.counters()
-    with running.sampled() as cell.samples:
-        cell.outcomes, cell.window = profile(
-            program,
-            running.target.url,
-            trace.at(how, cell.load) if trace else (),
-            out / f"{cell.arm}-{cell.load:g}-{cell.round}",
-            trace.classes if trace else Classes(),
-            how.window,
-            model=about.model,
-            endpoint=about.endpoint,
-            block_tokens=about.block_tokens,
-            sessions=int(cell.load) if how.sessions else None,
-            timeout_s=how.timeout_s,
-            tokenizer=about.tokenizer,
-            headers=about.all_headers,
-        )
-    running.check()
-    cell.gained = running.gained(before)
-
-
-def _measure(
-    cell: Cell,
-    running: Servers,
-    arm: Arm,
-    study: Study,
-    trace: Trace | None,
-    lines: IO[bytes],
-    told: Told,
-) -> None:
+def _measure(plan: Plan, cell: Cell, running: Servers, ended: Callable[[Outcome], None]) -> None:
     """Fills the cell."""
-    about, how = running.about, study.load
-    cell.unflushed = running.flush() if about.flush else []
+    cell.unflushed = running.flush() if plan.fleet.flush else []
     before = running.counters()
-    prompts = running.prompts(study.trace.seed)
-    classes = trace.classes if trace else Classes()
-    common = {"think_s": how.think_s, "timeout_s": how.timeout_s, "classes": classes}
-    sessions = int(cell.load) if how.sessions else None
-    settings = running.settings(**common, sessions=sessions)
-
-    zeros: list[float] = []
-    beside_load: list[tuple[float, Outcome]] = []
-
-    def ended(outcome: Outcome) -> None:
-        zeros.append(_zero(outcome))
-        cell.outcomes.append(outcome)
-        record.append(lines, cell, outcome, cold=False)
-        told(cell)
-
-    def cold_ended(outcome: Outcome) -> None:
-        beside_load.append((_zero(outcome), outcome))
-
-    async def go() -> None:
-        beside = [
-            asyncio.create_task(
-                replay(
-                    running.target,
-                    load.cold(study.trace, about, client),
-                    prompts,
-                    running.settings(**{**common, "think_s": study.trace.cold_gap_s}),
-                    on_outcome=cold_ended,
-                )
-            )
-            for client in range(arm.cold_clients)
-        ]
-        try:
-            if how.window is not None:
-                source, names = _sessions(cell, running, study, trace, classes)
-                cell.window = await steady(
-                    running.target, source, how.window, names, settings, ended
-                )
-            elif trace is not None:
-                records = trace.at(how, cell.load)
-                await replay(running.target, records, prompts, settings, on_outcome=ended)
-        finally:
-            for task in beside:
-                task.cancel()
-            ended_so = await asyncio.gather(*beside, return_exceptions=True)
-        for error in ended_so:
-            if isinstance(error, Exception):  # else the load had less beside it than the page says
-                raise error
-
+    carried = loopback_bytes() if plan.fleet.rig else None
+    send = _send if plan.aiperf is None else _profile
     with running.sampled() as cell.samples:
-        asyncio.run(go())
-    for zero, outcome in beside_load:
-        cell.cold.append(later(outcome, zero - zeros[0]))
-        record.append(lines, cell, cell.cold[-1], cold=True)
+        cell.window = send(plan, cell, running, ended)
+    if carried is not None:
+        cell.loopback = loopback_bytes() - carried
     running.check()  # also lets the last transfers be counted
     cell.gained = running.gained(before)
 
 
-def _sessions(
-    cell: Cell, running: Servers, study: Study, trace: Trace | None, classes: Classes
-) -> tuple[Iterator[Session], Sequence[str]]:
-    """Of a steady load, and the classes of which a window must have enough."""
-    if study.made is not None:
-        made = cell.key[2].made(study.made)
-        return made_sessions(made, running.vocabulary), made.classes
-    assert trace is not None
-    prompts = running.prompts(study.trace.seed)
-    jobs_of = jobs(trace.records, prompts.block_tokens)
-    return trace_sessions(chains(jobs_of), prompts, classes), ()
-
-
-def _zero(outcome: Outcome) -> float:
-    """When its replay's clock showed 0, as it ends: each client has a clock of its own."""
-    return time.monotonic() - outcome.finished_s
-
-
-def later(outcome: Outcome, seconds: float) -> Outcome:
-    """Its times on a clock that began so much earlier."""
-    names = ("scheduled_s", "started_s", "sent_s", "first_token_s", "finished_s")
-    there = {name: at for name in names if (at := getattr(outcome, name)) is not None}
-    return msgspec.structs.replace(
-        outcome, **{name: round(at + seconds, 6) for name, at in there.items()}
+def _send(
+    plan: Plan, cell: Cell, running: Servers, ended: Callable[[Outcome], None]
+) -> tuple[float, float] | None:
+    """By our client. Each round has sessions of its own, so that intervals over rounds are also
+    about which ones were sent: other seeds, or a later part of the trace first."""
+    study, how = plan.study, plan.study.load
+    settings = running.settings(
+        think_s=how.think_s,
+        timeout_s=how.timeout_s,
+        sessions=int(cell.load) if how.sessions else None,
     )
+    with ExitStack() as stack:
+        if study.made is not None:
+            made = cell.key[2].made(study.made)
+            classes = made.classes
+            made = msgspec.structs.replace(made, seed=made.seed + cell.round)
+            sessions = made_sessions(made, running.vocabulary)
+        else:
+            assert plan.trace is not None
+            prompts, records = running.prompts(study.trace.seed), plan.trace.at(how, cell.load)
+            found = by_session(turns(records, prompts.block_tokens, plan.trace.classes))
+            classes = list({turn.kind for session in found for turn in session})
+            if how.sessions:
+                first = cell.round * len(found) // study.rounds
+                found = found[first:] + found[:first]
+            sessions = trace_sessions(found, stack.enter_context(Bodies(prompts)))
+        work = load(running.target, sessions, settings, ended, how.window, classes)
+        return asyncio.run(work)
+
+
+def _profile(
+    plan: Plan, cell: Cell, running: Servers, ended: Callable[[Outcome], None]
+) -> tuple[float, float] | None:
+    """By AIPerf."""
+    about, how, trace = running.about, plan.study.load, plan.trace
+    assert plan.aiperf is not None
+    if running.target.prefill_url is not None:
+        raise RunFailed("AIPerf knows no bootstrap rooms: give the pair's `router`")
+    cell.via += ", by AIPerf"
+    found, window = profile(
+        plan.aiperf,
+        running.target.url,
+        trace.at(how, cell.load) if trace else (),
+        plan.out / "aiperf" / f"{cell.arm}-{cell.load:g}-{cell.round}",
+        trace.classes if trace else Classes(),
+        how.window,
+        model=about.model,
+        endpoint=about.endpoint,
+        block_tokens=about.block_tokens,
+        sessions=int(cell.load) if how.sessions else None,
+        timeout_s=how.timeout_s,
+        tokenizer=about.tokenizer,
+        headers=about.all_headers,
+    )
+    for outcome in found:
+        ended(outcome)
+    return window

@@ -10,9 +10,12 @@ from typing import Any, Literal
 import msgspec
 
 from benchmark.agentic.fleet.spec import Arm, Setup, Slo
-from benchmark.agentic.load.steady import Made, Window
+from benchmark.agentic.load.run import Window
+from benchmark.agentic.load.sessions import Made
 
 FOLDER = Path(__file__).parent
+START_S, TAIL_S = 25.0, 2.0
+"""Of an arm's servers on two cores, and of a load from the end of its window to the last answer."""
 
 
 class TraceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,10 +37,6 @@ class TraceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generated_per_s: float | None = None
     """Its rate; None: of the traffic that it resembles, about 29. More or fewer people, who are
     as fast."""
-    cold_tokens: int = 0
-    """Of a cold client's prompt, as long as in the trace, before scaling."""
-    cold_gap_s: float = 0.0
-    """From the answer to a cold client to its next prompt."""
 
     def __post_init__(self) -> None:
         if (self.requests is not None and self.requests < 1) or not self.window_s > 0:
@@ -50,7 +49,7 @@ class LoadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How it is sent; each entry is a load of its own."""
 
     sessions: tuple[int, ...] = ()
-    """So many conversations at once; each sends its next turn ``think_s`` after its answer."""
+    """So many sessions at once; each sends its next turn ``think_s`` after its answer."""
     rate: tuple[float, ...] = ()
     """Or: requests/s, with the trace's own times between them."""
     speed: tuple[float, ...] = ()
@@ -60,14 +59,12 @@ class LoadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timeout_s: float = 60.0
     """Of a request; one that fails counts as taking so long."""
     window: Window | None = None
-    """Of a steady load: sessions that end are replaced, and what begins in the window counts.
-    None: the whole trace, from its first request to its last answer."""
+    """Of a steady load: what begins in it counts. None: the whole trace, from its first request to
+    its last answer."""
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.sessions, self.rate, self.speed))) != 1:
             raise ValueError("give one of `sessions`, `rate` and `speed`")
-        if self.window is not None and not self.sessions:
-            raise ValueError("`window` needs `sessions`")
         if min(self.levels) <= 0:
             raise ValueError("`sessions`, `rate` and `speed` must be more than 0")
 
@@ -81,6 +78,11 @@ class LoadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.sessions:
             return "sessions at once"
         return "requests/s" if self.rate else "times the trace's speed"
+
+    @property
+    def most_s(self) -> float | None:
+        """That a load takes at most, but for answers that come late; None: as long as its trace."""
+        return self.window and self.window.limit_s + TAIL_S
 
 
 Quantity = Literal["ttft", "tpot", "e2e"]
@@ -159,6 +161,13 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"`claims`: no arm {claim.arm!r} or {claim.over!r}")
             if claim.request_class and claim.of in ("itl", "goodput"):
                 raise ValueError(f"`claims`: {claim.of} is of all requests, not of a class")
+
+    @property
+    def most_s(self) -> float | None:
+        """That it takes at most, with servers of its own; None: nobody knows."""
+        starts = self.rounds * len(self.arms)
+        each = self.load.most_s
+        return each and starts * (START_S + len(self.points) * each)
 
     @property
     def points(self) -> list[Point]:

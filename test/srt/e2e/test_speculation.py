@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from benchmark.decode_radix_cache import drafts
-from benchmark.decode_radix_cache.speculation import ACCEPT_LENGTH, drafting
 from benchmark.harness.metrics import HIT_TOKENS
 from benchmark.harness.pair import Pair, PairConfig
+from e2e import drafts
+from e2e.drafts import ACCEPT_LENGTH, drafting
 from e2e.support import (
     RETRACTS,
     Reference,

@@ -54,5 +54,5 @@ def test_a_study_of_a_fleet_by_address(endpoint: str, tmp_path: Path) -> None:
         assert [o.message for o in cell.outcomes if o.error] == []
         assert all(o.output_tokens == o.wanted_tokens for o in cell.outcomes)
     loads = json.loads((out / "summary.json").read_text())["loads"]
-    assert loads["3"]["pd"]["bytes_moved"] > 0
+    assert loads["3"]["pd"]["numbers"]["bytes_moved"][0] > 0
     assert "At 3 sessions at once" in (out / "page.md").read_text().split("\n\n")[1]

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmark.decode_radix_cache.speculation import drafting
 from benchmark.harness import metrics
 from benchmark.harness.pair import Pair, PairConfig
 from current.e2e.support import LEAD, NEW, SIZES, Talks, variables
+from e2e.drafts import drafting
 
 
 def carries_on(

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmark.agentic.load.outcome import Classes
-from benchmark.agentic.load.plan import Turn, jobs
-from benchmark.agentic.load.steady import Window
+from benchmark.agentic.load.run import Window
+from benchmark.agentic.load.sessions import Turn
+from benchmark.agentic.load.sessions import turns as turns_of
 from benchmark.aiperf import Program, command, counted, outcomes, profile
 from benchmark.harness.command import RunFailed
 from benchmark.traces.record import Record
@@ -19,7 +20,7 @@ SENT = {"s1": (592, 2), "s2": (256, 4), "s4": (592, 2), "s5": (437, 1), "s6": (3
 
 
 def turns(*names: str) -> list[Turn]:
-    return [job.turn(Classes(300, 400)) for job in jobs(records(*names), 16)]
+    return list(turns_of(records(*names), 16, Classes(300, 400)))
 
 
 def records(*names: str) -> list[Record]:

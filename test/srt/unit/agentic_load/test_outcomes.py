@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import resource
 
 import msgspec
+import orjson
 import pytest
 
 from benchmark.agentic.load.outcome import HEAVY, MEDIUM, WARM, Classes, Outcome, gaps, tpot
+from benchmark.agentic.load.prepare import Endpoint, PromptSource, body
+from benchmark.agentic.load.run import raise_open_files
 from benchmark.harness.stream import Failed, Result, take
 from benchmark.traces.record import Record
 from benchmark.traces.sharing import EndlessCache
@@ -142,3 +146,31 @@ def test_a_line_has_the_fields_that_its_readers_know() -> None:
     line = msgspec.json.encode(outcome)
     assert {"index": 3, "class": "WARM", "error": "timeout"}.items() <= json.loads(line).items()
     assert msgspec.json.decode(line, type=Outcome) == outcome
+
+
+def test_the_limit_is_raised_or_the_reason_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against connections refused by our own system, which would count as the server's."""
+    raised = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1000))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: raised.append(limit))
+    assert raise_open_files(400) == 1000 and raised == [(1000, 1000)]
+    with pytest.raises(OSError, match="900 streams need 1864 open files"):
+        raise_open_files(900)
+
+
+@pytest.mark.parametrize("endpoint", ["generate", "completions", "chat"])
+def test_bodies_ask_for_the_recorded_length(endpoint: Endpoint) -> None:
+    """Guards against arms that do different work: a fixed length, greedy, and streamed; and usage
+    on endpoints that are not SGLang's, without which tokens could not be counted."""
+    source = PromptSource(range(100), 4, endpoint=endpoint, model="m")
+    prompts, record = source.make(), Record(0, 6, 3, (1, 2))
+    sent = orjson.loads(body(prompts, record, source))
+    assert sent["stream"] is True
+    if endpoint == "generate":
+        asked = {"temperature": 0, "max_new_tokens": 3, "ignore_eos": True}
+        assert (sent["input_ids"], sent["sampling_params"]) == (prompts.prompt(record), asked)
+        return
+    assert (sent["model"], sent["max_tokens"], sent["ignore_eos"]) == ("m", 3, True)
+    assert sent["stream_options"]["include_usage"] is True
+    prompt = sent["prompt"] if endpoint == "completions" else sent["messages"][0]["content"].split()
+    assert len(prompt) == 6

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from benchmark.agentic.fleet import rig, spec
-from benchmark.agentic.fleet.servers import Servers, usage
+from benchmark.agentic.fleet.servers import Servers, gauges
 from benchmark.agentic.fleet.spec import FleetFile, counted
 from benchmark.agentic.studies.spec import FOLDER, Study, find, titles
 from benchmark.harness.client import Target
@@ -55,12 +55,12 @@ def test_roles_at_the_top_are_setups(tmp_path: Path) -> None:
 
 
 def test_every_shipped_study_is_valid_and_names_what_it_starts() -> None:
-    """Guards the YAML files: at least two arms of equal numbers of engines, a known order, and the
-    first arm as the base."""
+    """Guards the YAML files: arms of equal numbers of engines, and enough rounds for a verdict; two
+    loads where there is one arm."""
     for path in FOLDER.glob("*.yaml"):
         study = spec.load(find(path.stem), Study)
         engines = {arm.aggregated + arm.prefill + arm.decode for arm in study.arms.values()}
-        assert len(study.arms) >= 2 or study.every_setup
+        assert len(study.arms) >= 2 or study.grid
         assert len(engines) == 1 and (study.rounds >= 3 or path.stem == "replay"), path
 
 
@@ -144,19 +144,19 @@ def test_arms_whose_servers_read_the_same_are_told_apart() -> None:
     assert list(titles(study.arms).values())[:2] == ["4 aggregated", "3P 1D, stock"]
 
 
-def test_usage_is_read_off_a_metrics_page() -> None:
+def test_gauges_are_read_off_a_metrics_page() -> None:
     text = (
         "# HELP sglang:token_usage x\n"
         'sglang:token_usage{model_name="m",tp_rank="0"} 0.25\n'
         'sglang:num_running_reqs{model_name="m"} 3.0\nsglang:num_running_reqs_offline_batch 9\n'
     )
-    assert usage(text) == {"usage": 0.25}
-    assert usage("vllm:num 1\n") == {}
+    assert gauges(text) == {"usage": 0.25, "running": 3.0}
+    assert gauges("vllm:num 1\n") == {}
     ranks = "".join(
         f'sglang:token_usage{{dp_rank="{rank}",model_name="m"}} {share}\n'
         for rank, share in enumerate((0.5, 0.75, 1.0, 0.75))
     )
-    assert usage(ranks) == {"usage": 0.75}, "four pools are no fuller than one can be"
+    assert gauges(ranks) == {"usage": 0.75}, "four pools are no fuller than one can be"
 
 
 def test_counters_that_did_not_answer_twice_are_left_out() -> None:

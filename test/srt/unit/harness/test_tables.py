@@ -1,16 +1,19 @@
-"""The tables and figures of the READMEs are those of the committed results."""
+"""The tables of the READMEs are those of the committed results."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 from pathlib import Path
-from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
-from benchmark import figures, tables
+from benchmark import tables
+from benchmark.agentic.studies import cli
+from benchmark.agentic.studies.spec import Claim
 from benchmark.harness.models import REPOSITORY
+from unit.agentic_studies.test_numbers import cells, run
 
 
 @pytest.mark.parametrize("path", tables.FILES, ids=lambda path: str(path.relative_to(REPOSITORY)))
@@ -89,17 +92,17 @@ def test_commits_on_pages_are_in_the_history() -> None:
     assert [line for line in checked.stdout.splitlines() if line.endswith("missing")] == []
 
 
-@pytest.mark.parametrize("name", figures.FIGURES)
-def test_figures_are_those_of_the_results(name) -> None:
-    """Guards against a bar that no committed run shows. Run ``python -m benchmark.figures`` after a
-    benchmark."""
-    text = figures.FIGURES[name]()
-    assert ElementTree.fromstring(text).tag.endswith("svg")
-    assert (figures.FOLDER / name).read_text() == text
-
-
-def test_every_figure_is_shown_on_the_first_page() -> None:
-    """Guards against a picture that nobody sees, and one that nobody writes anew."""
-    page = (figures.REPOSITORY / "README.md").read_text()
-    assert {path.name for path in figures.FOLDER.iterdir()} == set(figures.FIGURES)
-    assert all(f"(docs/figures/{name})" in page for name in figures.FIGURES)
+def test_a_study_is_shown_from_its_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the pages that are written as soon as a study is measured: from its summary alone."""
+    made = run(cells("aggregated", 1.0), cells("pd-radix", 0.8))
+    claim = Claim("b is faster", "pd-radix", "aggregated", "e2e", 4, at_most=0.9, theirs="a tenth")
+    made.study = msgspec.structs.replace(made.study, claims=(claim,))
+    cli.write(made, tmp_path / "worth", cli.Console(quiet=True))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    text = tables.study("worth")
+    assert text.startswith("At 4 sessions at once, **pd-radix is best**")
+    assert "![A title](results/worth/load.svg)" in text and "| 4 | pd-radix | 0 |" in text
+    assert "| 4 | **0.8" in tables.gains() and "`throughput`: not measured yet" in tables.gains()
+    claims = tables.claims()
+    assert "| worth | b is faster | 4 | a tenth | 0.8" in claims and "| agrees |" in claims
+    assert "| throughput | " in claims and "| - | not measured yet |" in claims

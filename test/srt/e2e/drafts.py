@@ -7,17 +7,19 @@ on a decode server that zeroes the draft KV of every prefix that it shares (``ze
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmark.decode_radix_cache.conversations import Conversations
 from benchmark.harness import metrics, report
 from benchmark.harness.client import Request, Result
-from benchmark.harness.models import REPOSITORY
+from benchmark.harness.models import REPOSITORY, TINY_ARITH
 from benchmark.harness.pair import Pair
 
+ACCEPT_LENGTH = "sglang:spec_accept_length"
+Ids = list[int]
 #: Sessions, turns of each, and generated tokens of a turn.
 CHATS, TURNS, NEW = 5, 5, 60
 
@@ -36,9 +38,9 @@ class Rates:
 
 def zeroing() -> Mapping[str, str]:
     """Environment of a decode server that zeroes the draft KV of every prefix that it shares."""
-    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
-    package = "benchmark.decode_radix_cache.zeroed_drafts"
-    return {"SGLANG_EXTERNAL_MODEL_PACKAGE": package, "PYTHONPATH": path}
+    tests = str(REPOSITORY / "test/srt")
+    path = os.pathsep.join(filter(None, (tests, os.environ.get("PYTHONPATH"))))
+    return {"SGLANG_EXTERNAL_MODEL_PACKAGE": "e2e.zeroed_drafts", "PYTHONPATH": path}
 
 
 def rates(pair: Pair, model: Path) -> Rates:
@@ -77,3 +79,42 @@ def accept_rate(results: Sequence[Result]) -> float:
     """The part of the drafts that was accepted."""
     drafted = sum(result.drafted_tokens for result in results)
     return sum(result.accepted_tokens for result in results) / drafted
+
+
+def drafting(model: Path, steps: int, algorithm: str = "EAGLE") -> tuple[str, ...]:
+    """Arguments of a server whose draft model, of a chain of ``steps`` drafts, is ``model``."""
+    return (
+        *("--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(model)),
+        *("--speculative-num-steps", str(steps), "--speculative-eagle-topk", "1"),
+        *("--speculative-num-draft-tokens", str(steps + 1)),
+    )
+
+
+class Conversations:
+    """Chats about the shipped model's held-out questions, as token ids; each turn goes on from the
+    answer before it."""
+
+    def __init__(self, model: Path, count: int, turns: int) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
+        lines = (TINY_ARITH / "test_set.jsonl").read_text().splitlines()
+        asked = [json.loads(line)["question"] for line in lines[: count * turns]]
+        self._asked = [asked[at::count] for at in range(count)]
+        self.prompts: list[Ids] = [self._user(asks[0]) for asks in self._asked]
+        self._turn = 0
+
+    def _user(self, text: str) -> Ids:
+        message = [{"role": "user", "content": text}]
+        ids = self._tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return list(ids)
+
+    def answer(self, answers: Sequence[Ids]) -> None:
+        """The next turn of each."""
+        self._turn += 1
+        self.prompts = [
+            [*prompt, *answer, *self._user(asks[self._turn])]
+            for prompt, answer, asks in zip(self.prompts, answers, self._asked, strict=True)
+        ]

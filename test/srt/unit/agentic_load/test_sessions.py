@@ -8,9 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmark.agentic.fleet.spec import Arm
-from benchmark.agentic.load.steady import COLD, FIRST, LATER, Counting, Made, Window, made_sessions
-from benchmark.agentic.studies.spec import LoadSpec, Point, Study
+from benchmark.agentic.fleet.spec import Arm, load
+from benchmark.agentic.load.outcome import Classes
+from benchmark.agentic.load.run import Counting, Window
+from benchmark.agentic.load.sessions import (
+    COLD,
+    FIRST,
+    LATER,
+    Made,
+    by_session,
+    made_sessions,
+)
+from benchmark.agentic.load.sessions import turns as turns_of
+from benchmark.agentic.studies.spec import LoadSpec, Point, Study, find
+from benchmark.traces.record import Record
 
 WORDS = range(16, 5000)
 
@@ -20,16 +31,16 @@ def played(made: Made, sessions: int) -> list[list[tuple[object, list[int]]]]:
     found = []
     source = made_sessions(made, WORDS)
     for _ in range(sessions):
-        session, turns = next(source), []
+        (_, session), sent = next(source), []
         following = next(session, None)
         while following is not None:
             turn, request = following
-            turns.append((turn, list(request.prompt)))
+            sent.append((turn, list(request.prompt)))
             try:
                 following = session.send([turn.turn or 0] * 3)
             except StopIteration:
                 following = None
-        found.append(turns)
+        found.append(sent)
     return found
 
 
@@ -88,19 +99,35 @@ def test_what_counts_began_in_the_window_and_is_waited_for(kinds: list[str], man
 
 
 def test_a_window_closes_in_the_end() -> None:
+    """Guards the length of a study: no load is longer, whether its window ever opened or not."""
     load = Counting(Window(warm_up=0, requests=1000, limit_s=10), [FIRST, COLD])
     assert load.begins(FIRST, 1.0) and load.begins(FIRST, 9.0)
     assert not load.begins(FIRST, 12.0) and load.closed == 12.0 and not load.over
     load.ended(True)
     load.ended(True)
     assert load.over
+    load = Counting(Window(warm_up=9, limit_s=10), [])
+    assert not load.begins(FIRST, 1.0) and not load.begins(FIRST, 12.0) and load.over
+    load = Counting(None, [])
+    assert load.begins(FIRST, 1e9) and not load.over, "a whole trace counts"
+
+
+@pytest.mark.parametrize("name", ["worth", "break_even", "throughput", "local_turns"])
+def test_studies_take_an_hour_and_count_enough(name: str) -> None:
+    """Guards the promise of the pages: at least three loads, of 200 requests, within an hour."""
+    study = load(find(name), Study)
+    window = study.load.window
+    assert window is not None and study.most_s is not None and study.most_s <= 3600
+    assert study.rounds * window.requests >= 200 and study.rounds * window.of_class >= 30
+    assert len(study.points) >= (27 if name == "break_even" else 5)
 
 
 def test_a_grid_is_every_combination_at_every_load() -> None:
     arms = {"a": Arm(title="a", aggregated=1)}
     grid = {"cold_share": (0.0, 0.5), "turn_tokens": (8.0,)}
-    load = LoadSpec(sessions=(2, 4), window=Window())
-    study = Study(title="t", question="q", arms=arms, load=load, made=Made(), grid=grid)
+    how = LoadSpec(sessions=(2, 4), window=Window())
+    about = {"title": "t", "question": "q", "arms": arms, "load": how, "made": Made(), "grid": grid}
+    study = Study(**about)
     names = [point.name for point in study.points]
     assert names == [
         f"{many}, cold_share {share}, turn_tokens 8" for share in ("0", "0.5") for many in (2, 4)
@@ -110,14 +137,23 @@ def test_a_grid_is_every_combination_at_every_load() -> None:
     assert Point(4.0).made(Made()) == Made()
     for wrong in ({"made": None}, {"grid": {"nothing": (1.0,)}}, {"load": LoadSpec(sessions=(2,))}):
         with pytest.raises(ValueError, match="`made`"):
-            Study(
-                **{
-                    "title": "t",
-                    "question": "q",
-                    "arms": arms,
-                    "load": load,
-                    "made": Made(),
-                    "grid": grid,
-                    **wrong,
-                }
-            )
+            Study(**{**about, **wrong})
+
+
+def test_sessions_of_a_trace_keep_their_turns_and_times() -> None:
+    """Guards against a conversation taken apart, also where the trace has blocks only, and against
+    a pause as long as the time at which a cut-out trace begins."""
+    records = [
+        Record(1000, 4, 1, (1,), session_id="a", turn=0),
+        Record(2000, 4, 1, (2,), session_id="b", turn=0),
+        Record(3000, 8, 1, (1, 3), session_id="a", turn=1),
+        Record(7000, 8, 1, (2, 4), session_id="b", turn=1),
+        Record(9000, 12, 1, (1, 3, 5), session_id="a", turn=2),
+    ]
+    found = by_session(turns_of(records, 4, Classes(5, 5)))
+    assert [[turn.index for turn in session] for session in found] == [[0, 2, 4], [1, 3]]
+    assert [turn.at_s for turn in found[0]] == [0, 2, 8] and found[0][1].new_tokens == 4
+    assert [turn.kind for turn in found[0]] == ["WARM"] * 3
+    bare = [Record(r.timestamp, r.input_length, 1, r.hash_ids) for r in records]
+    again = by_session(turns_of(bare, 4, Classes(5, 5)))
+    assert [[turn.index for turn in session] for session in again] == [[0, 2, 4], [1, 3]]

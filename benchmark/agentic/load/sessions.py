@@ -1,0 +1,163 @@
+"""What is sent: sessions of a trace, or made of numbers with each answer in the next prompt.
+
+Session ``k`` is the same in every arm.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Awaitable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import msgspec
+
+from benchmark.agentic.load.outcome import Classes
+from benchmark.agentic.load.prepare import Bodies
+from benchmark.harness.client import Message, Request
+from benchmark.traces.record import Record
+from benchmark.traces.sessions import annotate
+from benchmark.traces.sharing import EndlessCache
+
+FIRST, LATER, COLD = MADE_CLASSES = ("FIRST", "LATER", "COLD")
+AHEAD = 16
+"""Sessions of a trace whose first prompt is made before it is needed."""
+Ids = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A request as its outcome names it."""
+
+    index: int
+    """Of the request: the same in every arm."""
+    session_id: str | None
+    turn: int | None
+    """In its session, from 0."""
+    prompt_tokens: int
+    wanted_tokens: int
+    new_tokens: int
+    """Prompt tokens that an endless cache would not hold."""
+    kind: str
+    """Its class."""
+    at_s: float = 0.0
+    """Arrival, seconds after the trace's first request."""
+    record: Record | None = None
+    """Of a trace."""
+
+
+Sent = tuple[Turn, Request | Awaitable[Message]]
+Session = Generator[Sent, Ids, None]
+"""Its requests; it is sent the answer to the one before, which is empty where that failed."""
+
+
+class Made(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Sessions of these sizes, in tokens."""
+
+    first_tokens: int = 512
+    """Of a session's first turn, after the prefix."""
+    turns: int = 10
+    turn_tokens: int = 112
+    """New ones of each later turn, behind the history with all answers."""
+    answer_tokens: int = 40
+    prefixes: int = 0
+    """Shared ones, which sessions begin with by turns; 0: sessions share nothing."""
+    prefix_tokens: int = 0
+    cold_share: float = 0.0
+    """Of all requests, those with a prompt that shares nothing with anything, each a session."""
+    cold_tokens: int = 5000
+    cold_answer_tokens: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.turns < 1 or not 0 <= self.cold_share < 1:
+            raise ValueError("`turns` must be 1 or more, and `cold_share` at least 0 and below 1")
+
+    @property
+    def classes(self) -> list[str]:
+        """That it has requests of."""
+        shares = (1.0, self.turns - 1, self.cold_share)
+        return [name for name, some in zip(MADE_CLASSES, shares, strict=True) if some > 0]
+
+    @property
+    def largest(self) -> int:
+        """Tokens of the longest request with its answer."""
+        grown = self.turns * self.answer_tokens + (self.turns - 1) * self.turn_tokens
+        whole = self.prefix_tokens + self.first_tokens + grown
+        return max(whole, self.cold_tokens + self.cold_answer_tokens if self.cold_share else 0)
+
+
+def made_sessions(made: Made, vocabulary: range) -> Iterator[tuple[float, Session]]:
+    """Without end, due at once."""
+
+    def ids(seed: str, tokens: int) -> list[int]:
+        return random.Random(f"{made.seed} {seed}").choices(vocabulary, k=tokens)
+
+    def cold(number: int) -> Session:
+        prompt, wanted = ids(f"{number}", made.cold_tokens), made.cold_answer_tokens
+        turn = Turn(number * made.turns, f"c{number}", 0, len(prompt), wanted, len(prompt), COLD)
+        yield turn, Request(prompt, wanted)
+
+    def warm(number: int) -> Session:
+        prompt = list(prefixes[number % len(prefixes)]) if prefixes else []
+        wanted = made.answer_tokens
+        for turn in range(made.turns):
+            new = made.turn_tokens if turn else made.first_tokens
+            prompt += ids(f"{number} {turn}", new)
+            kind, index = LATER if turn else FIRST, number * made.turns + turn
+            sent = Turn(index, f"s{number}", turn, len(prompt), wanted, new, kind)
+            answer = yield sent, Request(prompt, wanted, label=f"{number}.{turn}")
+            if not answer:
+                return  # what comes next would lack it
+            prompt = [*prompt, *answer]
+
+    once = made.cold_share * made.turns
+    share = once / (1 - made.cold_share + once)  # of the sessions, as a cold one has one request
+    prefixes = [ids(f"prefix {i}", made.prefix_tokens) for i in range(made.prefixes)]
+    for number in count():
+        chance = random.Random(f"{made.seed} kind {number}").random()
+        yield 0.0, cold(number) if chance < share else warm(number)
+
+
+def turns(records: Iterable[Record], block_tokens: int, classes: Classes) -> Iterator[Turn]:
+    """The records in their order, with sessions where the trace names none."""
+    cache = EndlessCache()
+    began: float | None = None
+    for index, of in enumerate(annotate(records, block_tokens)):
+        began = of.timestamp if began is None else began
+        new = max(0, of.input_length - cache.hits(of) * block_tokens)
+        sizes = (of.input_length, of.output_length, new)
+        at_s = (of.timestamp - began) / 1000
+        yield Turn(index, of.session_id, of.turn, *sizes, classes.of(new), at_s, of)
+
+
+def by_session(found: Iterable[Turn]) -> list[list[Turn]]:
+    """Sessions in the order of their first turns. Holds all records: the turn after next may stand
+    anywhere in the trace."""
+    sessions: dict[tuple[str | None, int], list[Turn]] = {}
+    for turn in found:
+        # A record without a session is a session of its own.
+        key = (turn.session_id, 0 if turn.session_id is not None else turn.index)
+        sessions.setdefault(key, []).append(turn)
+    return list(sessions.values())
+
+
+def trace_sessions(
+    sessions: Iterable[Sequence[Turn]], bodies: Bodies
+) -> Iterator[tuple[float, Session]]:
+    """In their order, each with its time; an answer is not part of the next prompt. Bodies are made
+    ahead: the first ones of ``AHEAD`` sessions, later ones while the turn before is answered."""
+
+    def played(each: Sequence[Turn], first: Awaitable[Message]) -> Session:
+        made = first
+        for turn, after in zip(each, (*each[1:], None), strict=True):
+            now, made = made, bodies.submit(after.record) if after else made
+            yield turn, now
+
+    waiting: deque[tuple[float, Session]] = deque()
+    for each in sessions:
+        waiting.append((each[0].at_s, played(each, bodies.submit(each[0].record))))
+        if len(waiting) > AHEAD:
+            yield waiting.popleft()
+    yield from waiting

@@ -1,1 +1,0 @@
-"""What the decode radix cache is worth where shared prefixes fill the decode pool."""

@@ -1,1 +1,0 @@
-"""What turns that decode computes itself are worth, beside cold prompts and alone."""
