@@ -105,10 +105,3 @@ def gaps(times: list[float], totals: list[int]) -> tuple[float, ...]:
         tokens = totals[i] - totals[i - 1]
         result += [round((times[i] - times[i - 1]) / tokens, 5)] * tokens
     return tuple(result)
-
-
-def tpot(times: list[float], totals: list[int]) -> float | None:
-    """Mean seconds a token after the first piece; None where nothing followed it."""
-    if not times or totals[-1] == totals[0]:
-        return None
-    return (times[-1] - times[0]) / (totals[-1] - totals[0])

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from benchmark.agentic.load.outcome import Classes, Outcome, gaps, tpot
+from benchmark.agentic.load.outcome import Classes, Outcome, gaps
 from benchmark.agentic.load.prepare import Bodies, PromptSource
 from benchmark.agentic.load.sessions import Session, Turn, by_session, trace_sessions, turns
 from benchmark.harness.client import Result, Target, open_session, send
@@ -216,7 +216,7 @@ def outcome(
     started, finished = clock.of(answer.started_at), clock.of(answer.finished_at)
     sent = None if answer.sent_at is None else clock.of(answer.sent_at)
     first = clock.of(answer.token_times[0]) if answer.token_times else None
-    each = tpot(answer.token_times, answer.totals)
+    itl_s = gaps(answer.token_times, answer.totals)
     said = None if answer.error else answer.output_ids
     return Outcome(
         index=of.index,
@@ -235,9 +235,9 @@ def outcome(
         finished_s=finished,
         late_s=round((started if sent is None else sent) - due, 6),
         ttft_s=None if first is None else round(first - started, 6),
-        tpot_s=None if each is None else round(each, 6),
+        tpot_s=round(sum(itl_s) / len(itl_s), 6) if itl_s else None,
         e2e_s=round(finished - started, 6),
-        itl_s=gaps(answer.token_times, answer.totals),
+        itl_s=itl_s,
         loop_lag_s=lag_s,
         counted=counts,
         answer=hashlib.sha256(repr(said).encode()).hexdigest()[:12] if said else None,
@@ -305,7 +305,7 @@ def raise_open_files(streams: int) -> int:
     Raises:
         OSError: the hard limit is lower than that.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = 2 * streams + OTHERS
     if hard != resource.RLIM_INFINITY and hard < need:
         raise OSError(

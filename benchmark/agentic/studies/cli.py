@@ -157,9 +157,9 @@ def _run(args: argparse.Namespace, console: Console, words: str) -> int:
         done.environment = _both(earlier.environment, done.environment if steps else {})
     what = f"{len(trace.records)} requests of {escape(trace.source)}" if trace else "Sessions"
     text = f"{what}, {len(plan.arms)} arms, {study.rounds} rounds: {steps} loads"
-    if (most_s := study.most_s) is not None:
-        text += f", at most about {most_s / 60 * len(plan.arms) / len(study.arms):.0f} min in all"
-    console.print(text)
+    if study.load.window:
+        text += f", at most about {study.load_s * steps / 60:.0f} min in all"
+    console.print(text, soft_wrap=True)
     if args.dry_run:
         return 0
     out.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
@@ -78,11 +79,6 @@ class LoadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.sessions:
             return "sessions at once"
         return "requests/s" if self.rate else "times the trace's speed"
-
-    @property
-    def most_s(self) -> float | None:
-        """That a load takes at most, but for answers that come late; None: as long as its trace."""
-        return self.window and self.window.limit_s + TAIL_S
 
 
 Quantity = Literal["ttft", "tpot", "e2e"]
@@ -163,11 +159,11 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"`claims`: {claim.of} is of all requests, not of a class")
 
     @property
-    def most_s(self) -> float | None:
-        """That it takes at most, with servers of its own; None: nobody knows."""
-        starts = self.rounds * len(self.arms)
-        each = self.load.most_s
-        return each and starts * (START_S + len(self.points) * each)
+    def load_s(self) -> float:
+        """That each load takes at most, with its part of the start of servers; NaN without a
+        window, where it takes as long as the trace."""
+        limit_s = self.load.window.limit_s if self.load.window else math.nan
+        return START_S / len(self.points) + limit_s + TAIL_S
 
     @property
     def points(self) -> list[Point]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import resource
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -21,7 +19,6 @@ from benchmark.harness.client import Target
 from benchmark.harness.ports import allocate_ports
 from benchmark.traces.record import Record
 from component.agentic.stub import Stub, serve
-from component.agentic.stub import process as stub_process
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PROMPTS = PromptSource(range(1000), block_tokens=4)
@@ -107,16 +104,6 @@ def test_think_time_counts_from_the_end_of_the_turn_before(think_s: float | None
         assert after.started_s >= after.scheduled_s - 0.001
 
 
-def test_a_failed_turn_does_not_end_its_session() -> None:
-    """Guards against a trace that loses load wherever a server fails."""
-
-    async def answer(request: web.Request) -> web.StreamResponse:
-        return web.Response(status=503, text="busy")
-
-    outcomes = send([answer], turns(3), Settings(0.0))
-    assert [(o.error, o.message) for o in outcomes] == [("http_5xx", "503 busy")] * 3
-
-
 async def _refused(request: web.Request) -> web.StreamResponse:
     return web.Response(status=400, text="too long")
 
@@ -184,29 +171,6 @@ def test_nobody_listens() -> None:
     (port,) = allocate_ports(1)
     (outcome,) = asyncio.run(replay(f"http://127.0.0.1:{port}", turns(1), PROMPTS))
     assert (outcome.error, outcome.sent_s) == ("connect", None)
-
-
-def test_our_own_limit_of_open_files_is_no_error_of_the_server() -> None:
-    """Guards against a client that blames the server for a connection that it could not open."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = [os.dup(0)]
-    while taken[-1] < 64:
-        taken.append(os.dup(0))
-
-    def no_more_files(outcome: Outcome) -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
-
-    try:
-        with stub_process() as url:  # in this process it could not open files either
-            work = replay(url, turns(2), PROMPTS, Settings(0.0), on_outcome=no_more_files)
-            # Not the policy's loop: SGLang sets uvloop's, which opens files to close itself.
-            with closing(asyncio.SelectorEventLoop()) as loop:
-                outcomes = loop.run_until_complete(asyncio.wait_for(work, 60))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        for file in taken:
-            os.close(file)
-    assert [o.error for o in outcomes] == [None, "open_files"]
 
 
 def test_a_busy_client_is_told_apart_from_a_slow_server() -> None:

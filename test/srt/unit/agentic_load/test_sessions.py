@@ -117,7 +117,8 @@ def test_studies_take_an_hour_and_count_enough(name: str) -> None:
     """Guards the promise of the pages: at least three loads, of 200 requests, within an hour."""
     study = load(find(name), Study)
     window = study.load.window
-    assert window is not None and study.most_s is not None and study.most_s <= 3600
+    loads = study.rounds * len(study.arms) * len(study.points)
+    assert window is not None and loads * study.load_s <= 3600
     assert study.rounds * window.requests >= 200 and study.rounds * window.of_class >= 30
     assert len(study.points) >= (27 if name == "break_even" else 5)
 
@@ -149,11 +150,12 @@ def test_sessions_of_a_trace_keep_their_turns_and_times() -> None:
         Record(3000, 8, 1, (1, 3), session_id="a", turn=1),
         Record(7000, 8, 1, (2, 4), session_id="b", turn=1),
         Record(9000, 12, 1, (1, 3, 5), session_id="a", turn=2),
+        Record(9500, 12, 1, (1, 9, 5), session_id="c", turn=0),
     ]
     found = by_session(turns_of(records, 4, Classes(5, 5)))
-    assert [[turn.index for turn in session] for session in found] == [[0, 2, 4], [1, 3]]
+    assert [[turn.index for turn in session] for session in found] == [[0, 2, 4], [1, 3], [5]]
     assert [turn.at_s for turn in found[0]] == [0, 2, 8] and found[0][1].new_tokens == 4
-    assert [turn.kind for turn in found[0]] == ["WARM"] * 3
-    bare = [Record(r.timestamp, r.input_length, 1, r.hash_ids) for r in records]
+    assert found[2][0].new_tokens == 8, "nothing behind a miss is a hit"
+    bare = [Record(r.timestamp, r.input_length, 1, r.hash_ids) for r in records[:5]]
     again = by_session(turns_of(bare, 4, Classes(5, 5)))
     assert [[turn.index for turn in session] for session in again] == [[0, 2, 4], [1, 3]]
