@@ -17,8 +17,6 @@ COMMANDS = {
     "route": ("agentic.router.cli:main", "run the router"),
     "capacity": ("agentic.capacity:main", "compute how many requests a decode pool holds"),
     "demo": ("demo", "what the flags save, in a minute and a half"),
-    "hicache_buffer_only": ("hicache_buffer_only", "hits and memory of a shared store"),
-    "lead": ("lead", "each part of the group lead on SGLang 0.5.23"),
     "kv_transfer": ("kv_transfer", "what a KV transfer costs"),
     "event_log": ("kv_transfer.event_log", "stages of the requests of real servers"),
     "admission": ("admission", "what a step of the decode scheduler costs"),

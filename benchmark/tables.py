@@ -13,7 +13,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,7 @@ from benchmark.agentic.report import page as pages
 from benchmark.agentic.studies.spec import FOLDER, Study
 from benchmark.harness.models import REPOSITORY
 from benchmark.harness.report import markdown
-from benchmark.hicache_buffer_only import page as hicache_page
 from benchmark.kv_transfer import page as transfer_page
-from benchmark.lead import page as lead_page
-from benchmark.lead.measure import read as lead_rows
 from sglang.srt.patchset import environment, flags, refusals
 from sglang.srt.patchset.table import GROUPS
 
@@ -103,78 +100,6 @@ def _told(name: str) -> Any:
     return _read(path) if path.exists() else None
 
 
-# ---- the demo ----
-
-
-def demo() -> str:
-    """benchmark/demo: what ``make demo`` printed."""
-    results = _BENCHMARK / "demo" / "results"
-    summary = _read(results / "demo.summary.json")
-    lines = (results / "demo.txt").read_text().strip().splitlines()
-    text = "\n".join(line.rstrip() for line in lines)
-    note = f"; {summary['note']}" if "note" in summary else ""
-    return (
-        f"`make demo` took {summary['seconds']:.0f} s after the installation and ended with this "
-        f"table\n({summary['machine']}, {summary['date']}, commit {summary['commit']}"
-        f"{note}):\n\n"
-        f"```\n{text}\n```\n"
-    )
-
-
-# ---- the group lead on SGLang 0.5.23 ----
-
-_LEAD = _BENCHMARK / "lead" / "results" / "rounds.jsonl"
-
-
-def lead() -> str:
-    """benchmark/lead: all loads, bounds and parts."""
-    rows = lead_rows(_LEAD)
-    runs = dict.fromkeys((row["date"], row["commit"], row["command"]) for row in rows)
-    ran = ",\n".join(f"{date}, commit {commit}, by `{by}`" for date, commit, by in runs)
-    return f"SGLang {rows[0]['sglang']}, {rows[0]['machine']}; {ran}:\n\n{lead_page.page(rows)}"
-
-
-def lead_headline() -> str:
-    """benchmark/lead: the answer."""
-    return lead_page.headline(lead_rows(_LEAD))
-
-
-def lead_answers() -> str:
-    """docs/: the bounds and the parts."""
-    return lead_page.answers(lead_rows(_LEAD))
-
-
-# ---- buffer-only ----
-
-
-def _hicache_command(summary: Json) -> str:
-    load, command = summary["load"], "python -m benchmark.hicache_buffer_only"
-    if len(summary["traces"]) == 1:
-        command += f" --only {next(iter(summary['traces']))}"
-    for name, option in (("conversation", "--trace"), ("agents", "--agents")):
-        source = summary["traces"].get(name, {}).get("source", "a generated trace")
-        if source != "a generated trace":
-            command += f" {option} {source}"
-    return f"{command} --requests {load['requests']} --speed {load['speed']:g}"
-
-
-def hicache() -> str:
-    """benchmark/hicache_buffer_only: hits, memory and times."""
-    summary = _read(_BENCHMARK / "hicache_buffer_only" / "results" / "summary.json")
-    parts = []
-    for name, trace in summary["traces"].items():
-        same = "identical" if trace["outputs_identical"] else "NOT identical"
-        rounds = next(iter(trace["arms"].values()))["rounds"]
-        parts.append(
-            f"{name.capitalize()}: {trace['requests']} requests of {trace['source']}, {rounds} "
-            f"round{'s' * (rounds > 1)} an arm. Outputs are {same}. An unlimited cache would hit "
-            f"{trace['endless_hit_rate']:.1%}. {hicache_page.against_stock(trace)}"
-            f"{hicache_page.measured(trace, summary['commit'])}\n\n"
-            f"{markdown(*hicache_page.table(trace))}"
-        )
-    return made(summary, _hicache_command(summary)) + "\n".join(parts)
-
-
 # ---- KV transfer ----
 
 
@@ -227,11 +152,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "gains": gains,
     "claims": claims,
     **{f"study-{path.stem.replace('_', '-')}": partial(study, path.stem) for path in STUDIES},
-    "demo": demo,
-    "lead": lead,
-    "lead-answers": lead_answers,
-    "lead-headline": lead_headline,
-    "hicache": hicache,
     "admission-epyc": partial(admission_page.table, "epyc"),
     "admission-xeon": partial(admission_page.table, "xeon"),
     "transfer": transfer_page.transfer,

@@ -1,36 +1,36 @@
-"""``python -m benchmark.demo``: what the flag saves. ``--serve`` leaves the servers running."""
+"""``python -m benchmark demo``: what the flags save. ``--serve`` leaves the servers running."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 
-from benchmark.demo.play import PICTURE, play
-from benchmark.demo.preflight import problems
-from benchmark.demo.serve import serve
-from benchmark.harness.environment import describe
+from benchmark.harness.command import status
 from benchmark.harness.models import REPOSITORY, TINY_ARITH
-from benchmark.harness.process import ServerFailed
-from benchmark.harness.report import write_summary
+from benchmark.harness.ports import is_free
+from benchmark.harness.report import print_table
+
+NEEDED_GB = 4.0
+"""Memory that two servers of a small model take, their helper processes included."""
+PACKAGES = ("sglang", "sglang_router", "nixl")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmark.demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmark demo", description=__doc__)
     add = parser.add_argument
-    add("--serve", action="store_true", help="keep the servers running")
+    add("--serve", action="store_true", help="keep the servers of a chat model running")
     add("--port", type=int, default=8000, help="port of the load balancer with --serve")
-    add("--model", type=Path, default=TINY_ARITH, help="folder of a chat model")
-    add(
-        "--out",
-        type=Path,
-        default=REPOSITORY / "out" / "demo",
-        help="folder for logs, table and picture",
-    )
+    add("--model", type=Path, default=TINY_ARITH, help="folder of the chat model")
+    about = "folder for logs, table and picture"
+    add("--out", type=Path, default=REPOSITORY / "out" / "demo", help=about)
     args = parser.parse_args()
     # A pipe says no width, and 80 columns cut the table.
     console = Console(width=None if sys.stdout.isatty() else 120)
@@ -39,26 +39,55 @@ def main() -> int:
         return 2
     # Servers start sooner on a machine with no GPU (docs/advanced_features/cpu_standin.md).
     os.environ.setdefault("SGLANG_CPU_STANDIN_START_METHOD", "fork")
+    if not args.serve:
+        return play(args.out, console)
+    from benchmark.demo.serve import serve
+
+    return status(lambda: serve(args.model, args.port, args.out, console), console)
+
+
+def problems(port: int | None, model: Path) -> Iterator[str]:
+    """What can be wrong before anything starts, each in one line that says what to do.
+
+    ``port``: the one the load balancer was asked to take.
+    """
+    import psutil
+
+    for name in PACKAGES:
+        if importlib.util.find_spec(name) is None:
+            yield f"the Python package {name} is missing: install the extras cpu and bench"
+    if not (model / "config.json").exists():
+        yield f"the model is missing: no config.json in {model}"
+    if port is not None and not is_free(port):
+        yield f"port {port} is taken: choose another with --port"
+    available = psutil.virtual_memory().available / 1e9
+    if available < NEEDED_GB:
+        yield f"memory is short: {available:.1f} GB available, about {NEEDED_GB:.0f} GB needed"
+
+
+def play(out: Path, console: Console) -> int:
+    """Runs the study `demo` and prints its table; non-zero where the arms answer differently or a
+    request fails."""
+    from benchmark.agentic.report import page
+    from benchmark.agentic.studies import cli
+
     began = time.monotonic()
-    try:
-        if args.serve:
-            serve(args.model, args.port, args.out, console)
-            return 0
-        same = play(args.model, args.out, console)
-    except ServerFailed as failure:
-        console.print(f"[red]{failure.name}: {failure.diagnosis}[/]", highlight=False)
-        console.print(f"The end of {failure.log}:\n{failure.tail}", highlight=False, markup=False)
-        return 1
-    except KeyboardInterrupt:
-        console.print("Interrupted; all servers are stopped.")
-        return 130
-    seconds = time.monotonic() - began
-    write_summary(args.out / "demo.summary.json", {**describe(), "seconds": seconds})
-    console.print(f"Done in {seconds:.0f} s; logs in {args.out}", highlight=False)
-    if not same:
-        console.print("[red]The arms' outputs differ, or a request failed.[/]")
-    print(f"Picture: {args.out / PICTURE}")  # as it is: a path may not be wrapped
-    return 0 if same else 1
+    if code := cli.run(["demo", "--out", str(out)]):
+        return code
+    told = json.loads((out / "summary.json").read_text())
+    (arms,) = told["loads"].values()
+    compared, different = told["answers"]
+    shown = (*page.RESULTS, *page.COUNTED[:3])
+    rows = [[of.head, *(of.shown(arm["numbers"]) for arm in arms.values())] for of in shown]
+    print_table(told["study"]["question"].strip(), ["", *told["titles"].values()], rows, console)
+    failed, seconds = sum(arm["failed"] for arm in arms.values()), time.monotonic() - began
+    console.print(
+        f"{compared} requests were answered by several arms, {different or 'none'} of them "
+        f"differently; {failed or 'none'} failed. Done in {seconds:.0f} s."
+    )
+    # As it is: a path may not be wrapped.
+    print(f"Page: {out / 'page.md'}\nPicture: {next(out.glob('*.svg'), 'none')}")
+    return int(bool(different or failed))
 
 
 if __name__ == "__main__":

@@ -5,22 +5,32 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from contextlib import suppress
+import sys
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 
 from benchmark.harness.models import REPOSITORY
 
 
-def describe() -> dict[str, str]:
-    """Date, machine, versions and commit of a run."""
+def describe(venv: str | None = None) -> dict[str, str]:
+    """Date, machine, versions and commit of a run.
+
+    ``venv``: folder of the servers' environment in the repository, if it is another one.
+    """
+    packages = [str(path) for path in (REPOSITORY / (venv or "")).glob("lib/python*/site-packages")]
+
+    def version(*names: str) -> str:
+        """Of the first of these packages that is there."""
+        found = (of for name in names for of in distributions(name=name, path=packages or sys.path))
+        return next((of.version for of in found), "not installed")
+
     return {
         "date": date.today().isoformat(),
         "machine": f"{os.cpu_count()}-core CPU ({_cpu_model()}), {_memory_gb()} GB",
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("sglang", "torch", "nixl")},
-        "mooncake": _version("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"),
+        **{name: version(name) for name in ("sglang", "torch", "nixl")},
+        "mooncake": version("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"),
         "commit": commit(),
     }
 
@@ -38,14 +48,6 @@ def commit() -> str:
 def _git(*arguments: str) -> str:
     command = ["git", "-C", str(REPOSITORY), *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def _version(*names: str) -> str:
-    """Of the first of these packages that is there."""
-    for name in names:
-        with suppress(PackageNotFoundError):
-            return version(name)
-    return "not installed"
 
 
 def _cpu_model() -> str:

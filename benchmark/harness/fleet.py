@@ -1,17 +1,26 @@
-"""Any number of servers as one object: started together, checked together, ended together."""
+"""Any number of servers as one object: started together, checked together, ended together.
+
+with Pair(PairConfig(model=..., radix=True), log_folder) as pair:
+    results = pair.generate([[1, 2, 3], ...], max_new_tokens=16)
+    pair.check()
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from typing_extensions import Self
 
-from benchmark.harness import checks, metrics
+from benchmark.harness import checks, metrics, servers
+from benchmark.harness.client import Request, Result, Target, send_all
 from benchmark.harness.process import ServerProcess
-from benchmark.harness.servers import ServerConfig
+from benchmark.harness.servers import HOST, ServerConfig, Sizes
 
 
 def start(config: ServerConfig, log_folder: Path, name: str | None = None) -> ServerProcess:
@@ -23,21 +32,10 @@ def start(config: ServerConfig, log_folder: Path, name: str | None = None) -> Se
     )
 
 
-def names(layout: Sequence[ServerConfig]) -> list[str]:
-    """A name for each server: its role, or ``ROLE-0``, ``ROLE-1`` where several have it."""
-    several = {role for role, n in Counter(c.role for c in layout).items() if n > 1}
-    numbers: Counter[str] = Counter()
-    result = []
-    for config in layout:
-        role = config.role
-        result.append(f"{role}-{numbers[role]}" if role in several else role)
-        numbers[role] += 1
-    return result
-
-
 class Fleet:
-    """Running servers by name. A context manager: they start on entry, in parallel, load balancers
-    after the engines, and end on exit."""
+    """Running servers by name: their role, or ``ROLE-0``, ``ROLE-1`` where several have it. A
+    context manager: they start on entry, in parallel, a store before the engines and load balancers
+    after them, and end on exit."""
 
     def __init__(
         self,
@@ -46,21 +44,27 @@ class Fleet:
         start_timeout_s: float = 240.0,
     ) -> None:
         self.layout = list(layout)
-        self._configs = dict(zip(names(self.layout), self.layout, strict=True))
+        several = Counter(config.role for config in self.layout)
+        numbers: Counter[str] = Counter()
+        self._configs: dict[str, ServerConfig] = {}
+        for config in self.layout:
+            role = config.role
+            name = f"{role}-{numbers[role]}" if several[role] > 1 else role
+            self._configs[name] = config
+            numbers[role] += 1
         self._log_folder = Path(log_folder)
         self._timeout_s = start_timeout_s
         self.processes: dict[str, ServerProcess] = {}
 
     def __enter__(self) -> Self:
+        order = {"store": 0, "router": 2}
         try:
             # A load balancer drops servers that are not up yet, so it comes after them.
-            for balancers in (False, True):
-                group = {
-                    n: c for n, c in self._configs.items() if (c.role == "router") == balancers
-                }
-                for name, config in group.items():
-                    self.processes[name] = start(config, self._log_folder, name)
-                self._wait(list(group))
+            for turn in range(3):
+                group = [n for n, c in self._configs.items() if order.get(c.role, 1) == turn]
+                for name in group:
+                    self.processes[name] = start(self._configs[name], self._log_folder, name)
+                self._wait(group)
         except BaseException:
             self.stop()
             raise
@@ -71,9 +75,7 @@ class Fleet:
 
     def _wait(self, started: Sequence[str]) -> None:
         """Waits for all at once, so that the first one to fail ends the wait."""
-        if not started:
-            return
-        with ThreadPoolExecutor(len(started)) as pool:
+        with ThreadPoolExecutor(len(started) or 1) as pool:
             waits = [pool.submit(self.processes[n].wait_ready, self._timeout_s) for n in started]
             try:
                 for wait in waits:
@@ -87,14 +89,6 @@ class Fleet:
         for process in reversed(list(self.processes.values())):
             process.stop()
 
-    def urls(self, role: str) -> list[str]:
-        """Of the servers in a role, in the layout's order."""
-        return [config.url for config in self.layout if config.role == role]
-
-    def scrape(self, role: str) -> list[Mapping[str, float]]:
-        """The counters of each server in a role, now."""
-        return [metrics.scrape(url) for url in self.urls(role)]
-
     def check(self, timeout_s: float = 60.0) -> None:
         """Waits until all engines are idle and asserts that they passed SGLang's memory check.
 
@@ -104,7 +98,139 @@ class Fleet:
         """
         # Decode first: prefill's last transfers end with it.
         for name, config in sorted(self._configs.items(), key=lambda item: item[1].role):
-            if config.role != "router":
+            if config.role not in ("router", "store"):
                 checks.wait_idle(self.processes[name], config.url, timeout_s)
         for process in self.processes.values():
             checks.assert_healthy(process)
+
+
+@dataclass(frozen=True)
+class PairConfig:
+    """A prefill and a decode server: a model, the switches, the sizes."""
+
+    model: Path | str
+    stock: bool = False
+    """Both servers run the stock release, whatever is installed."""
+    radix: bool = False
+    """The decode server gets --disaggregation-decode-enable-radix-cache."""
+    stock_prefill: bool = False
+    """Only the prefill server runs the stock release."""
+    prefill_sizes: Sizes = field(default_factory=lambda: Sizes(pool_tokens=64_000))
+    decode_sizes: Sizes = field(default_factory=Sizes)
+    backend: str = "nixl"
+    router: bool = False
+    """Start SGLang's PD load balancer too and send requests through it."""
+    router_port: int | None = None
+    """None takes a free one."""
+    skip_warmup: bool = False
+    """Start without SGLang's warm-up request; the first real request is slower then."""
+    prefill_tp: int = 1
+    """Tensor parallel ranks of the prefill server."""
+    decode_tp: int = 1
+    """The same of the decode server."""
+    prefill_args: tuple[str, ...] = ()
+    decode_args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    """For both servers."""
+    prefill_env: Mapping[str, str] = field(default_factory=dict)
+    decode_env: Mapping[str, str] = field(default_factory=dict)
+
+    def layout(self) -> list[ServerConfig]:
+        """Prefill, decode and perhaps router, on ports reserved for them now."""
+        common = ("--skip-server-warmup",) if self.skip_warmup else ()
+        prefill = servers.engine(
+            "prefill",
+            self.model,
+            self.prefill_sizes,
+            backend=self.backend,
+            stock=self.stock or self.stock_prefill,
+            ranks=self.prefill_tp,
+            extra_args=common + self.prefill_args,
+            env={**self.env, **self.prefill_env},
+        )
+        decode = servers.engine(
+            "decode",
+            self.model,
+            self.decode_sizes,
+            backend=self.backend,
+            stock=self.stock,
+            radix=self.radix,
+            ranks=self.decode_tp,
+            extra_args=common + self.decode_args,
+            env={**self.env, **self.decode_env},
+        )
+        engines = [prefill, decode]
+        if self.router:
+            return [*engines, servers.router(engines, port=self.router_port)]
+        return engines
+
+
+class Served(Fleet):
+    """Servers that requests can be sent to, at ``target``."""
+
+    target: Target
+
+    def send(self, requests: Sequence[Request], concurrency: int | None = None) -> list[Result]:
+        """Sends requests, all at once by default; results in their order."""
+        return asyncio.run(send_all(self.target, requests, concurrency))
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        ignore_eos: bool = True,
+        concurrency: int | None = None,
+    ) -> list[list[int]]:
+        """Greedy answers as token ids, in the prompts' order.
+
+        Raises:
+            RuntimeError: any of the requests failed.
+        """
+        requests = [
+            Request(prompt, max_new_tokens, ignore_eos, label=str(i))
+            for i, prompt in enumerate(prompts)
+        ]
+        return output_ids(self.send(requests, concurrency))
+
+
+class Pair(Served):
+    """A running pair."""
+
+    def __init__(
+        self, config: PairConfig, log_folder: Path | str, start_timeout_s: float = 240.0
+    ) -> None:
+        self.config = config
+        super().__init__(config.layout(), log_folder, start_timeout_s)
+        prefill, decode = self.layout[:2]
+        self.prefill_url, self.decode_url = prefill.url, decode.url
+        # The load balancer if there is one, else both servers directly.
+        direct = Target(decode.url, prefill.url, HOST, prefill.bootstrap_port)
+        self.target = Target(self.layout[2].url) if config.router else direct
+
+    def metrics(self) -> tuple[dict[str, float], dict[str, float]]:
+        """The counters of prefill and of decode, now."""
+        return metrics.scrape(self.prefill_url), metrics.scrape(self.decode_url)
+
+
+class Aggregated(Served):
+    """One server that does both: the reference for equality. Used like ``Pair``."""
+
+    def __init__(
+        self,
+        model: Path | str,
+        log_folder: Path | str,
+        sizes: Sizes = Sizes(),  # noqa: B008
+        **more: Any,
+    ) -> None:
+        """``more``: ``stock``, ``extra_args`` and ``env`` of ``servers.engine``."""
+        self.config = servers.aggregated(model, sizes, **more)
+        super().__init__([self.config], log_folder)
+        self.target = Target(self.config.url)
+
+
+def output_ids(results: Sequence[Result]) -> list[list[int]]:
+    """The token ids of results, all of which must have succeeded."""
+    if errors := [f"request {r.label}: {r.error}" for r in results if r.error]:
+        raise RuntimeError("; ".join(errors[:5]))
+    return [r.output_ids for r in results]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import urllib.request
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -33,28 +33,39 @@ QUEUE = "sglang:num_queue_reqs"
 PREALLOC_QUEUE = "sglang:num_decode_prealloc_queue_reqs"
 TRANSFER_QUEUE = "sglang:num_decode_transfer_queue_reqs"
 BOOTSTRAP_QUEUE = "sglang:num_prefill_prealloc_queue_reqs"
+CACHED_TOKENS = "sglang:cached_tokens_total"
+"""Label ``cache_source``: ``device``, ``host`` or ``storage_BACKEND``; see ``parse``."""
+ALL_PROMPT_TOKENS = "sglang:prompt_tokens_total"
+HOST_TOKENS = "sglang:hicache_host_total_tokens"
+STORE_BYTES = "master_total_capacity_bytes"
+"""Mooncake's."""
 REQUESTS = (RUNNING, QUEUE, PREALLOC_QUEUE, TRANSFER_QUEUE, BOOTSTRAP_QUEUE)
 
 
 def parse(text: str) -> dict[str, float]:
-    """Sample name -> value, summed over its label sets. Histogram buckets are left out."""
-    values: dict[str, float] = {}
+    """Sample name -> value, summed over its label sets; of cached tokens also ``NAME SOURCE``.
+    Histogram buckets are left out."""
+    values: defaultdict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if not sample.name.endswith("_bucket"):
-                values[sample.name] = values.get(sample.name, 0.0) + sample.value
-    return values
+            if sample.name.endswith("_bucket"):
+                continue
+            values[sample.name] += sample.value
+            if source := sample.labels.get("cache_source"):
+                # The name of the storage backend follows.
+                tier = "storage" if source.startswith("storage") else source
+                values[f"{sample.name} {tier}"] += sample.value
+    return dict(values)
 
 
 def by_labels(text: str, name: str, *labels: str) -> dict[tuple[str, ...], float]:
     """The values of these labels -> the sample ``name``, summed over its other labels."""
-    values: dict[tuple[str, ...], float] = {}
+    values: defaultdict[tuple[str, ...], float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name == name:
-                key = tuple(sample.labels.get(label, "") for label in labels)
-                values[key] = values.get(key, 0.0) + sample.value
-    return values
+                values[tuple(sample.labels.get(label, "") for label in labels)] += sample.value
+    return dict(values)
 
 
 def scrape(url: str, timeout_s: float = 30.0) -> dict[str, float]:

@@ -27,9 +27,11 @@ def own_draft(folder: Path) -> Path:
     return Path(_module("untied").build(folder))
 
 
-def on_current() -> dict[str, str]:
-    """Variables of a server of SGLang 0.5.23 that runs a random Qwen3 on a machine with no GPU."""
-    return dict(_module("environment", _MODELS.parent / "current").environment())
+def on_current(venv: Path) -> dict[str, str]:
+    """Variables of a server of SGLang 0.5.23, in this environment, that runs a random Qwen3 on a
+    machine with no GPU."""
+    package = next(venv.glob("lib/python*/site-packages/sglang"), None)
+    return dict(_module("environment", _MODELS.parent / "current").environment(package))
 
 
 def _module(name: str, folder: Path = _MODELS) -> Any:

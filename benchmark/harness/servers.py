@@ -1,4 +1,4 @@
-"""Configuration -> command line and environment, for each role. Pure: nothing is started here."""
+"""What an arm's servers are -> command line and environment of each. Nothing is started here."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from benchmark.harness.models import REPOSITORY, on_current
+from benchmark.harness.ports import allocate_ports
 from sglang.srt.patchset.status import installed_version
 from sglang.srt.patchset.table import CURRENT_VERSION
 
@@ -22,8 +24,12 @@ _CPU_ARGS = (
     *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     "--disable-cuda-graph",
 )
-if installed_version() != CURRENT_VERSION:  # which has no such flag
-    _CPU_ARGS += ("--disable-piecewise-cuda-graph",)
+HICACHE = (
+    *("--enable-hierarchical-cache", "--hicache-write-policy", "write_through"),
+    *("--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct"),
+    *("--hicache-storage-backend", "mooncake"),
+    *("--hicache-storage-prefetch-policy", "wait_complete"),
+)
 
 
 @dataclass(frozen=True)
@@ -49,12 +55,9 @@ class Sizes:
         return args
 
 
-DEFAULT_SIZES = Sizes()
-
-
 @dataclass(frozen=True)
 class ServerConfig:
-    """One server: its role (aggregated, prefill, decode or router) and how to run it."""
+    """One server: its role (aggregated, prefill, decode, router or store) and how to run it."""
 
     role: str
     port: int
@@ -70,7 +73,8 @@ class ServerConfig:
     @property
     def ready_url(self) -> str:
         """Answers 200 once the server serves; for a router, once it has both workers."""
-        return f"{self.url}/{'readiness' if self.role == 'router' else 'health'}"
+        paths = {"router": "readiness", "store": "metrics"}
+        return f"{self.url}/{paths.get(self.role, 'health')}"
 
     def environment(self) -> dict[str, str]:
         """The whole environment of the process."""
@@ -96,81 +100,133 @@ def patchset_env(stock: bool) -> dict[str, str]:
     return {"SGLANG_PATCHSET": "0" if stock else "1"}
 
 
-def tensor_parallel(ranks: int) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Arguments and environment of a server of so many tensor parallel ranks; none for one rank.
-
-    On a CPU each rank is bound to cores of its own, as far as there are enough, and has no NCCL.
-    """
-    if ranks == 1:
-        return (), {}
-    cores = os.cpu_count() or 1
-    binding = "|".join(str(rank % cores) for rank in range(ranks))
-    env = {"SGLANG_CPU_OMP_THREADS_BIND": binding, "SGLANG_NCCL_SO_PATH": "none"}
-    return ("--tp-size", str(ranks)), env
-
-
 def engine(
     role: str,
     model: Path | str,
-    ports: Sequence[int],
-    sizes: Sizes = DEFAULT_SIZES,
+    sizes: Sizes = Sizes(),  # noqa: B008
     *,
     backend: str = "nixl",
     stock: bool = False,
     radix: bool = False,
+    ranks: int = 1,
     extra_args: tuple[str, ...] = (),
     env: Mapping[str, str] | None = None,
+    venv: str | None = None,
 ) -> ServerConfig:
-    """A server of a role: ``prefill``, ``decode``, or ``aggregated``, which does both.
+    """A server of a role, ``prefill``, ``decode``, or ``aggregated``, which does both; on ports
+    reserved for it now.
 
-    ``ports``: HTTP, torch.distributed, and of a prefill server the bootstrap port, where decode
-    asks for its addresses. ``radix`` passes the decode radix cache flag.
+    Args:
+        backend: of transfers.
+        stock: the stock release, whatever is installed.
+        radix: passes the decode radix cache flag.
+        ranks: of tensor parallelism. On a CPU each is bound to cores of its own, as far as there
+            are enough, and has no NCCL.
+        venv: folder of another environment, of SGLang 0.5.23, in the repository.
     """
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
-    command += ["--host", HOST, "--port", str(ports[0])]
+    # Of HTTP, torch.distributed, and where decode asks a prefill server for its addresses.
+    http, nccl, bootstrap = allocate_ports(3)
+    python = str(REPOSITORY / venv / "bin/python") if venv else sys.executable
+    command = [python, "-m", "sglang.launch_server", "--model-path", str(model)]
+    command += ["--host", HOST, "--port", str(http)]
     if "--dp-size" not in extra_args:  # else SGLang picks one for each rank
-        command += ["--nccl-port", str(ports[1])]
-    command += [*_CPU_ARGS, "--enable-metrics", *sizes.arguments(), *extra_args]
+        command += ["--nccl-port", str(nccl)]
+    command += [*_CPU_ARGS, "--enable-metrics", *sizes.arguments()]
+    if role == "decode" and sizes.reserved_decode_tokens is not None:
+        command += ["--num-reserved-decode-tokens", str(sizes.reserved_decode_tokens)]
+    command += extra_args
+    of_process = {**patchset_env(stock), **(on_current(REPOSITORY / venv) if venv else {})}
+    if venv is None and installed_version() != CURRENT_VERSION:  # which has no such flag
+        command.append("--disable-piecewise-cuda-graph")
+    if ranks > 1:
+        command += ["--tp-size", str(ranks)]
+        cores = os.cpu_count() or 1
+        binding = "|".join(str(rank % cores) for rank in range(ranks))
+        of_process |= {"SGLANG_CPU_OMP_THREADS_BIND": binding, "SGLANG_NCCL_SO_PATH": "none"}
     if role != "aggregated":
         command += ["--disaggregation-mode", role, "--disaggregation-transfer-backend", backend]
     if role == "prefill":
-        command += ["--disaggregation-bootstrap-port", str(ports[2])]
-    if role == "decode" and sizes.reserved_decode_tokens is not None:
-        command += ["--num-reserved-decode-tokens", str(sizes.reserved_decode_tokens)]
+        command += ["--disaggregation-bootstrap-port", str(bootstrap)]
     if radix:
         command.append("--disaggregation-decode-enable-radix-cache")
-    bootstrap = ports[2] if role == "prefill" else None
-    env = {**patchset_env(stock), **(env or {})}
-    return ServerConfig(role, ports[0], tuple(command), env, bootstrap)
+    own_port = bootstrap if role == "prefill" else None
+    return ServerConfig(role, http, tuple(command), {**of_process, **(env or {})}, own_port)
 
 
 #: The stock release unless told: the reference for equality of output.
 aggregated = partial(engine, "aggregated", stock=True)
-prefill = partial(engine, "prefill")
-decode = partial(engine, "decode")
+
+
+def of_role(layout: Sequence[ServerConfig], role: str) -> list[ServerConfig]:
+    return [config for config in layout if config.role == role]
 
 
 def router(
-    ports: Sequence[int],
-    prefills: Sequence[ServerConfig] = (),
-    decodes: Sequence[ServerConfig] = (),
-    workers: Sequence[ServerConfig] = (),
-    *,
-    policy: str = "round_robin",
+    engines: Sequence[ServerConfig], *, policy: str = "round_robin", port: int | None = None
 ) -> ServerConfig:
     """SGLang's own load balancer in front of prefill and decode servers, or of aggregated workers.
 
-    ``ports``: HTTP and its metrics. ``policy``: for every pool.
+    ``policy``: for every pool. ``port``: None takes a free one.
     """
+    free, its_metrics = allocate_ports(2)
     command = [sys.executable, "-m", "sglang_router.launch_router"]
-    if workers:
+    if workers := of_role(engines, "aggregated"):
         command += ["--worker-urls", *(worker.url for worker in workers)]
     else:
         command.append("--pd-disaggregation")
-    for server in prefills:
+    for server in of_role(engines, "prefill"):
         command += ["--prefill", server.url, str(server.bootstrap_port)]
-    for server in decodes:
+    for server in of_role(engines, "decode"):
         command += ["--decode", server.url]
-    command += ["--host", HOST, "--port", str(ports[0]), "--prometheus-port", str(ports[1])]
+    command += ["--host", HOST, "--port", str(port or free), "--prometheus-port", str(its_metrics)]
     command += ["--policy", policy, "--worker-startup-check-interval", "1"]
-    return ServerConfig("router", ports[0], tuple(command))
+    return ServerConfig("router", port or free, tuple(command))
+
+
+def our_router(
+    prefill: Sequence[tuple[str, int]],
+    decode: Sequence[str],
+    aggregated: Sequence[str],
+    policy: str,
+    more: Sequence[str] = (),
+) -> ServerConfig:
+    """Our router before servers by URL, which should be ready: it is ready when it has looked at
+    all of them. The policy is decode's where servers are split, else the workers'.
+
+    ``prefill``: URLs with their bootstrap ports. ``more``: further arguments, as ``("--alpha",
+    "0.5")``.
+    """
+    (port,) = allocate_ports(1)
+    command = [sys.executable, "-m", "benchmark", "route", "--host", HOST, "--port", str(port)]
+    for url, bootstrap in prefill:
+        command += ["--prefill", url, str(bootstrap)]
+    for role, urls in (("--decode", decode), ("--worker", aggregated)):
+        command += [word for url in urls for word in (role, url)]
+    command.append("--decode-policy" if decode and not aggregated else "--policy")
+    env = {"PYTHONPATH": str(REPOSITORY)}
+    return ServerConfig("router", port, (*command, policy, *more), env)
+
+
+def store(lease_ms: int = 1000) -> tuple[ServerConfig, dict[str, object]]:
+    """Mooncake's master with its metadata server, and what
+    ``--hicache-storage-backend-extra-config`` of its clients says of it. They give its memory.
+
+    ``lease_ms``: how long a key that was asked for is kept from eviction. Mooncake's 10 s are for a
+    store that turns over in minutes; a small one does in seconds.
+    """
+    rpc, http, its_metrics = allocate_ports(3)
+    command = (
+        str(Path(sys.executable).with_name("mooncake_master")),
+        *(f"--rpc_port={rpc}", f"--rpc_address={HOST}"),
+        *("--enable_http_metadata_server=true", f"--http_metadata_server_host={HOST}"),
+        *(f"--http_metadata_server_port={http}", f"--metrics_port={its_metrics}"),
+        *(f"--metrics_host={HOST}", f"--default_kv_lease_ttl={lease_ms}"),
+    )
+    about = {
+        "master_server_address": f"{HOST}:{rpc}",
+        "metadata_server": f"http://{HOST}:{http}/metadata",
+        "master_metrics_port": its_metrics,
+        "local_hostname": HOST,
+        "protocol": "tcp",
+    }
+    return ServerConfig("store", its_metrics, command), about

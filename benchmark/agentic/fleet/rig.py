@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from benchmark.agentic.fleet.servers import ENGINES, ROUTED, Servers, direct, routed
-from benchmark.agentic.fleet.spec import NONE, SGLANG, Arm, FleetFile, Prefill, Rig, Setup
+from benchmark.agentic.fleet.servers import ROUTED, Servers, direct, routed
+from benchmark.agentic.fleet.spec import NONE, SGLANG, Arm, FleetFile, Prefill, Rig, Setup, Store
 from benchmark.harness import servers
 from benchmark.harness.client import Target
 from benchmark.harness.fleet import Fleet
-from benchmark.harness.ports import allocate_ports
-from benchmark.harness.servers import LEAN, ServerConfig, Sizes
-from benchmark.harness.variants import VARIANTS
-from benchmark.harness.workload import token_range
+from benchmark.harness.servers import LEAN, ServerConfig, Sizes, of_role
+from benchmark.harness.workload import kv_bytes_per_token, token_range
 
 LOGGED = (*LEAN, "--decode-log-interval", "1")
-
-DOZING = (*LOGGED, "--sleep-on-idle")
+DOZE = ("--sleep-on-idle",)
 """What decodes gives its core away when it has nothing to do. A prefill server must not: SGLang's
 would sleep up to a second on requests whose handshake is under way."""
 
@@ -29,66 +26,73 @@ BEHIND = ("nice", "-n", "5")
 this, the client would be late in sending and in reading."""
 
 
-def layout(
-    arm: Arm, model: Path, pool_tokens: int, chunk_tokens: int = 512, page_tokens: int = 16
-) -> list[ServerConfig]:
-    """Its servers on ports reserved for them now; the router, if it has one, last.
+def layout(arm: Arm, rig: Rig, model: Path, page_tokens: int = 16) -> list[ServerConfig]:
+    """Its servers on ports reserved for them now; its store first and its router last.
 
-    Args:
-        pool_tokens: KV pool of each server.
-        chunk_tokens: of a prefill chunk.
-        page_tokens: of a page, which is a block of the trace.
+    ``page_tokens``: of a page, which is a block of the trace.
     """
     sizes = Sizes(
-        pool_tokens=pool_tokens,
+        pool_tokens=rig.pool_tokens,
         page_size=page_tokens,
-        chunked_prefill_tokens=chunk_tokens,
-        max_running=64,
-        # As SGLang's 512 to the trace's blocks of 512.
-        reserved_decode_tokens=page_tokens,
+        chunked_prefill_tokens=rig.chunk_tokens,
+        reserved_decode_tokens=rig.reserve_tokens or page_tokens,
     )
-    variant = VARIANTS[arm.variant](arm.local_tokens)
-    common: dict[str, Any] = {"stock": variant.stock, "env": variant.env}
-    workers = [
-        servers.aggregated(model, allocate_ports(2), sizes, extra_args=DOZING, **common)
-        for _ in range(arm.aggregated)
-    ]
-    prefills = [
-        servers.prefill(model, allocate_ports(3), sizes, extra_args=LOGGED, **common)
-        for _ in range(arm.prefill)
-    ]
-    decodes = [
-        servers.decode(
-            model,
-            allocate_ports(2),
-            sizes,
-            radix=variant.radix,
-            extra_args=(*DOZING, *variant.decode_args),
-            **common,
-        )
-        for _ in range(arm.decode)
-    ]
+    before, of_store, env = [], (), arm.env
+    if arm.store is not None:
+        master, about = servers.store()
+        of_store = _hicache(arm.store, about, sizes, kv_bytes_per_token(model))
+        before, env = [master], {"MC_FORCE_TCP": "1", **env}  # it would look for RDMA devices
+    limit = ("--disaggregation-decode-local-tokens", str(arm.local_tokens))
+    of_variant = {
+        "prefill": (),
+        "decode": (*DOZE, *(limit if arm.variant == "local" else ())),
+        "aggregated": (*DOZE, *of_store),
+    }
     engines = [
-        replace(server, command=(*BEHIND, *server.command))
-        for server in (*prefills, *decodes, *workers)
+        servers.engine(
+            role,
+            model,
+            sizes,
+            stock=arm.variant == "stock",
+            radix=role == "decode" and arm.variant in ("radix", "local"),
+            extra_args=(*LOGGED, *args, *arm.args.get(role, ())),
+            env=env,
+            venv=arm.venv,
+        )
+        for role, args in of_variant.items()
+        for _ in range(arm.servers[role])
     ]
+    engines = [replace(each, command=(*BEHIND, *each.command)) for each in engines]
     name, _, policy = arm.policy.partition(": ")
     if name == NONE:
-        return engines
+        return [*before, *engines]
     if name == SGLANG:
-        ports = allocate_ports(2)
-        return [*engines, servers.router(ports, prefills, decodes, workers, policy=policy)]
+        return [*before, *engines, servers.router(engines, policy=policy)]
     blocks = ("--block-tokens", str(page_tokens), "--reserve-tokens", str(page_tokens))
-    return [*engines, routed(_setup(engines), arm.policy, (*blocks, *arm.routing(page_tokens)))]
+    more = (*blocks, *arm.routing(page_tokens))
+    return [*before, *engines, routed(_setup(engines), arm.policy, more)]
+
+
+def _hicache(
+    store: Store, about: dict[str, object], sizes: Sizes, token_bytes: int
+) -> tuple[str, ...]:
+    """Arguments of a server; arms differ in how much memory is whose, and in the mode."""
+    page = sizes.page_size
+    mode = ("--hicache-host-memory-mode", "buffer_only")
+    mode += ("--hicache-buffer-pages", str(store.host_tokens // page))
+    if not store.buffer_only:
+        # SGLang cuts the product to a token and then to a page, and adds a page.
+        mode = ("--hicache-ratio", str((store.host_tokens - page + 0.5) / sizes.pool_tokens))
+    shared = {"global_segment_size": store.shared_tokens * token_bytes, "prefetch_threshold": page}
+    told = json.dumps(about | shared)
+    return (*servers.HICACHE, *mode, "--hicache-storage-backend-extra-config", told)
 
 
 def _setup(configs: Sequence[ServerConfig]) -> Setup:
-    of = {role: [c for c in configs if c.role == role] for role in ENGINES}
-    return Setup(
-        aggregated=tuple(config.url for config in of["aggregated"]),
-        prefill=tuple(Prefill(c.url, c.bootstrap_port or 0) for c in of["prefill"]),
-        decode=tuple(config.url for config in of["decode"]),
-    )
+    urls = {role: tuple(c.url for c in of_role(configs, role)) for role in ("aggregated", "decode")}
+    prefill = (Prefill(c.url, c.bootstrap_port or 0) for c in of_role(configs, "prefill"))
+    stores = of_role(configs, "store")
+    return Setup(**urls, prefill=tuple(prefill), store=stores[0].url if stores else None)
 
 
 @contextmanager
@@ -98,12 +102,13 @@ def started(arm: Arm, about: FleetFile, rig: Rig, model: Path, logs: Path) -> It
     Raises:
         ServerFailed: a server did not start, died, or failed SGLang's memory check after a load.
     """
-    configs = layout(arm, model, rig.pool_tokens, rig.chunk_tokens, about.block_tokens)
+    configs = layout(arm, rig, model, about.block_tokens)
     setup, last = _setup(configs), configs[-1]
     target, via = direct(setup), "directly"
     if last.role == "router":
         target = Target(last.url)
         via = arm.policy if ":" in arm.policy else f"{ROUTED}, {arm.policy}"
     assert target is not None, "several servers of a role and no router"
+    bytes_of = kv_bytes_per_token(model)
     with Fleet(configs, logs) as fleet:
-        yield Servers(setup, about, target, token_range(model), fleet.check, via)
+        yield Servers(setup, about, target, token_range(model), fleet.check, via, bytes_of)

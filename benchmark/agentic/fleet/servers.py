@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
 import threading
 import time
 import urllib.error
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
 from urllib.parse import urlsplit
 
 from benchmark.agentic.fleet.spec import FleetFile, Setup
@@ -22,18 +20,17 @@ from benchmark.agentic.load.run import Settings, replay
 from benchmark.harness import fleet, metrics
 from benchmark.harness.client import Target
 from benchmark.harness.command import RunFailed
-from benchmark.harness.models import REPOSITORY
-from benchmark.harness.ports import allocate_ports
-from benchmark.harness.servers import HOST, ServerConfig
+from benchmark.harness.servers import ServerConfig, our_router
 from benchmark.traces.record import Record
 
-ENGINES = ("prefill", "decode", "aggregated")
 GAUGES = {"usage": "token_usage", "running": "num_running_reqs", "accept": "spec_accept_length"}
 """That are sampled: of the KV pool, requests that run, tokens of a step with drafts."""
 SAMPLE_S = 1.0
 FLUSH_S = 10.0
 """That a server may take to become idle before it empties its cache."""
 ROUTED = "our router"
+MEMORY = "sglang:host_memory_bytes"
+"""Of the engines' host pools or staging buffers; of the store, what its clients give it."""
 OURS = {"sglang-router: cache_aware": "linear", "none": "round_robin"}
 """What stands for an arm's policy of the rig where servers by address need a router."""
 
@@ -49,10 +46,12 @@ class Servers:
         vocabulary: range,
         check: Callable[[], None] = lambda: None,
         via: str = "directly",
+        token_bytes: int = 0,
     ) -> None:
-        """``check``: raises where a server is not well, after each load. ``via``: for the page."""
+        """``check``: raises where a server is not well, after each load. ``via``: for the page.
+        ``token_bytes``: KV of a token, where it is known."""
         self.setup, self.about, self.target, self.via = setup, about, target, via
-        self.vocabulary, self.check = vocabulary, check
+        self.vocabulary, self.check, self._token_bytes = vocabulary, check, token_bytes
 
     def prompts(self, seed: int) -> PromptSource:
         about = self.about
@@ -63,9 +62,23 @@ class Servers:
         return Settings(headers=self.about.all_headers, **more)  # type: ignore[arg-type]
 
     def warm_up(self) -> None:
-        """Raises RunFailed: see ``warm_up``."""
-        count = self.about.warm_up * max(1, len(self.setup.engines))
-        warm_up(self.target, self.prompts(0), count, self.about.all_headers)
+        """Some requests outside the load: the first transfer between two servers pays for their
+        connection.
+
+        Raises:
+            RunFailed: one was not answered; the message says by whom and why.
+        """
+        prompts = self.prompts(0)
+        tokens = 3 * prompts.block_tokens
+        # Block ids that no trace has, so that nothing of it is cached beforehand.
+        records = [
+            Record(0.0, tokens, 4, (-3 * i - 1, -3 * i - 2, -3 * i - 3))
+            for i in range(self.about.warm_up * max(1, len(self.setup.engines)))
+        ]
+        settings = self.settings(think_s=0.0, timeout_s=120.0, sessions=2)
+        for outcome in asyncio.run(replay(self.target, records, prompts, settings)):
+            if outcome.error is not None:
+                raise RunFailed(f"warm-up of {self.target.url} failed: {outcome.message}")
 
     def flush(self) -> list[str]:
         """Empties every engine's cache, then what our router believes of them; returns who would
@@ -91,14 +104,19 @@ class Servers:
         return found
 
     def gained(self, before: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-        """Role, also ``store`` -> what its servers' counters gained, summed. A role is left out
-        where one of its servers did not answer now or ``before``: what it had counted until then
-        would look like the load's, or be missing."""
+        """Role, also ``store`` -> what its servers' counters gained, summed; and the host memory
+        that they have now, bytes, as ``MEMORY``. A role is left out where one of its servers did
+        not answer now or ``before``: what it had counted until then would look like the load's, or
+        be missing."""
         now, found = self.counters(), {}
         for role in dict.fromkeys(self._roles.values()):
             urls = [url for url, of in self._roles.items() if of == role]
             if all(url in before and url in now for url in urls):
                 found[role] = metrics.total(metrics.gained(before[url], now[url]) for url in urls)
+                pools = (now[url].get(metrics.HOST_TOKENS, 0.0) * self._token_bytes for url in urls)
+                given = (now[url].get(metrics.STORE_BYTES, 0.0) for url in urls)
+                if memory := sum(pools) + sum(given):
+                    found[role][MEMORY] = memory
         return found
 
     @property
@@ -146,29 +164,6 @@ class Servers:
             return body
 
 
-def warm_up(
-    target: Target,
-    prompts: PromptSource,
-    requests: int,
-    headers: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Some requests outside the load: the first transfer between two servers pays for their
-    connection.
-
-    Raises:
-        RunFailed: one was not answered; the message says by whom and why.
-    """
-    tokens = 3 * prompts.block_tokens
-    # Block ids that no trace has, so that nothing of it is cached beforehand.
-    records = [
-        Record(0.0, tokens, 4, (-3 * i - 1, -3 * i - 2, -3 * i - 3)) for i in range(requests)
-    ]
-    settings = Settings(0.0, 120.0, sessions=2, headers=headers)
-    for outcome in asyncio.run(replay(target, records, prompts, settings)):
-        if outcome.error is not None:
-            raise RunFailed(f"warm-up of {target.url} failed: {outcome.message}")
-
-
 @contextmanager
 def reach(
     setup: Setup, about: FleetFile, policy: str, router_args: Sequence[str]
@@ -200,21 +195,9 @@ def reach(
 
 
 def routed(setup: Setup, policy: str, more: Sequence[str] = ()) -> ServerConfig:
-    """Our router before a setup's servers, which should be ready: it is ready when it has looked at
-    all of them. The policy is decode's where servers are split, else the workers'.
-
-    ``more``: further arguments, as ``("--alpha", "0.5")``.
-    """
-    (port,) = allocate_ports(1)
-    command = [sys.executable, "-m", "benchmark", "route"]
-    command += ["--host", HOST, "--port", str(port)]
-    for server in setup.prefill:
-        command += ["--prefill", server.url, str(server.bootstrap_port)]
-    for role, urls in (("--decode", setup.decode), ("--worker", setup.aggregated)):
-        command += [word for url in urls for word in (role, url)]
-    command.append("--decode-policy" if setup.decode and not setup.aggregated else "--policy")
-    env = {"PYTHONPATH": str(REPOSITORY)}
-    return ServerConfig("router", port, (*command, policy, *more), env)
+    """Our router before a setup's servers; see ``our_router``."""
+    prefill = [(server.url, server.bootstrap_port) for server in setup.prefill]
+    return our_router(prefill, setup.decode, setup.aggregated, policy, more)
 
 
 def direct(setup: Setup) -> Target | None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
 from benchmark.agentic.load.prepare import Endpoint
 from benchmark.agentic.router.policies import POLICIES
-from benchmark.harness.variants import VARIANTS
 from benchmark.traces.record import BLOCK_TOKENS
 
 T = TypeVar("T")
@@ -74,9 +73,23 @@ class Setup(Roles, frozen=True):
         return roles | dict.fromkeys(self.decode, "decode")
 
 
+Role = Literal["aggregated", "prefill", "decode"]
+
+
+class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A hierarchical cache of an arm's aggregated servers over one Mooncake store, which lives in
+    their memory. Tokens of KV."""
+
+    host_tokens: Positive
+    """Of each server's host pool, or of its staging buffer."""
+    shared_tokens: Positive
+    """Of each server's part of the store, which all of them read."""
+    buffer_only: bool = False
+
+
 class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One setup. ``aggregated``, ``prefill``, ``decode`` and ``variant`` say what the rig starts;
-    a fleet by address has it under ``setup``."""
+    """One setup. ``aggregated`` to ``store`` say what the rig starts; a fleet by address has it
+    under ``setup``."""
 
     title: str
     """``{servers}`` in it becomes how many there are."""
@@ -85,13 +98,19 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     aggregated: int = 0
     prefill: int = 0
     decode: int = 0
-    variant: str = "stock"
-    """``stock``, ``patched`` (this package without a flag), ``radix`` (the decode radix cache),
-    ``spinning`` (with NIXL's thread as in stock), ``local`` (decode computes short turns where that
-    is sooner), ``local-always``, ``local-100ms`` and ``local-50ms`` (with a bound on inter-token
-    latency)."""
+    variant: Literal["stock", "patched", "radix", "local"] = "stock"
+    """The stock release, this package without a flag, with the decode radix cache, and with local
+    turns too, where decode expects to be sooner. Without a flag there is always an arm: what NIXL's
+    sleeping thread gains is not the flag's."""
     local_tokens: int = 0
     """Of ``local``: turns with more new tokens go to prefill."""
+    args: dict[Role, tuple[str, ...]] = {}
+    """Further arguments of the servers of a role."""
+    env: dict[str, str] = {}
+    """Variables of all servers."""
+    venv: str | None = None
+    """Folder of the environment of SGLang 0.5.23 in the repository, whose servers are measured."""
+    store: Store | None = None
     policy: str = "linear"
     """Of our router, ``sglang-router: POLICY``, or ``none``; by address, of our router where it is
     needed."""
@@ -101,9 +120,7 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     router_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.variant not in VARIANTS:
-            raise ValueError(f"`variant` is one of {', '.join(VARIANTS)}")
-        if self.variant.startswith("local") and self.local_tokens < 1:
+        if self.variant == "local" and self.local_tokens < 1:
             raise ValueError("`local_tokens` must be 1 or more")
         if not self.policy.startswith(f"{SGLANG}: ") and self.policy not in (*POLICIES, NONE):
             choices = ", ".join((*POLICIES, NONE, f"{SGLANG}: POLICY"))
@@ -152,6 +169,8 @@ class Rig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """KV pool of every server."""
     chunk_tokens: int = 512
     """Of a prefill step."""
+    reserve_tokens: int | None = None
+    """``--num-reserved-decode-tokens``; None: a block, as SGLang's 512 to the trace's."""
     shape: dict[str, int] = {}
     """Of the random model; see ``benchmark.harness.models.random_qwen3``."""
 

@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import t
 
+from benchmark.agentic.fleet.servers import MEMORY
 from benchmark.agentic.fleet.spec import Slo
 from benchmark.agentic.load.outcome import Outcome
 from benchmark.agentic.report.events import events
@@ -29,6 +30,8 @@ NAMES = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end-to-end time"}
 STATISTICS = ("mean", "p50", "p90", "p99")
 STAGES = ("queue", "build", "post", "wire")
 """Of a transfer, as prefill counts them."""
+TIERS = ("device", "host", "storage")
+"""Of a hierarchical cache."""
 CELL = ["point", "arm", "round"]
 AGAINST = {
     **{f"{quantity}_mean": name for quantity, name in NAMES.items()},
@@ -192,6 +195,12 @@ def _counters(cell: Cell) -> dict[str, float]:
     for name in {name for row in cell.samples for name in row} - {"at", "server"}:
         values = [row[name] for row in cell.samples if name in row]
         found |= {f"{name}_p50": _quantile(values, 0.5), f"{name}_max": max(values)}
+    engines, store = (cell.gained.get(role, {}) for role in ("aggregated", "store"))
+    if MEMORY in engines:
+        found |= {"host_bytes": engines[MEMORY], "store_bytes": store.get(MEMORY, 0.0)}
+        prompts = max(1.0, engines.get(metrics.ALL_PROMPT_TOKENS, 0.0))
+        for tier in TIERS:
+            found[tier] = engines.get(f"{metrics.CACHED_TOKENS} {tier}", 0.0) / prompts
     if "prefill" not in cell.gained:
         return found
     prefill, decode = (cell.gained.get(role, {}) for role in ("prefill", "decode"))

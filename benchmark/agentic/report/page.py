@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmark.agentic.fleet.spec import counted
-from benchmark.agentic.report.numbers import AGAINST, NAMES, QUANTITIES, STAGES, STATISTICS
+from benchmark.agentic.report.numbers import AGAINST, NAMES, QUANTITIES, STAGES, STATISTICS, TIERS
 from benchmark.agentic.report.summary import COMPARED
 from benchmark.agentic.report.verdict import ROUNDS, SHARE, percent, share, spread
 from benchmark.harness.report import markdown
@@ -70,6 +70,8 @@ COUNTED = [
     Column("tokens a draft step", ("accept_p50",), ".2f"),
     Column("running: p50 / max", ("running_p50", "running_max")),
     Column("KV pool: p50 / max", ("usage_p50", "usage_max"), ".0%"),
+    Column("cached on: device / host / store", TIERS, ".1%"),
+    Column("host memory: pools / store", ("host_bytes", "store_bytes"), ",.1f", 1e-6, " MB"),
     Column("imbalance", ("imbalance",), ".2f"),
     Column("transfers", ("transfers",)),
     Column(f"stages: {' / '.join(STAGES)}", STAGES, ".2f", 1e3, " ms"),

@@ -209,7 +209,7 @@ def _planned(args: argparse.Namespace, words: str) -> tuple[Plan, Run]:
         titles(arms),
         missing,
         fleet.public(),
-        describe(),
+        describe(next((arm.venv for arm in arms.values() if arm.venv), None)),
         f"python -m benchmark run {words}",
         shown,
         servers={name: arm.servers for name, arm in arms.items()},

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmark.harness.pair import Aggregated
+from benchmark.harness.fleet import Aggregated
 from benchmark.harness.servers import Sizes
 from benchmark.harness.workload import token_range
 from e2e.support import START_METHOD

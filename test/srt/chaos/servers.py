@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmark.harness import checks, metrics
-from benchmark.harness.fleet import start
-from benchmark.harness.pair import PairConfig
+from benchmark.harness.fleet import PairConfig, start
 from benchmark.harness.process import ServerProcess
 from benchmark.harness.servers import HOST, ServerConfig, Sizes
 from chaos import faults, store

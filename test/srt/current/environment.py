@@ -18,21 +18,22 @@ DRAFTS = (
 )
 
 
-def environment() -> dict[str, str]:
+def environment(package: Path | None = None) -> dict[str, str]:
     """Variables, to be set before SGLang is imported: one thread, no network, one model, no waiting
-    for events of a GPU."""
+    for events of a GPU. ``package``: SGLang's folder; None: that of this environment."""
     return {
         "SGLANG_CPU_STANDIN": "1",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "UCX_TLS": "tcp,self",
         "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
-        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models()),
+        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(package)),
     }
 
 
-def _other_models() -> list[str]:
-    spec = find_spec("sglang")  # by its folder: to import it would be too early
-    folders = spec.submodule_search_locations if spec else None
+def _other_models(package: Path | None) -> list[str]:
+    # By its folder: to import it would be too early.
+    spec = None if package else find_spec("sglang")
+    folders = [package] if package else spec and spec.submodule_search_locations
     paths = [path for folder in folders or () for path in Path(folder, "srt/models").glob("*.py")]
     return sorted(path.stem for path in paths if path.stem not in (MODEL, "__init__"))

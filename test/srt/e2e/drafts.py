@@ -15,8 +15,8 @@ from pathlib import Path
 
 from benchmark.harness import metrics, report
 from benchmark.harness.client import Request, Result
+from benchmark.harness.fleet import Pair
 from benchmark.harness.models import REPOSITORY, TINY_ARITH
-from benchmark.harness.pair import Pair
 
 ACCEPT_LENGTH = "sglang:spec_accept_length"
 Ids = list[int]

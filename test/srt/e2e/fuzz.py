@@ -18,7 +18,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from benchmark.harness.pair import Pair
+from benchmark.harness.fleet import Pair
 from e2e.support import route
 
 #: Hypothesis parses sources meanwhile, which CPython 3.11 cannot do in two threads.

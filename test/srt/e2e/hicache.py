@@ -18,9 +18,8 @@ import requests
 from benchmark.harness import checks
 from benchmark.harness.client import Request, Target
 from benchmark.harness.fleet import Fleet
-from benchmark.harness.ports import allocate_ports
 from benchmark.harness.process import ServerProcess
-from benchmark.harness.servers import ServerConfig, Sizes, aggregated, tensor_parallel
+from benchmark.harness.servers import ServerConfig, Sizes, aggregated
 from chaos import store
 from chaos.logs import log_problems
 from e2e.support import START_METHOD, Ids, Reference, prompt_maker, send_and_leave, until
@@ -113,9 +112,7 @@ def servers(
 
 
 def _config(model: Path, page: int, backend: Backend, deadline_s: float) -> ServerConfig:
-    http, nccl = allocate_ports(2)
     extra = {**backend.extra_config, "prefetch_threshold": page}
-    parallel, parallel_env = tensor_parallel(backend.ranks)
     arguments = (
         "--enable-hierarchical-cache",
         *("--hicache-host-memory-mode", "buffer_only"),
@@ -125,10 +122,8 @@ def _config(model: Path, page: int, backend: Backend, deadline_s: float) -> Serv
         *("--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct"),
         *("--hicache-storage-backend-extra-config", json.dumps(extra)),
         "--sleep-on-idle",  # the other server needs the core
-        *parallel,
     )
     env = {
-        **parallel_env,
         START_METHOD: "fork",
         "PYTHONPATH": os.pathsep.join(filter(None, (TESTS, os.environ.get("PYTHONPATH")))),
         # A slow machine must not turn hits into timeouts.
@@ -142,9 +137,9 @@ def _config(model: Path, page: int, backend: Backend, deadline_s: float) -> Serv
     sizes = Sizes(24_000, page, chunked_prefill_tokens=256, max_running=MAX_RUNNING)
     return aggregated(
         backend.model or model,
-        (http, nccl),
         sizes,
         stock=False,
+        ranks=backend.ranks,
         extra_args=arguments,
         env=env,
     )

@@ -20,9 +20,7 @@ import requests
 
 from benchmark.harness import servers
 from benchmark.harness.client import Request, Result, Target, open_session, send
-from benchmark.harness.fleet import start
-from benchmark.harness.pair import Aggregated, Pair, PairConfig
-from benchmark.harness.ports import allocate_ports
+from benchmark.harness.fleet import Aggregated, Pair, PairConfig, start
 from benchmark.harness.process import ServerProcess
 from benchmark.harness.servers import HOST, ServerConfig, Sizes
 from benchmark.harness.workload import token_range
@@ -94,7 +92,7 @@ def pair_config(model: Path, logs: Path, **changes: Any) -> PairConfig:
 def balancer(pair: Pair, logs: Path, *, mini: bool) -> Iterator[str]:
     """The URL of one of SGLang's load balancers in front of a running pair: the one in Rust, or the
     small one in Python (``--mini-lb``)."""
-    config = servers.router(allocate_ports(2), [pair.layout[0]], [pair.layout[1]])
+    config = servers.router(pair.layout[:2])
     if mini:
         config = replace(config, role="mini-lb", command=(*config.command, "--mini-lb"))
     with start(config, logs) as process:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from benchmark.demo.chat import number_of
 from benchmark.harness import metrics
 from benchmark.harness.client import Request, Result, Target, send_all
+from benchmark.harness.fleet import Aggregated, Pair
 from benchmark.harness.metrics import HIT_TOKENS, PROMPT_TOKENS
-from benchmark.harness.pair import Aggregated, Pair
 from benchmark.harness.servers import Sizes
 from e2e.support import START_METHOD, pair_config, settle
 
@@ -32,6 +32,12 @@ class Graded:
 
     texts: list[str]
     correct: int
+
+
+def number_of(answer: str) -> int | None:
+    """The number after ``####``, as GSM8K ends its answers; None where there is none."""
+    found = re.search(r"#### (-?\d+)", answer)
+    return int(found.group(1)) if found else None
 
 
 def held_out() -> tuple[list[Request], list[int | None]]:

@@ -12,9 +12,7 @@ import pytest
 
 from benchmark.harness import metrics, servers
 from benchmark.harness.client import Result
-from benchmark.harness.fleet import start
-from benchmark.harness.pair import Pair
-from benchmark.harness.ports import allocate_ports
+from benchmark.harness.fleet import Pair, start
 from benchmark.harness.process import ServerProcess
 from benchmark.harness.servers import ServerConfig
 from benchmark.harness.watchdog import kill_group
@@ -77,13 +75,7 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
     config = pair_config(model, logs, page_size=16, env=ENV)
     with Pair(config, logs) as pair:
         template = pair.layout[0]
-        ports = allocate_ports(3)
-        second = servers.prefill(
-            model,
-            (ports[0], ports[1], ports[2]),
-            config.prefill_sizes,
-            env={**template.env},
-        )
+        second = servers.engine("prefill", model, config.prefill_sizes, env=template.env)
         process = start(second, logs / "second")
         process.wait_ready()
         made = Cluster(

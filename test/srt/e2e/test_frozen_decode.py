@@ -12,7 +12,7 @@ import pytest
 
 from benchmark.harness import checks, metrics
 from benchmark.harness.client import Request, Result, Target, send_all
-from benchmark.harness.pair import Pair
+from benchmark.harness.fleet import Pair
 from benchmark.harness.servers import Sizes
 from e2e.support import (
     EventLogs,

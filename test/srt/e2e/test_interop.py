@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmark.harness import metrics
-from benchmark.harness.pair import Pair
+from benchmark.harness.fleet import Pair
 from e2e.support import Ids, Reference, pair_config, prompt_maker, settle, take_turns
 from sglang.srt.disaggregation.delta.metrics import METRICS
 from sglang.srt.patchset import __version__

@@ -8,7 +8,7 @@ import pytest
 
 import later_release
 from benchmark.harness import metrics
-from benchmark.harness.pair import Pair
+from benchmark.harness.fleet import Pair
 from e2e.support import Ids, Reference, pair_config, prompt_maker, take_turns
 
 PAGE = 16

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import requests
 
-from benchmark.harness.pair import Aggregated, Pair
+from benchmark.harness.fleet import Aggregated, Pair
 from e2e.support import DOZE, Ids, ask_both, prompt_maker, settle
 from e2e.test_local_turns import GREEDY, local_config, turns
 from models import random_lora

@@ -16,8 +16,7 @@ import requests
 
 from benchmark.harness import metrics
 from benchmark.harness.client import Result
-from benchmark.harness.fleet import start
-from benchmark.harness.pair import Pair
+from benchmark.harness.fleet import Pair, start
 from benchmark.harness.watchdog import kill_group
 from e2e.support import (
     DOZE,

@@ -16,7 +16,7 @@ import pytest
 import requests
 
 from benchmark.harness import checks
-from benchmark.harness.pair import Pair
+from benchmark.harness.fleet import Pair
 from e2e.support import (
     EventLogs,
     Ids,

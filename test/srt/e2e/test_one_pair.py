@@ -23,8 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmark.harness import metrics
 from benchmark.harness.client import Request
+from benchmark.harness.fleet import Pair
 from benchmark.harness.metrics import HIT_TOKENS
-from benchmark.harness.pair import Pair
 from benchmark.harness.workload import kv_bytes_per_token
 from e2e import fuzz
 from e2e.support import (

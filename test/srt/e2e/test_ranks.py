@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmark.harness import metrics
-from benchmark.harness.pair import Pair
+from benchmark.harness.fleet import Pair
 from benchmark.harness.ports import allocate_adjacent_ports
 from benchmark.harness.workload import kv_bytes_per_token
 from e2e.support import (

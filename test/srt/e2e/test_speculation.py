@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from benchmark.harness.fleet import Pair, PairConfig
 from benchmark.harness.metrics import HIT_TOKENS
-from benchmark.harness.pair import Pair, PairConfig
 from e2e import drafts
 from e2e.drafts import ACCEPT_LENGTH, drafting
 from e2e.support import (

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmark.agentic.studies import cli, record
+from benchmark.harness.fleet import Aggregated, Pair, PairConfig
 from benchmark.harness.models import TINY_ARITH
-from benchmark.harness.pair import Aggregated, Pair, PairConfig
 from benchmark.harness.servers import Sizes
 from benchmark.traces.generate import generate
 from benchmark.traces.read import write

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmark.harness.pair import Aggregated
+from benchmark.harness.fleet import Aggregated
 from benchmark.harness.servers import Sizes
 from benchmark.harness.workload import token_range
 from current.environment import environment

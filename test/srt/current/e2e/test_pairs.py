@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmark.harness import metrics
-from benchmark.harness.pair import Pair, PairConfig
+from benchmark.harness.fleet import Pair, PairConfig
 from current.e2e.support import LEAD, NEW, SIZES, Talks, variables
 from e2e.drafts import drafting
 

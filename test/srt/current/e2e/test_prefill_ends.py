@@ -17,8 +17,7 @@ import pytest
 
 from benchmark.harness import checks, metrics
 from benchmark.harness.client import Request, Result, Target, open_session, send
-from benchmark.harness.fleet import start
-from benchmark.harness.pair import Pair, PairConfig
+from benchmark.harness.fleet import Pair, PairConfig, start
 from benchmark.harness.servers import patchset_env
 from current.e2e.support import LEAD, NEW, SIZES, Ids, Talks, variables
 

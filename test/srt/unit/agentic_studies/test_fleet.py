@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,10 @@ from benchmark.agentic.fleet.servers import Servers, gauges
 from benchmark.agentic.fleet.spec import FleetFile, counted
 from benchmark.agentic.studies.spec import FOLDER, Study, find, titles
 from benchmark.harness.client import Target
+from benchmark.harness.models import REPOSITORY, TINY_ARITH
+from benchmark.harness.workload import kv_bytes_per_token
+
+RADIX = "--disaggregation-decode-enable-radix-cache"
 
 
 @pytest.mark.parametrize(
@@ -61,15 +67,18 @@ def test_every_shipped_study_is_valid_and_names_what_it_starts() -> None:
         study = spec.load(find(path.stem), Study)
         engines = {arm.aggregated + arm.prefill + arm.decode for arm in study.arms.values()}
         assert len(study.arms) >= 2 or study.grid
-        assert len(engines) == 1 and (study.rounds >= 3 or path.stem == "replay"), path
+        assert len(engines) == 1 and (study.rounds >= 3 or path.stem in ("demo", "replay")), path
 
 
-def test_arms_of_the_rig_differ_in_what_they_say(tmp_path: Path) -> None:
+def test_arms_of_the_rig_differ_in_what_they_say() -> None:
     """Equal pools for all servers, flags on the arm's decode servers only, engines behind the
     client."""
     for path in FOLDER.glob("*.yaml"):
         for arm in spec.load(path, Study).arms.values():
-            engines = [c for c in rig.layout(arm, tmp_path, 5000) if c.role != "router"]
+            layout = rig.layout(arm, spec.Rig(pool_tokens=5000), TINY_ARITH)
+            assert (layout[0].role == "store") == (arm.store is not None)
+            assert (layout[-1].role == "router") == (arm.policy != "none")
+            engines = [c for c in layout if c.role not in ("router", "store")]
             roles = [engine.role for engine in engines]
             assert roles == (
                 ["prefill"] * arm.prefill
@@ -80,13 +89,38 @@ def test_arms_of_the_rig_differ_in_what_they_say(tmp_path: Path) -> None:
                 command = " ".join(engine.command)
                 assert engine.command[: len(rig.BEHIND)] == rig.BEHIND
                 assert "--max-total-tokens 5000" in command
-                radix = "--disaggregation-decode-enable-radix-cache" in command
-                decodes = engine.role == "decode"
-                kind = arm.variant.partition("-")[0]
-                assert radix == (decodes and kind in ("radix", "spinning", "local"))
+                decodes, asked = engine.role == "decode", " ".join(arm.args.get(engine.role, ()))
+                assert asked in command
+                of_variant = decodes and arm.variant in ("radix", "local")
+                assert (RADIX in command) == (of_variant or RADIX in asked)
                 local = f"--disaggregation-decode-local-tokens {arm.local_tokens}" in command
-                assert local == (decodes and kind == "local")
+                assert local == (decodes and arm.variant == "local")
                 assert engine.env["SGLANG_PATCHSET"] == ("0" if arm.variant == "stock" else "1")
+                assert engine.environment()["SGLANG_CPU_STANDIN"] == "1"
+                assert arm.env.items() <= engine.env.items()
+                python = REPOSITORY / arm.venv / "bin/python" if arm.venv else sys.executable
+                assert engine.command[len(rig.BEHIND)] == str(python)
+
+
+def test_arms_of_a_store_differ_in_memory_and_mode() -> None:
+    """Guards against an arm with more memory than the other, or another policy, which would be
+    measured instead of the mode."""
+    arms = [arm for arm in spec.load(find("hicache"), Study).arms.values() if arm.store]
+    cache, buffer_only = (rig.layout(arm, spec.Rig(), TINY_ARITH)[1].command for arm in arms)
+    size, page = kv_bytes_per_token(TINY_ARITH), 16
+    hosts, segments = [], []
+    for arm, command in zip(arms, (cache, buffer_only), strict=True):
+        about = json.loads(command[command.index("--hicache-storage-backend-extra-config") + 1])
+        assert about["prefetch_threshold"] == page
+        segments.append(about["global_segment_size"])
+        assert segments[-1] == arm.store.shared_tokens * size
+    # SGLang cuts the product to a token and then to a page, and adds a page.
+    ratio = float(cache[cache.index("--hicache-ratio") + 1])
+    hosts.append((int(ratio * spec.Rig().pool_tokens) // page + 1) * page)
+    hosts.append(int(buffer_only[buffer_only.index("--hicache-buffer-pages") + 1]) * page)
+    assert hosts == [arm.store.host_tokens for arm in arms]
+    one, other = (host * size + segment for host, segment in zip(hosts, segments, strict=True))
+    assert one == other
 
 
 def test_a_fleet_without_an_arms_servers_says_so() -> None:

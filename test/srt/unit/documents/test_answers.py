@@ -29,21 +29,8 @@ def _transfer() -> Iterator[str]:
     yield f"{spinning['ours']:.2f} GB/s instead of {spinning['stock']:.2f}"
 
 
-def _buffer_only() -> Iterator[str]:
-    for folder, trace in (("", "conversation"), ("unshared/", "unshared"), ("agents/", "agents")):
-        arms = _read(f"hicache_buffer_only/results/{folder}summary.json")["traces"][trace]["arms"]
-        both = [arms[arm] for arm in ("cache", "buffer_only")]
-        found = [
-            100 * sum(a["hits"][t] for t in ("device", "host", "storage")) / a["hits"]["prompt"]
-            for a in both
-        ]
-        yield "{:.{d}f} / {:.{d}f} %".format(*found, d=0 if trace == "unshared" else 1)
-        yield "{:.0f} / {:.0f} ms".format(*(1e3 * a["times"]["ttft_s"]["mean"] for a in both))
-
-
 ANSWERS = {
     "kv_transfer/README.md": _transfer,
-    "hicache_buffer_only/README.md": _buffer_only,
 }
 
 

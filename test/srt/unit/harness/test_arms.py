@@ -1,59 +1,51 @@
-"""Arms: what their servers run, which decides what a comparison compares."""
+"""What the servers of a pair are started with, which decides what a comparison compares."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmark.demo import play
-from benchmark.harness.variants import (
-    FLAG,
-    PATCHED,
-    SPINNING,
-    STOCK,
-    Variant,
-    local_turns,
-    variants,
-)
+from benchmark.harness import servers
+from benchmark.harness.fleet import PairConfig
+from benchmark.harness.servers import Sizes
 
-DELAY = "SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY"
 RADIX = "--disaggregation-decode-enable-radix-cache"
-LOCAL = "--disaggregation-decode-local-tokens 64"
-
-
-def test_the_arm_without_a_flag_is_always_there() -> None:
-    """Guards against a gain of NIXL's sleeping thread that is ascribed to the flag."""
-    assert variants() == (STOCK, PATCHED, FLAG)
-    assert variants(spinning=True) == (STOCK, PATCHED, FLAG, SPINNING)
+SMALL = Sizes(100, reserved_decode_tokens=64)
 
 
 @pytest.mark.parametrize(
-    ("variant", "stock", "of_decode", "delay"),
+    ("changes", "stock", "radix"),
     [
-        (STOCK, True, set(), None),
-        (PATCHED, False, set(), None),
-        (FLAG, False, {RADIX}, None),
-        (SPINNING, False, {RADIX}, "0"),
-        (local_turns(64), False, {RADIX, LOCAL}, None),
+        ({"stock": True}, ("1", "1"), False),
+        ({}, ("0", "0"), False),
+        ({"radix": True}, ("0", "0"), True),
+        ({"radix": True, "stock_prefill": True}, ("1", "0"), True),
     ],
-    ids=["stock", "patched", "flag", "spinning", "local turns"],
 )
-def test_arms_differ_in_what_they_are_called(
-    variant: Variant, stock: bool, of_decode: set[str], delay: str | None
+def test_pairs_differ_in_what_they_say(
+    changes: dict[str, Any], stock: tuple[str, str], radix: bool
 ) -> None:
-    """Guards against an arm whose servers run something else than its column says."""
-    prefill, decode, *_ = play.configure(Path("m"), variant).layout()
-    for server, flags in ((prefill, set()), (decode, of_decode)):
-        command = " ".join(server.command)
-        assert {flag for flag in (RADIX, LOCAL) if flag in command} == flags
-        assert server.env["SGLANG_PATCHSET"] == ("0" if stock else "1")
-        assert server.env.get(DELAY) == delay
-        # A stock arm needs it, too.
-        assert server.environment()["SGLANG_CPU_STANDIN"] == "1"
+    """Guards against a pair whose servers run something else than its column says."""
+    config = PairConfig(Path("m"), decode_sizes=SMALL, decode_tp=2, decode_args=("--x",), **changes)
+    prefill, decode = config.layout()
+    assert RADIX not in prefill.command and (RADIX in decode.command) == radix
+    switches = tuple(str(1 - int(s.env["SGLANG_PATCHSET"])) for s in (prefill, decode))
+    assert switches == stock
+    assert all(server.environment()["SGLANG_CPU_STANDIN"] == "1" for server in (prefill, decode))
+    said = " ".join(decode.command)
+    assert "--num-reserved-decode-tokens 64" in said and "--tp-size 2" in said and "--x" in said
+    assert "--tp-size" not in prefill.command and "--x" not in prefill.command
 
 
-def test_arms_have_the_same_sizes() -> None:
-    """Guards against memory or batch sizes that are measured instead of the code."""
-    arms = [play.configure(Path("m"), variant) for variant in variants()]
-    assert len({(arm.prefill_sizes, arm.decode_sizes, arm.decode_args) for arm in arms}) == 1
+def test_a_router_knows_all_servers_behind_it() -> None:
+    """Guards against a fleet of which one server gets nothing."""
+    *pair, router = PairConfig(Path("m"), router=True, router_port=8123).layout()
+    assert router.url == "http://127.0.0.1:8123" and router.ready_url.endswith("/readiness")
+    where = router.command.index(pair[0].url)
+    assert router.command[where + 1] == str(pair[0].bootstrap_port)
+    assert pair[1].url in router.command
+    workers = [servers.aggregated("m"), servers.aggregated("m")]
+    command = servers.router(workers, policy="cache_aware").command
+    assert {worker.url for worker in workers} < set(command) and "cache_aware" in command

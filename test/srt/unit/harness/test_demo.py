@@ -1,4 +1,4 @@
-"""The demo's pure parts, and how a benchmark's command line ends."""
+"""What the demo refuses and shows, and how a benchmark's command line ends."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmark.demo import chat, preflight
-from benchmark.harness.client import Result
+from benchmark.demo.__main__ import problems
+from benchmark.demo.serve import told
+from benchmark.harness import metrics
 from benchmark.harness.command import RunFailed, status
 from benchmark.harness.process import ServerFailed
 
@@ -21,16 +22,31 @@ def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        found = list(preflight.problems(port, tmp_path))
+        found = list(problems(port, tmp_path))
     assert f"port {port} is taken: choose another with --port" in found
 
 
-def test_right_answers_are_counted_by_their_number() -> None:
-    """Guards against an answer counted right for a number in its working."""
-    turns = [[chat.Turn("?", 5), chat.Turn("?", 6)]]
-    results = [Result("0.0", 0.0, text="2+3 = 5\n#### 5"), Result("0.1", 0.0, text="6\n#### 7")]
-    assert chat.right_answers(turns, results) == 1
-    assert chat.number_of("6") is None
+def test_the_live_view_counts_from_its_start_and_says_what_is_not_known() -> None:
+    """Guards against what a server did before as what it does now, and against a dead server's
+    zeros."""
+    first = {metrics.PROMPT_TOKENS: 1000.0, metrics.HIT_TOKENS: 900.0, "local": 3.0}
+    now = {
+        metrics.PROMPT_TOKENS: 3000.0,
+        metrics.HIT_TOKENS: 1900.0,
+        metrics.REQUESTED_BYTES: 1e6,
+        metrics.RUNNING: 2.0,
+        "local": 5.0,
+        f"{metrics.TTFT}_sum": 1.0,
+        f"{metrics.TTFT}_count": 4.0,
+    }
+    shown = told(None, now, first, token_bytes=1000)
+    assert shown["prefix hits"] == "1,000 of 2,000 tokens"
+    assert shown["KV saved"] == "1.00 of 2.00 MB"
+    assert shown["turns"] == "2 local, 0 remote"
+    assert shown["mean TTFT"] == "250 ms"
+    assert shown["waiting"] == "0 on decode, 0 in transfer, - on prefill"
+    silent = told({}, None, first, token_bytes=1000)
+    assert (silent["running"], silent["turns"]) == ("-", "- local, - remote")
 
 
 def _raises(error: BaseException) -> Callable[[], int]:

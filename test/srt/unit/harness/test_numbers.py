@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from benchmark.harness import metrics, report, workload
-from benchmark.harness.arm import traffic
 from benchmark.harness.client import Request, Result
-from benchmark.harness.pair import output_ids
+from benchmark.harness.fleet import output_ids
 
 SCRAPE = """\
 # HELP sglang:kv_transfer_sent_bytes_total Bytes of KV sent to decode.
@@ -40,13 +39,15 @@ def test_a_counter_that_appears_later_counts_from_zero() -> None:
     assert metrics.gained({"a": 1.0}, {"a": 3.0, "b": 5.0}) == {"a": 2.0, "b": 5.0}
 
 
-def test_bytes_moved_are_those_sent_where_they_are_counted() -> None:
-    """Guards against the stock count of whole prompts where parts were skipped."""
-    both = {metrics.SENT_BYTES: 10.0, metrics.STOCK_TRANSFER_MB: 1.0, metrics.SKIPPED_TOKENS: 4.0}
-    assert traffic(both, {}).bytes_moved == 10.0
-    assert traffic(both, {}).skipped_tokens == 4.0
-    stock = traffic({metrics.STOCK_TRANSFER_MB: 1.5}, {})
-    assert (stock.bytes_moved, stock.counted_by) == (1.5 * 2**20, "whole prompts")
+def test_cached_tokens_are_counted_by_tier() -> None:
+    """Guards the page of a store: the name of its backend is in the label."""
+    text = "".join(
+        f'sglang:cached_tokens_total{{cache_source="{source}",tp_rank="0"}} {count}\n'
+        for source, count in (("device", 5), ("host", 3), ("storage_MooncakeStore", 2))
+    )
+    tiers = {"device": 5.0, "host": 3.0, "storage": 2.0}
+    named = {f"{metrics.CACHED_TOKENS} {tier}": count for tier, count in tiers.items()}
+    assert metrics.parse(text) == {metrics.CACHED_TOKENS: 10.0, **named}
 
 
 def result(label: str, ids: list[int], start: float, times: list[float]) -> Result:
