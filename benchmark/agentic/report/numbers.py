@@ -89,18 +89,17 @@ class Numbers:
         of = self.cells
         if kind:
             of = described(self.requests[self.requests["kind"] == kind].groupby(CELL))
-        one, other = (of.loc[point, arm][column] for arm in arms)
-        return ratio((one / other.where(other != 0)).dropna(), sure)
+        there = of[of.index.get_level_values("point") == point][column].unstack("arm")
+        one, other = (there.get(arm, pd.Series(dtype=float)) for arm in arms)
+        return ratio(one / other.where(other != 0), sure)
 
 
 def numbers(run: Run) -> Numbers:
-    requests = pd.DataFrame(
-        [
-            {**_named(cell), **_request(run, outcome)}
-            for cell in run.cells
-            for outcome in cell.counted
-        ]
-    )
+    rows = [
+        {**_named(cell), **_request(run, outcome)} for cell in run.cells for outcome in cell.counted
+    ]
+    requests = pd.DataFrame(rows, columns=[*CELL, *QUANTITIES, "kind", "error"])
+    requests = requests.astype(dict.fromkeys(QUANTITIES, float))
     cells = pd.DataFrame([{**_named(cell), **_cell(run, cell)} for cell in run.cells])
     whole = cells.set_index(CELL).join(described(requests.groupby(CELL)))
     return Numbers(requests, whole.sort_index())

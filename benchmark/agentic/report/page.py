@@ -29,7 +29,7 @@ class Column(NamedTuple):
 
     def shown(self, numbers: Json) -> str:
         """A dash where the arm has none."""
-        of = [_value(numbers.get(name)) for name in self.names]
+        of = [three(numbers.get(name)) for name in self.names]
         if math.isnan(of[0][0]):
             return "-"
         scaled = [[x * self.scale for x in each] for each in of]
@@ -38,7 +38,7 @@ class Column(NamedTuple):
         return " / ".join(f"{each[0]:{self.form}}" for each in scaled) + self.unit
 
 
-def _value(of: Any) -> list[float]:
+def three(of: Any) -> list[float]:
     """Of a summary, which may lack it or its bounds."""
     three = of if isinstance(of, (list, tuple)) else [of, None, None]
     return [math.nan if each is None else float(each) for each in three]
@@ -68,7 +68,7 @@ COUNTED = [
     Column("tokens that decode computed", ("local_tokens",)),
     Column("loopback interface", ("loopback_bytes",), ",.1f", 1e-6, " MB"),
     Column("tokens a draft step", ("accept_p50",), ".2f"),
-    Column("running: p50 / max", ("running_p50", "running_max")),
+    Column("requests that run: p50 / max", ("running_p50", "running_max")),
     Column("KV pool: p50 / max", ("usage_p50", "usage_max"), ".0%"),
     Column("cached on: device / host / store", TIERS, ".1%"),
     Column("host memory: pools / store", ("host_bytes", "store_bytes"), ",.1f", 1e-6, " MB"),
@@ -164,7 +164,7 @@ def results(told: Json) -> str:
 
     def row(of: Json) -> Iterator[list[str]]:
         shown = (column.shown(of["numbers"]) for column in RESULTS)
-        yield [str(of["failed"]), percent(_value(of["numbers"]["slo"])), *shown]
+        yield [str(of["failed"]), percent(three(of["numbers"].get("slo"))), *shown]
 
     return _table(told, head, row)
 
@@ -181,7 +181,7 @@ def ratios(told: Json) -> str:
 
 
 def _ratio(of: Any, rounds: int) -> str:
-    value, low, high = _value(of)
+    value, low, high = three(of)
     if math.isnan(value):
         return "-"
     bold = "**" if rounds >= ROUNDS and (low > 1 or high < 1) else ""
@@ -200,7 +200,7 @@ def ratio(of: Json | None) -> str:
 def claim_rows(found: Sequence[Json]) -> list[list[str]]:
     """What others or this package's pages say, beside what was measured."""
     return [
-        [of["claim"], of["load"], of["theirs"], share(_value(of["ours"])), of["verdict"]]
+        [of["claim"], of["load"], of["theirs"], share(three(of["ours"])), of["verdict"]]
         for of in found
     ]
 
@@ -235,7 +235,7 @@ def _by_class(of: Json) -> Iterator[list[str]]:
 
 
 def _rounds(of: Json) -> Iterator[list[str]]:
-    means = ", ".join(f"{_value(each)[0] * 1e3:,.0f}" for each in of["rounds"])
+    means = ", ".join(f"{three(each)[0] * 1e3:,.0f}" for each in of["rounds"])
     yield [of["reached"], *(column.shown(of["numbers"]) for column in CLIENT), f"{means} ms"]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.agentic.report.numbers import AGAINST, Interval
-from benchmark.agentic.report.page import Json, _value
+from benchmark.agentic.report.page import Json, three
 from benchmark.agentic.report.verdict import SHOWN, better
 from benchmark.harness import plot
 
@@ -39,7 +39,7 @@ def _over_load(told: Json, path: Path) -> None:
             scale = 1.0 if name == "goodput" else 1e3
             for (arm, title), color in zip(told["titles"].items(), plot.COLORS * 2, strict=False):
                 there = [load for load in loads if arm in loads[load]]
-                of = [_value(loads[load][arm]["numbers"].get(name)) for load in there]
+                of = [three(loads[load][arm]["numbers"].get(name)) for load in there]
                 middle = [value * scale for value, _, _ in of]
                 below = [max(0.0, value - low) * scale for value, low, _ in of]
                 above = [max(0.0, high - value) * scale for value, _, high in of]
@@ -78,7 +78,7 @@ def _grid(told: Json, path: Path) -> None:
             for load, parts in split.items():
                 if not (of := told["loads"][load].get(arm, {}).get("of_first_arm")):
                     continue
-                ratio = Interval(*_value(of[quantity]))
+                ratio = Interval(*three(of[quantity]))
                 x, y = across.index((parts[0], *parts[-1:])), down.index(tuple(parts[1:-1]))
                 color = BETTER[better(quantity, ratio)]
                 cell = Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=color, edgecolor="white")

@@ -265,6 +265,8 @@ def percent(of: Sequence[float]) -> str:
 def spread(of: Sequence[float], form: str, unit: str = "") -> str:
     """A number, and its interval where it has one."""
     value, low, high = of
+    if math.isnan(value):
+        return "-"
     if math.isnan(low):
         return f"{value:{form}}{unit}"
     return f"{value:{form}}{unit} [{low:{form}}, {high:{form}}]"

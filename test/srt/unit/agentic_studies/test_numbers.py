@@ -27,7 +27,7 @@ from benchmark.agentic.report.summary import summary
 from benchmark.agentic.report.verdict import answer, best, better, holds, warnings
 from benchmark.agentic.studies import cli, record
 from benchmark.agentic.studies.record import Cell, Run
-from benchmark.agentic.studies.spec import LoadSpec, Study
+from benchmark.agentic.studies.spec import Claim, LoadSpec, Study
 
 REQUESTS = 40
 
@@ -228,6 +228,19 @@ def test_what_a_steady_load_counts_and_what_it_does_not() -> None:
         *(10, 1.1, 1.0),
         1,
     )
+
+
+def test_what_was_not_sent_is_no_error(tmp_path: Path) -> None:
+    """Guards an hour of measuring against a page that cannot be written: a claim about a class that
+    nobody sent, and windows in which nothing began."""
+    made = run(cells("a", 1.0), cells("b", 0.8))
+    claim = Claim("c", "b", "a", "ttft", 4, at_most=1, request_class=COLD)
+    made.study = msgspec.structs.replace(made.study, claims=(claim,))
+    assert "| c | 4 | at most 1 | - | no verdict |" in shown(made)
+    change(made, "a", lambda o: {"counted": False})
+    change(made, "b", lambda o: {"counted": False})
+    cli.write(made, tmp_path, cli.Console(quiet=True))
+    assert "**no verdict**" in (tmp_path / "page.md").read_text()
 
 
 def test_an_arm_breaks_where_the_slo_is_missed() -> None:
