@@ -16,9 +16,9 @@ from rich.table import Table
 
 from benchmark.harness import metrics
 from benchmark.harness.fleet import Pair, PairConfig
+from benchmark.harness.models import kv_bytes_per_token
 from benchmark.harness.report import milliseconds, number
 from benchmark.harness.servers import Sizes
-from benchmark.harness.workload import kv_bytes_per_token
 
 LOCAL_TOKENS = 256
 POOL_TOKENS = 3600

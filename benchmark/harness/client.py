@@ -219,7 +219,6 @@ def _post(
     headers = {"Content-Type": "application/json"}
     if message.session_id is not None:
         headers[SESSION_HEADER] = message.session_id
-    result.http_bytes += len(message.body)
     return session.post(
         url + message.path, data=message.body, headers=headers, trace_request_ctx=result
     )
@@ -234,7 +233,7 @@ async def _drain(
             await _check_status(response)
         except Failed as failure:
             raise Failed(failure.kind, f"prefill: {failure}") from None
-        result.http_bytes += len(await response.read())
+        await response.read()
 
 
 async def _stream(
@@ -248,7 +247,6 @@ async def _stream(
         tail = b""
         async for chunk in response.content.iter_any():
             now = time.monotonic()
-            result.http_bytes += len(chunk)
             *lines, tail = (tail + chunk).split(b"\n")
             for line in lines:
                 if line.startswith(b"data:") and b"[DONE]" not in line[:14]:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import functools
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
 
 from benchmark.harness.process import ServerFailed
 
-T = TypeVar("T")
 _NOT_RETYPED = ("--out", "--page", "--note", "--model")
 
 
@@ -49,36 +45,6 @@ def reported(command: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
         return status(lambda: command(argv), Console(stderr=True))
 
     return wrapped
-
-
-def add_fields(parser: argparse.ArgumentParser, load: Any, **helps: str) -> None:
-    """An option for each named field of a dataclass ``load``, whose value is the default."""
-    for name, text in helps.items():
-        value = getattr(load, name)
-        several = isinstance(value, tuple)
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=type(value[0] if several else value),
-            nargs="+" if several else None,
-            default=value,
-            help=text,
-        )
-
-
-def replaced(load: T, args: argparse.Namespace) -> T:
-    """``load`` with the fields that ``args`` has."""
-    fields = {field.name for field in dataclasses.fields(load)}  # type: ignore[arg-type]
-    given = {name: value for name, value in vars(args).items() if name in fields}
-    lists = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
-    return dataclasses.replace(load, **lists)  # type: ignore[type-var]
-
-
-def add_common(parser: argparse.ArgumentParser) -> None:
-    """What every benchmark that starts servers takes."""
-    add, out = parser.add_argument, Path("out") / parser.prog.rpartition(".")[2]
-    add("--model", type=Path, help="model folder; default: make a random model")
-    about = f"folder for JSON, the plot and the servers' logs; default: {out}"
-    add("--out", type=Path, default=out, help=about)
 
 
 def retyped(argv: Sequence[str]) -> str:

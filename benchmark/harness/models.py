@@ -1,8 +1,9 @@
-"""The models of the test folder, found without making that folder a package."""
+"""The models of the test folder, found without making that folder a package; what a model says."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,27 @@ def random_qwen3(folder: Path, seed: int = 0, **shape: int) -> Path:
     return Path(_module("random_qwen3").build(folder, seed, **shape))
 
 
-def own_draft(folder: Path) -> Path:
-    """The shipped model as one that can be its own draft model, made in ``folder``."""
-    return Path(_module("untied").build(folder))
-
-
 def on_current(venv: Path) -> dict[str, str]:
     """Variables of a server of SGLang 0.5.23, in this environment, that runs a random Qwen3 on a
     machine with no GPU."""
     package = next(venv.glob("lib/python*/site-packages/sglang"), None)
     return dict(_module("environment", _MODELS.parent / "current").environment(package))
+
+
+def token_range(model: Path | str, first: int = 16) -> range:
+    """Ordinary token ids of a model folder, those below ``first`` left out as likely special."""
+    return range(first, int(_config(model)["vocab_size"]))
+
+
+def kv_bytes_per_token(model: Path | str, bytes_per_value: int = 4) -> int:
+    """Bytes of KV a token takes in all layers of a model folder (4 bytes a value: float32)."""
+    config = _config(model)
+    heads = config["num_key_value_heads"] * config["head_dim"]
+    return int(config["num_hidden_layers"] * 2 * heads * bytes_per_value)
+
+
+def _config(model: Path | str) -> Any:
+    return json.loads((Path(model) / "config.json").read_text())
 
 
 def _module(name: str, folder: Path = _MODELS) -> Any:

@@ -21,41 +21,29 @@ _LOCK_FOLDER = Path(tempfile.gettempdir()) / "sglang-disagg-ports"
 _held: dict[int, IO[str]] = {}
 
 
-def allocate_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+def allocate_ports(count: int, host: str = "127.0.0.1", *, in_a_row: bool = False) -> list[int]:
     """Returns ``count`` different free ports, reserved until this process ends.
 
     The reservation binds every process that uses this function; others can still take a port
     between this call and the server's start, and the server then says so.
-    """
-    ports: list[int] = []
-    candidates = random.SystemRandom().sample(PORT_RANGE, len(PORT_RANGE))
-    for port in candidates:
-        if len(ports) == count:
-            break
-        if port not in _held and _reserve(port, host):
-            ports.append(port)
-    if len(ports) < count:
-        raise RuntimeError(f"no {count} free ports in {PORT_RANGE.start}-{PORT_RANGE.stop - 1}")
-    return ports
 
-
-def allocate_adjacent_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Returns ``count`` free ports in a row, reserved as by :func:`allocate_ports`.
-
-    For a server that is told one port and counts up from it, as SGLang's does from
+    ``in_a_row``: for a server that is told one port and counts up from it, as SGLang's does from
     ``--dist-init-addr`` with data-parallel attention.
     """
-    firsts = range(PORT_RANGE.start, PORT_RANGE.stop - count + 1)
+    ports: list[int] = []
+    length = count if in_a_row else 1
+    firsts = range(PORT_RANGE.start, PORT_RANGE.stop - length + 1)
     for first in random.SystemRandom().sample(firsts, len(firsts)):
-        row = range(first, first + count)
-        if any(port in _held for port in row):
-            continue
-        if all(_reserve(port, host) for port in row):
-            return list(row)
-        for port in row:
-            if port in _held:
+        row = range(first, first + length)
+        got = [port for port in row if port not in _held and _reserve(port, host)]
+        if len(got) == length:
+            ports += got
+            if len(ports) == count:
+                return ports
+        else:
+            for port in got:
                 _held.pop(port).close()
-    raise RuntimeError(f"no {count} free ports in a row in {PORT_RANGE}")
+    raise RuntimeError(f"no {count} free ports in {PORT_RANGE.start}-{PORT_RANGE.stop - 1}")
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:

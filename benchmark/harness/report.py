@@ -1,4 +1,4 @@
-"""From results to numbers: percentiles, a JSON line a request, a summary, a short table."""
+"""From numbers to what is shown: percentiles, a summary in JSON, a short table."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmark.harness.client import Result
-
 
 @dataclass(frozen=True)
 class Spread:
@@ -26,20 +24,6 @@ class Spread:
     p50: float
     p90: float
     p99: float
-
-
-@dataclass(frozen=True)
-class Summary:
-    """One arm's load. Times in seconds; ``itl`` is each request's mean gap between two tokens."""
-
-    requests: int
-    failed: int
-    duration_s: float
-    requests_per_s: float
-    output_tokens_per_s: float
-    ttft_s: Spread
-    itl_s: Spread
-    latency_s: Spread
 
 
 @dataclass(frozen=True)
@@ -63,53 +47,6 @@ def spread(values: Iterable[float | None]) -> Spread:
     known = [float(value) for value in values if value is not None]
     mean = sum(known) / len(known) if known else math.nan
     return Spread(len(known), mean, *(percentile(known, p) for p in (50, 90, 99)))
-
-
-def summarize(results: Sequence[Result]) -> Summary:
-    """Numbers over the successful requests, from the first one sent to the last one finished."""
-    good = [r for r in results if r.error is None]
-    began = min((r.started_at for r in results), default=0.0)
-    ended = max((r.finished_at for r in results), default=0.0)
-    duration = max(ended - began, 1e-9)
-    return Summary(
-        requests=len(results),
-        failed=len(results) - len(good),
-        duration_s=duration,
-        requests_per_s=len(good) / duration,
-        output_tokens_per_s=sum(r.completion_tokens for r in good) / duration,
-        ttft_s=spread(r.ttft_s for r in good),
-        itl_s=spread(r.itl_s for r in good),
-        latency_s=spread(r.latency_s for r in good),
-    )
-
-
-def same_answers(arms: Sequence[Sequence[Result]]) -> bool:
-    """Whether every arm answered every request, and all arms with the same tokens."""
-    if any(r.error is not None for arm in arms for r in arm):
-        return False
-    answers = [{r.label: r.answer for r in arm} for arm in arms]
-    return all(a == answers[0] for a in answers[1:])
-
-
-def write_requests(path: Path, arm: str, results: Sequence[Result]) -> None:
-    """Appends one JSON line a request."""
-    began = min((r.started_at for r in results), default=0.0)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as out:
-        for r in results:
-            row = {
-                "arm": arm,
-                "label": r.label,
-                "sent_s": round(r.started_at - began, 4),
-                "ttft_s": round(r.ttft_s, 4),
-                "latency_s": round(r.latency_s, 4),
-                "itl_s": r.itl_s if r.itl_s is None else round(r.itl_s, 4),
-                "prompt_tokens": r.prompt_tokens,
-                "cached_tokens": r.cached_tokens,
-                "completion_tokens": r.completion_tokens,
-                "error": r.error,
-            }
-            out.write(json.dumps(row) + "\n")
 
 
 def write_summary(path: Path, content: Mapping[str, Any]) -> None:
@@ -145,11 +82,6 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def number(value: float, digits: int = 2) -> str:
     """A number, or a dash."""
     return "-" if math.isnan(value) else f"{value:,.{digits}f}"
-
-
-def megabytes(count: float) -> str:
-    """Bytes as MB (10^6)."""
-    return f"{count / 1e6:,.1f} MB"
 
 
 def milliseconds(seconds: float) -> str:

@@ -40,24 +40,18 @@ class Result:
     """Prompt tokens that prefill found in its cache, as the server reports them."""
     cached_told: bool = False
     """Whether it did."""
-    cached_by_source: Mapping[str, int] = field(default_factory=dict)
-    """The same by where they were: ``device``, ``host``, ``storage`` (``/generate`` only)."""
     completion_tokens: int = 0
     counted: bool = False
     """Whether the server said how many; else each piece of text counts as one."""
     totals: list[int] = field(default_factory=list)
     """Output tokens so far, after each of ``token_times``."""
-    verify_steps: int = 0
-    """With speculation: steps of the target, each of which said at least one token."""
     drafted_tokens: int = 0
-    """With speculation: tokens that the draft model proposed in them."""
+    """With speculation: tokens that the draft model proposed."""
     accepted_tokens: int = 0
     """Those of them that the target said too."""
     sent_at: float | None = None
     """When its body was written to a connection (to both, for a pair)."""
     finished_at: float = 0.0
-    http_bytes: int = 0
-    """Bodies of all requests and answers, bytes; headers are not counted."""
     error: str | None = None
     kind: ErrorKind | None = None
     finish_reasons: list[Json] = field(default_factory=list)
@@ -113,9 +107,7 @@ class _Meta(msgspec.Struct):
     """An abort may come without, and without ``prompt_tokens``."""
     prompt_tokens: int = 0
     cached_tokens: int | None = None
-    cached_tokens_details: dict[str, Any] | None = None
     finish_reason: dict[str, Any] | None = None
-    spec_verify_ct: int = 0
     spec_draft_token_num: int = 0
     spec_accept_token_num: int = 0
 
@@ -207,10 +199,6 @@ def _take_generate(result: Result, event: _Event, meta: _Meta, now: float) -> No
         result.cached_told, result.cached_tokens = True, meta.cached_tokens
     if not isinstance(event, _Whole):
         return
-    # The name of the storage backend is among them.
-    details = meta.cached_tokens_details or {}
-    result.cached_by_source = {k: n for k, n in details.items() if isinstance(n, int)}
-    result.verify_steps = meta.spec_verify_ct
     result.drafted_tokens = meta.spec_draft_token_num
     result.accepted_tokens = meta.spec_accept_token_num
     # Cumulative by default; only the new ones with --incremental-streaming-output.

@@ -13,8 +13,8 @@ from benchmark.agentic.fleet.spec import NONE, SGLANG, Arm, FleetFile, Prefill, 
 from benchmark.harness import servers
 from benchmark.harness.client import Target
 from benchmark.harness.fleet import Fleet
+from benchmark.harness.models import kv_bytes_per_token, token_range
 from benchmark.harness.servers import LEAN, ServerConfig, Sizes, of_role
-from benchmark.harness.workload import kv_bytes_per_token, token_range
 
 LOGGED = (*LEAN, "--decode-log-interval", "1")
 DOZE = ("--sleep-on-idle",)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmark.harness.fleet import Aggregated
+from benchmark.harness.models import token_range
 from benchmark.harness.servers import Sizes
-from benchmark.harness.workload import token_range
 from e2e.support import START_METHOD
 
 Ids = list[int]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmark.harness import metrics, report
+from benchmark.harness import metrics
 from benchmark.harness.client import Request, Result
 from benchmark.harness.fleet import Pair
 from benchmark.harness.models import REPOSITORY, TINY_ARITH
@@ -66,7 +66,7 @@ def rates(pair: Pair, model: Path) -> Rates:
     apart = [replace(request, extra={"extra_key": request.label}) for request in once_more]
     misses = pair.send(apart, concurrency=6)
     pair.check()
-    if not report.same_answers([turns, again, misses]):
+    if not _same([turns, again, misses]):
         raise RuntimeError("a request failed, or outputs of hits and misses differ")
     if hit_tokens <= 0.9 * sum(map(len, prompts)):
         raise RuntimeError(f"{hit_tokens:.0f} hit tokens: the tree did not keep the sessions")
@@ -118,3 +118,10 @@ class Conversations:
             [*prompt, *answer, *self._user(asks[self._turn])]
             for prompt, answer, asks in zip(self.prompts, answers, self._asked, strict=True)
         ]
+
+
+def _same(runs: Sequence[Sequence[Result]]) -> bool:
+    """Whether all requests of all runs were answered, and in each with the same tokens."""
+    answers = [{r.label: r.output_ids for r in run} for run in runs]
+    failed = any(r.error is not None for run in runs for r in run)
+    return not failed and all(of == answers[0] for of in answers[1:])

@@ -21,9 +21,9 @@ import requests
 from benchmark.harness import servers
 from benchmark.harness.client import Request, Result, Target, open_session, send
 from benchmark.harness.fleet import Aggregated, Pair, PairConfig, start
+from benchmark.harness.models import token_range
 from benchmark.harness.process import ServerProcess
 from benchmark.harness.servers import HOST, ServerConfig, Sizes
-from benchmark.harness.workload import token_range
 from chaos.faults import scheduler_of, signal_all, wait_stopped
 from sglang.srt.disaggregation.delta.observability import Admitted, Event, Sent
 from sglang.srt.patchset.environment import EVENT_LOG

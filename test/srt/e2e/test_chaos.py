@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.harness.workload import token_range
+from benchmark.harness.models import token_range
 from chaos.bank import make_bank
 from chaos.plan import HEAVY, FaultKind, make_plans
 from chaos.report import one_line

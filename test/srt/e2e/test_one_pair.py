@@ -25,7 +25,7 @@ from benchmark.harness import metrics
 from benchmark.harness.client import Request
 from benchmark.harness.fleet import Pair
 from benchmark.harness.metrics import HIT_TOKENS
-from benchmark.harness.workload import kv_bytes_per_token
+from benchmark.harness.models import kv_bytes_per_token
 from e2e import fuzz
 from e2e.support import (
     DOZE,

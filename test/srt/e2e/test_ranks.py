@@ -14,8 +14,8 @@ import pytest
 
 from benchmark.harness import metrics
 from benchmark.harness.fleet import Pair
-from benchmark.harness.ports import allocate_adjacent_ports
-from benchmark.harness.workload import kv_bytes_per_token
+from benchmark.harness.models import kv_bytes_per_token
+from benchmark.harness.ports import allocate_ports
 from e2e.support import (
     START_METHOD,
     EventLogs,
@@ -117,7 +117,7 @@ def test_attention_data_parallel_decode(model: Path, reference: Reference, logs:
     together: an idle one must take part without a prefix of its own."""
     # From its own port on it would take others that a server beside it may have: the six from
     # this one on, and the 13th after it (PortArgs.init_new, DP_ATTENTION_HANDSHAKE_PORT_DELTA).
-    first_port = allocate_adjacent_ports(14)[0]
+    first_port = allocate_ports(14, in_a_row=True)[0]
     converse(
         model,
         KV_HEADS,

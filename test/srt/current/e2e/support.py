@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmark.harness.fleet import Aggregated
+from benchmark.harness.models import token_range
 from benchmark.harness.servers import Sizes
-from benchmark.harness.workload import token_range
 from current.environment import environment
 
 PAGE, NEW = 16, 16

@@ -14,8 +14,7 @@ from benchmark.agentic.fleet.servers import Servers, gauges
 from benchmark.agentic.fleet.spec import FleetFile, counted
 from benchmark.agentic.studies.spec import FOLDER, Study, find, titles
 from benchmark.harness.client import Target
-from benchmark.harness.models import REPOSITORY, TINY_ARITH
-from benchmark.harness.workload import kv_bytes_per_token
+from benchmark.harness.models import REPOSITORY, TINY_ARITH, kv_bytes_per_token
 
 RADIX = "--disaggregation-decode-enable-radix-cache"
 

@@ -1,14 +1,11 @@
-"""Numbers that benchmarks publish: counters, percentiles, failures, loads that all arms share."""
+"""Numbers that benchmarks publish: counters and failures."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-
 import pytest
 
-from benchmark.harness import metrics, report, workload
-from benchmark.harness.client import Request, Result
+from benchmark.harness import metrics
+from benchmark.harness.client import Result
 from benchmark.harness.fleet import output_ids
 
 SCRAPE = """\
@@ -50,68 +47,9 @@ def test_cached_tokens_are_counted_by_tier() -> None:
     assert metrics.parse(text) == {metrics.CACHED_TOKENS: 10.0, **named}
 
 
-def result(label: str, ids: list[int], start: float, times: list[float]) -> Result:
-    return Result(
-        label,
-        started_at=start,
-        token_times=times,
-        output_ids=ids,
-        completion_tokens=len(ids),
-        finished_at=times[-1],
-    )
-
-
-def test_summary_of_two_requests() -> None:
-    """Guards the definitions: TTFT from sending, ITL a request's mean gap, time over all."""
-    a = result("a", [1, 2, 3], 0.0, [1.0, 1.5, 2.0])
-    b = result("b", [4, 5], 1.0, [4.0, 5.0])
-    summary = report.summarize([a, b])
-    assert (summary.requests, summary.failed, summary.duration_s) == (2, 0, 5.0)
-    assert summary.requests_per_s == pytest.approx(0.4)
-    assert summary.output_tokens_per_s == pytest.approx(1.0)
-    assert summary.ttft_s.p50 == pytest.approx(2.0)
-    assert summary.itl_s.p50 == pytest.approx(0.75)  # of 0.5 and 1.0
-
-
-def test_failed_requests_do_not_count_as_served() -> None:
-    """Guards against an arm that looks fast because its requests failed at once."""
-    bad = Result("b", started_at=0.0, finished_at=0.1, error="503")
-    summary = report.summarize([result("a", [1], 0.0, [2.0]), bad])
-    assert (summary.failed, summary.requests_per_s) == (1, 0.5)
-    assert not report.same_answers([[bad], [bad]])
+def test_a_failed_request_has_no_answer() -> None:
+    """Guards against tests that compare what failed."""
+    good = Result("a", 0.0, output_ids=[1])
+    assert output_ids([good]) == [[1]]
     with pytest.raises(RuntimeError, match="request b: 503"):
-        output_ids([bad])
-
-
-def test_answers_are_compared_by_label() -> None:
-    """Guards against arms compared in the order in which requests happened to end."""
-    a, b = result("a", [1], 0, [1]), result("b", [2], 0, [1])
-    assert report.same_answers([[a, b], [b, a]])
-    assert not report.same_answers([[a, b], [a, result("b", [3], 0, [1])]])
-
-
-VOCABULARY = range(16, 688)
-
-
-def common(a: Sequence[object], b: Sequence[object]) -> int:
-    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))))
-
-
-def load(seed: int = 0) -> list[Request]:
-    return workload.SharedPrefixes(48, 4, 150, 13, 8, seed).sent(VOCABULARY)
-
-
-def group(request: Request) -> str:
-    return request.label.partition("-")[0]
-
-
-def test_same_seed_same_prompts() -> None:
-    """Guards against arms of a comparison that do different work."""
-    assert load() == load()
-    assert load(0) != load(1)
-
-
-def test_prompts_share_exactly_their_groups_prefix() -> None:
-    """Guards against a hit that is longer than meant, by chance, and spoils exact byte counts."""
-    for a, b in itertools.combinations(load(), 2):
-        assert common(a.prompt, b.prompt) == (150 if group(a) == group(b) else 0)
+        output_ids([good, Result("b", 0.0, error="503")])
