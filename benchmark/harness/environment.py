@@ -37,17 +37,13 @@ def describe(venv: str | None = None) -> dict[str, str]:
 
 def commit() -> str:
     """The commit of this checkout, with ``+`` where tracked files differ from it."""
+    words = ("describe", "--always", "--exclude=*", "--abbrev=10", "--dirty=+")
     try:
-        head = _git("rev-parse", "--short=10", "HEAD")
-        changed = _git("status", "--porcelain", "--untracked-files=no")
+        command = ["git", "-C", str(REPOSITORY), *words]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return head + ("+" if changed else "")
-
-
-def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(REPOSITORY), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return done.stdout.strip()
 
 
 def _cpu_model() -> str:

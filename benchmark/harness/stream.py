@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -76,22 +76,6 @@ class Result:
     @property
     def latency_s(self) -> float:
         return self.finished_at - self.started_at
-
-    @property
-    def itl_s(self) -> float | None:
-        """Seconds from one token to the next, the mean over the answer; None below two tokens.
-
-        A mean, as single gaps say more about when this process got to read: tokens that arrive
-        while it is busy all seem to come at once.
-        """
-        if self.completion_tokens < 2 or not self.token_times:
-            return None
-        return (self.token_times[-1] - self.token_times[0]) / (self.completion_tokens - 1)
-
-    @property
-    def answer(self) -> Sequence[int] | str:
-        """What to compare between arms: token ids where there are any, else text."""
-        return self.output_ids or self.text
 
 
 class Failed(Exception):
