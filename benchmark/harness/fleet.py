@@ -37,6 +37,9 @@ class Fleet:
     context manager: they start on entry, in parallel, a store before the engines and load balancers
     after them, and end on exit."""
 
+    target: Target
+    """Where requests go, if the fleet says so."""
+
     def __init__(
         self,
         layout: Sequence[ServerConfig],
@@ -103,6 +106,29 @@ class Fleet:
         for process in self.processes.values():
             checks.assert_healthy(process)
 
+    def send(self, requests: Sequence[Request], concurrency: int | None = None) -> list[Result]:
+        """Sends requests, all at once by default; results in their order."""
+        return asyncio.run(send_all(self.target, requests, concurrency))
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        ignore_eos: bool = True,
+        concurrency: int | None = None,
+    ) -> list[list[int]]:
+        """Greedy answers as token ids, in the prompts' order.
+
+        Raises:
+            RuntimeError: any of the requests failed.
+        """
+        requests = [
+            Request(prompt, max_new_tokens, ignore_eos, label=str(i))
+            for i, prompt in enumerate(prompts)
+        ]
+        return output_ids(self.send(requests, concurrency))
+
 
 @dataclass(frozen=True)
 class PairConfig:
@@ -165,36 +191,7 @@ class PairConfig:
         return engines
 
 
-class Served(Fleet):
-    """Servers that requests can be sent to, at ``target``."""
-
-    target: Target
-
-    def send(self, requests: Sequence[Request], concurrency: int | None = None) -> list[Result]:
-        """Sends requests, all at once by default; results in their order."""
-        return asyncio.run(send_all(self.target, requests, concurrency))
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        *,
-        ignore_eos: bool = True,
-        concurrency: int | None = None,
-    ) -> list[list[int]]:
-        """Greedy answers as token ids, in the prompts' order.
-
-        Raises:
-            RuntimeError: any of the requests failed.
-        """
-        requests = [
-            Request(prompt, max_new_tokens, ignore_eos, label=str(i))
-            for i, prompt in enumerate(prompts)
-        ]
-        return output_ids(self.send(requests, concurrency))
-
-
-class Pair(Served):
+class Pair(Fleet):
     """A running pair."""
 
     def __init__(
@@ -213,7 +210,7 @@ class Pair(Served):
         return metrics.scrape(self.prefill_url), metrics.scrape(self.decode_url)
 
 
-class Aggregated(Served):
+class Aggregated(Fleet):
     """One server that does both: the reference for equality. Used like ``Pair``."""
 
     def __init__(

@@ -55,12 +55,6 @@ def write_summary(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(plain(content), indent=2) + "\n")
 
 
-def wide_console() -> Console:
-    """For tables of many columns: cut ones say nothing."""
-    console = Console()
-    return console if console.width >= 230 else Console(width=230)
-
-
 def print_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console
 ) -> None:
