@@ -37,35 +37,6 @@ class Program(msgspec.Struct, frozen=True):
     """Of the file, as ``--custom-dataset-type``."""
 
 
-class _Metadata(msgspec.Struct):
-    conversation_id: str
-    turn_index: int
-    request_start_ns: int
-    request_end_ns: int
-    benchmark_phase: str = "profiling"
-
-
-class _Value(msgspec.Struct):
-    value: Any
-    """A number, or a list of numbers; times in milliseconds."""
-
-
-class _Error(msgspec.Struct):
-    type: str | None = None
-    message: str = ""
-
-
-_SIZES = ("input_sequence_length", "output_sequence_length")
-
-
-class _Line(msgspec.Struct):
-    """Of ``profile_export.jsonl``: a request."""
-
-    metadata: _Metadata
-    metrics: dict[str, _Value] = {}
-    error: _Error | None = None
-
-
 def command(
     program: Program,
     url: str,
@@ -143,20 +114,27 @@ def outcomes(export: Path, turns: Sequence[Turn] | None) -> list[Outcome]:
     Raises:
         RunFailed: a request is not one of these.
     """
-    lines = [msgspec.json.decode(line, type=_Line) for line in export.read_bytes().splitlines()]
-    lines = [line for line in lines if line.metadata.benchmark_phase == "profiling"]
-    lines.sort(key=lambda line: line.metadata.request_start_ns)
-    zero = lines[0].metadata.request_start_ns if lines else 0
-    if turns is None:
-        turns = [_turn(index, line) for index, line in enumerate(lines)]
-    sent = {(turn.session_id or f"i{turn.index}", turn.turn or 0): turn for turn in turns}
+    lines = [msgspec.json.decode(line) for line in export.read_bytes().splitlines()]
+    lines = [x for x in lines if x["metadata"].get("benchmark_phase", "profiling") == "profiling"]
+    lines.sort(key=lambda line: line["metadata"]["request_start_ns"])
+    zero = lines[0]["metadata"]["request_start_ns"] if lines else 0
+    sent = {(turn.session_id or f"i{turn.index}", turn.turn or 0): turn for turn in turns or ()}
     found = []
-    for line in sorted(lines, key=lambda line: line.metadata.request_end_ns):
-        about, of = line.metadata, {name: each.value for name, each in line.metrics.items()}
-        if (turn := sent.get((about.conversation_id, about.turn_index))) is None:
-            raise RunFailed(f"{export}: no record has turn {about.turn_index} of a session")
-        times = (about.request_start_ns, about.request_end_ns)
-        started, finished = ((at - zero) / 1e9 for at in times)
+    for index, line in enumerate(lines):
+        about, error = line["metadata"], line.get("error")
+        # Times in milliseconds, and lists of them.
+        of = {name: each["value"] for name, each in (line.get("metrics") or {}).items()}
+        key = (about["conversation_id"], about["turn_index"])
+        if turns is None:
+            prompt, answer = (
+                int(of.get(f"{side}_sequence_length", 0)) for side in ("input", "output")
+            )
+            turn = Turn(index, *key, prompt, answer, prompt, "ALL")
+        elif (turn := sent.get(key)) is None:
+            raise RunFailed(f"{export}: no record has turn {key[1]} of a session")
+        started, finished = (
+            (about[f"request_{name}_ns"] - zero) / 1e9 for name in ("start", "end")
+        )
         ttft = _seconds(of.get("time_to_first_token"))
         found.append(
             Outcome(
@@ -177,21 +155,11 @@ def outcomes(export: Path, turns: Sequence[Turn] | None) -> list[Outcome]:
                 tpot_s=_seconds(of.get("inter_token_latency")),
                 e2e_s=_seconds(of.get("request_latency")) or finished - started,
                 itl_s=tuple(each / 1e3 for each in of.get("inter_chunk_latency") or ()),
-                error=None if line.error is None else "aiperf",
-                message=None if line.error is None else f"{line.error.type}: {line.error.message}",
+                error="aiperf" if error else None,
+                message=f"{error.get('type')}: {error.get('message')}" if error else None,
             )
         )
-    return found
-
-
-def _turn(index: int, line: _Line) -> Turn:
-    """As far as an export tells."""
-    about, of = (
-        line.metadata,
-        {name: int(each.value) for name, each in line.metrics.items() if name in _SIZES},
-    )
-    prompt, answer = (of.get(name, 0) for name in _SIZES)
-    return Turn(index, about.conversation_id, about.turn_index, prompt, answer, prompt, "ALL")
+    return sorted(found, key=lambda outcome: outcome.finished_s)
 
 
 def counted(found: Sequence[Outcome], window: Window) -> tuple[list[Outcome], tuple[float, float]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -46,6 +47,8 @@ def made(summary: Json, command: str) -> str:
 # ---- studies ----
 
 RESULTS = FOLDER / "results"
+_FIGURES = "RESULTS"
+"""Stands for their folder, whose path differs by page."""
 
 
 def study(name: str) -> str:
@@ -53,9 +56,9 @@ def study(name: str) -> str:
     if (told := _told(name)) is None:
         return f"Not measured yet on this runner: `python -m benchmark run {name}`.\n"
     figures = [path.name for path in sorted((RESULTS / name).glob("*.svg"))]
-    shown = [f"![{told['study']['title']}](results/{name}/{figure})" for figure in figures]
+    shown = [f"![{told['study']['title']}]({_FIGURES}/{name}/{figure})" for figure in figures]
     parts = [told["answer"], made(told, told["command"]).rstrip(), pages.results(told).rstrip()]
-    parts += shown
+    parts += [pages.counters(told).rstrip(), *shown]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -174,13 +177,14 @@ FILES = tuple(
 )
 
 
-def render(text: str) -> str:
-    """``text`` with every table in it as the results have it.
+def render(text: str, folder: Path) -> str:
+    """``text``, of a page in ``folder``, with every table in it as the results have it.
 
     Raises:
         KeyError: a table that nobody makes.
     """
-    return _TABLE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", text)
+    made = _TABLE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", text)
+    return made.replace(f"({_FIGURES}/", f"({os.path.relpath(RESULTS, folder)}/")
 
 
 def main() -> int:
@@ -188,7 +192,7 @@ def main() -> int:
     argparse.ArgumentParser(prog="python -m benchmark tables", description=__doc__).parse_args()
     for path in FILES:
         before = path.read_text()
-        if (after := render(before)) != before:
+        if (after := render(before, path.parent)) != before:
             path.write_text(after)
             print(path.relative_to(REPOSITORY))
     return 0

@@ -29,7 +29,7 @@ from benchmark.traces.record import Record
 OTHERS = 64
 """Files that this process needs besides its streams."""
 FAILED_S = 0.1
-"""After a request that failed, before the next one of its session: a dead server fails at once."""
+"""At least, after a request that failed: a dead server fails at once."""
 
 
 class Window(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -135,14 +135,16 @@ async def load(
             result = await send(http, target, message)
             counting.ended(counts)
             on_outcome(outcome(turn, result, clock, due, lag.since(mark), counts))
+            least = FAILED_S if result.error else 0.0
             try:
                 following = session.send([] if result.error else result.output_ids)
             except StopIteration:
+                await asyncio.sleep(least)
                 return
             pause = settings.think_s
             if pause is None:
                 pause = following[0].at_s - turn.at_s
-            due = clock.of(result.finished_at) + max(pause, FAILED_S if result.error else 0)
+            due = clock.of(result.finished_at) + max(pause, least)
 
     async def slot() -> None:
         while not counting.over and (following := next(sessions, None)) is not None:

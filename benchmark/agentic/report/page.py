@@ -119,7 +119,7 @@ def page(told: Json, figures: Mapping[str, str]) -> str:
         f"{slo['tpot_s'] * 1e3:g} ms. An arm meets it if {SHARE:.0%} of requests do and none "
         "fails. *Goodput*: requests/s that meet it.",
         "\n".join(f"- {text}" for text in told["holds"]),
-        *_titled("What the servers counted", _ABOUT_COUNTED, _columns(told, COUNTED)),
+        *_titled("What the servers counted", _ABOUT_COUNTED, counters(told)),
         *_titled("Per cold prompt", _ABOUT_EVENTS, _columns(told, EVENTS)),
         *_titled(
             "By class",
@@ -186,6 +186,11 @@ def _ratio(of: Any, rounds: int) -> str:
         return "-"
     bold = "**" if rounds >= ROUNDS and (low > 1 or high < 1) else ""
     return f"{bold}{share((value, low, high))}{bold}"
+
+
+def counters(told: Json) -> str:
+    """What the servers counted."""
+    return _columns(told, COUNTED)
 
 
 def ratio(of: Json | None) -> str:

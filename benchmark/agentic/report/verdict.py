@@ -203,23 +203,21 @@ def _few(run: Run) -> Iterator[str]:
     """Windows that closed before enough requests had begun."""
     if (window := run.study.load.window) is None:
         return
-    sent = {o.request_class for cell in run.cells for o in cell.outcomes}
-    for point in run.points:
-        made = run.study.made and point.made(run.study.made)
-        wanted = made.classes if made else sorted(sent)
-        for arm, title in run.titles.items():
-            cells = [cell for cell in run.cells if cell.key == (arm, cell.round, point)]
-            counts = [Counter(o.request_class for o in cell.counted) for cell in cells]
-            least = min((of.total() for of in counts), default=window.requests)
-            lacking = {name: min(of[name] for of in counts) for name in wanted if counts}
-            lacking = {name: n for name, n in lacking.items() if n < window.of_class}
-            if least < window.requests or lacking:
-                of_class = "".join(f", {n} of {name}" for name, n in lacking.items())
-                yield (
-                    f"**{title} at {said(run, point.name)} counts {least} requests of a round"
-                    f"{of_class}**, where {window.requests} and {window.of_class} of each class "
-                    f"were asked for: the load was ended after {window.limit_s:g} s."
-                )
+    sent, found = {o.request_class for cell in run.cells for o in cell.outcomes}, {}
+    for cell in run.cells:
+        made = run.study.made and cell.key[2].made(run.study.made)
+        counts = Counter(o.request_class for o in cell.counted)
+        lacking = [n for n in (made.classes if made else sent) if counts[n] < window.of_class]
+        if counts.total() < window.requests or lacking:
+            each = "".join(f", {counts[name]} of {name}" for name in sorted(lacking))
+            where = f"{run.titles[cell.arm]} at {cell.key[2].name}"
+            found.setdefault(where, f"{where} ({counts.total()}{each})")
+    if found:
+        yield (
+            f"**Fewer requests of a round than asked for** ({window.requests}, and "
+            f"{window.of_class} of each class) began within {window.limit_s:g} s: "
+            f"{'; '.join(found.values())}."
+        )
 
 
 def claims(run: Run, of: Numbers) -> list[dict[str, Any]]:

@@ -167,10 +167,14 @@ def test_errors_by_kind(handler: Handler, kind: str, text: str) -> None:
 
 
 def test_nobody_listens() -> None:
-    """Guards against a server that is down and looks like one that breaks its streams."""
+    """Guards against a server that is down and looks like one that breaks its streams, and against
+    a load of sessions that fail as fast as they can be begun."""
     (port,) = allocate_ports(1)
-    (outcome,) = asyncio.run(replay(f"http://127.0.0.1:{port}", turns(1), PROMPTS))
-    assert (outcome.error, outcome.sent_s) == ("connect", None)
+    records = [Record(0, 3, 2, (i,), session_id=f"s{i}", turn=0) for i in range(3)]
+    work = replay(f"http://127.0.0.1:{port}", records, PROMPTS, Settings(sessions=1))
+    outcomes = asyncio.run(work)
+    assert [(o.error, o.sent_s) for o in outcomes] == [("connect", None)] * 3
+    assert outcomes[2].started_s > 0.2
 
 
 def test_a_busy_client_is_told_apart_from_a_slow_server() -> None:
