@@ -149,7 +149,7 @@ def _cell(run: Run, cell: Cell) -> dict[str, float]:
         "failed": sum(o.error is not None for o in counted),
         "requests_per_s": sum(o.error is None for o in inside) / span,
         "goodput": sum(met(o, run.study.slo) for o in inside) / span,
-        "slo": _mean(good),
+        "slo": sum(good) / len(good) if good else math.nan,
         "itl_p99": _quantile(gaps, 0.99),
         "hit_rate": _hit_rate(counted),
         "at_once": sum(max(0.0, each) for each in held) / span,
@@ -162,10 +162,6 @@ def _cell(run: Run, cell: Cell) -> dict[str, float]:
         **events(cell),
     }
     return found
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if len(values) else math.nan
 
 
 def _quantile(values: Sequence[float], p: float) -> float:

@@ -99,7 +99,8 @@ def _headline(run: Run, of: Numbers, point: str, sure: float) -> str:
     means = {arm: interval(of.cells.loc[point, arm][by]) for arm in measured(run, of, point)}
     arms = list(means)
     if len(arms) < 2:
-        return f"{at}, {titles[arms[0]]} has a mean {AGAINST[by]} of {seconds(means[arms[0]])}."
+        of_it = spread([x * 1e3 for x in means[arms[0]]], ",.0f", " ms")
+        return f"{at}, {titles[arms[0]]} has a mean {AGAINST[by]} of {of_it}."
     wins, ratios = {}, {}
     for pair in permutations(arms, 2):
         ratios[pair] = {q: of.ratio(point, pair, q, sure=sure) for q in AGAINST}
@@ -243,12 +244,6 @@ def claims(run: Run, of: Numbers) -> list[dict[str, Any]]:
             named = {"claim": claim.text, "load": point.name, "theirs": claim.theirs or bound}
             found.append({**named, "ours": ours, "verdict": verdict})
     return found
-
-
-def seconds(of: Sequence[float]) -> str:
-    """A time with its interval."""
-    scale, unit, digits = (1e3, "ms", 0) if of[0] < 10 else (1.0, "s", 1)
-    return spread([x * scale for x in of], f",.{digits}f", f" {unit}")
 
 
 def share(of: Sequence[float]) -> str:

@@ -218,13 +218,6 @@ def _planned(args: argparse.Namespace, words: str) -> tuple[Plan, Run]:
     return Plan(study, arms, fleet, trace, out, program), done
 
 
-def done_at(now: float, steps: int, seconds: float, clock: datetime) -> str:
-    """When the run will end, by what it took so far; ``now`` of ``steps`` loads."""
-    if now <= 0:
-        return ""
-    return f"done at about {clock + timedelta(seconds=seconds * (steps - now) / now):%a %H:%M}"
-
-
 def _check_made(study: Study, fleet: FleetFile) -> None:
     """Raises ValueError where a session does not fit, or its answers cannot be read."""
     assert study.made is not None
@@ -318,7 +311,8 @@ def _progress(
             failed += cell.outcomes[-1].error is not None
             text = f"round {cell.round + 1}, {done.titles[cell.arm]}, {cell.key[2].name}"
             now = len(done.cells) - before + min(0.99, len(cell.outcomes) / each)
-            at = done_at(now, steps, time.monotonic() - began, datetime.now())
+            left_s = (time.monotonic() - began) * (steps - now) / now
+            at = f"done at about {datetime.now() + timedelta(seconds=left_s):%a %H:%M}"
             progress.update(bar, description=escape(text), completed=now, failed=failed, at=at)
 
         yield told

@@ -233,25 +233,6 @@ def test_a_failed_prefill_does_not_wait_for_decode() -> None:
     assert outcome.e2e_s < 20
 
 
-@pytest.mark.parametrize(
-    ("headers", "workers"),
-    [
-        ({"X-Worker": "w3"}, ("w3", "w3")),
-        ({"X-Prefill-Worker": "p1", "X-Decode-Worker": "d2"}, ("p1", "d2")),
-    ],
-)
-def test_a_router_says_who_served(headers: dict[str, str], workers: tuple[str, str]) -> None:
-    """Guards the hit rates of each worker, also of requests that failed."""
-
-    async def named(request: web.Request) -> web.StreamResponse:
-        answer = await fine(request)
-        answer.headers.update(headers)
-        return answer
-
-    (outcome,) = send([named], turns(1))
-    assert (outcome.prefill_worker, outcome.decode_worker) == workers
-
-
 @pytest.mark.parametrize("cumulative", [True, False])
 def test_times_of_tokens(cumulative: bool) -> None:
     """Guards TTFT, TPOT and ITL at a known pace, however the server repeats its ids; a second
