@@ -19,8 +19,7 @@ from benchmark.agentic.load.run import Counting, Window
 from benchmark.agentic.load.sessions import Turn
 from benchmark.agentic.load.sessions import turns as turns_of
 from benchmark.harness.command import RunFailed
-from benchmark.traces.read import write
-from benchmark.traces.record import Record
+from benchmark.traces.record import Record, write
 from benchmark.traces.sessions import annotate
 
 EXPORT = "profile_export.jsonl"

@@ -1,1 +1,1 @@
-"""Traces in the format that Mooncake published, for all benchmarks."""
+"""Traces of requests: read, generated, described, and sampled so that they share as much."""

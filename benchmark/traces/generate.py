@@ -14,20 +14,17 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import NamedTuple
 
 from benchmark.traces.record import BLOCK_TOKENS, Record, blocks
 
 
-@dataclass(frozen=True)
-class LogNormal:
+class LogNormal(NamedTuple):
     """A length in tokens, or a time in seconds."""
 
     median: float
     spread: float
     """Standard deviation of the logarithm."""
-
-    def draw(self, rng: random.Random) -> float:
-        return rng.lognormvariate(math.log(self.median), self.spread)
 
 
 @dataclass(frozen=True)
@@ -99,6 +96,7 @@ TOOLS = Shape(
 )
 #: Nobody shares anything with anybody: what a cache costs where it cannot help.
 UNSHARED = replace(CONVERSATION, families_per_s=3.4, instruction_blocks=(), one_turn=1.0)
+SHAPES = {"agentic": AGENTIC, "conversation": CONVERSATION, "tools": TOOLS}
 
 
 def generate(requests: int, seed: int = 0, shape: Shape = AGENTIC) -> Iterator[Record]:
@@ -107,10 +105,9 @@ def generate(requests: int, seed: int = 0, shape: Shape = AGENTIC) -> Iterator[R
     The same arguments give the same trace, and a shorter trace is the start of a longer one. Only
     families that have begun and not ended are in memory.
     """
-    traffic = _Traffic(random.Random(seed), shape)
     waiting: list[tuple[float, int, Record, Iterator[Record]]] = []  # next request of each session
     serial = count()
-    families = traffic.families()
+    families = _Traffic(random.Random(seed), shape).families()
     began, family = next(families)
     for _ in range(requests):
         # Whatever is due before the next family begins is known by then.
@@ -120,8 +117,7 @@ def generate(requests: int, seed: int = 0, shape: Shape = AGENTIC) -> Iterator[R
                 heapq.heappush(waiting, (first.timestamp, next(serial), first, session))
             began, family = next(families)
         _, order, record, session = waiting[0]
-        later = next(session, None)
-        if later is None:
+        if (later := next(session, None)) is None:
             heapq.heappop(waiting)
         else:
             heapq.heapreplace(waiting, (later.timestamp, order, later, session))
@@ -149,24 +145,29 @@ class _Traffic:
         shape, rng = self._shape, self._rng
         instructions = [self._new(n) for n in shape.instruction_blocks]
         popularity = [1 / (i + 1) for i in range(len(instructions))]
+        mean = shape.mean_members - 2  # beyond two: geometric, from 0
         at = 0.0
         while True:
             at += rng.expovariate(shape.families_per_s)
             start = rng.choices(instructions, popularity)[0] if instructions else ()
             context = (*start, *self._new(self._tokens(shape.context) // shape.block_tokens))
             context = context[: shape.longest // shape.block_tokens]
+            more = 0
+            if rng.random() >= shape.lonely:
+                more = 1 + int(math.log(1 - rng.random()) / math.log(mean / (1 + mean)))
             begins = [at]
-            for _ in range(self._members() - 1):
+            for _ in range(more):
                 begins.append(begins[-1] + rng.expovariate(1 / shape.gap_s))
             yield at, [self._session(begin, context) for begin in begins]
 
     def _session(self, at: float, shared: tuple[int, ...]) -> Iterator[Record]:
         """The requests of one session; each prompt is all that was said before, and an addition."""
-        shape, block = self._shape, self._shape.block_tokens
+        shape, rng, block = self._shape, self._rng, self._shape.block_tokens
         name = f"s{next(self._sessions)}"
         full = list(shared)  # ids of the blocks that can no longer change
         said = min(shape.longest, len(full) * block + self._tokens(shape.own))
-        for turn in range(self._turns()):
+        turns = 1 if rng.random() < shape.one_turn else 2 + int(self._draw(shape.turns))
+        for turn in range(turns):
             full += self._new(said // block - len(full))
             partial = self._new(blocks(said, block) - len(full))
             answer = min(shape.longest_answer, self._tokens(shape.answer))
@@ -174,21 +175,13 @@ class _Traffic:
             said += answer + self._tokens(shape.addition)
             if said > shape.longest:
                 return
-            at += shape.pause_s.draw(self._rng)
-
-    def _members(self) -> int:
-        if self._rng.random() < self._shape.lonely:
-            return 1
-        mean = self._shape.mean_members - 2  # geometric, from 0
-        return 2 + int(math.log(1 - self._rng.random()) / math.log(mean / (1 + mean)))
-
-    def _turns(self) -> int:
-        if self._rng.random() < self._shape.one_turn:
-            return 1
-        return 2 + int(self._shape.turns.draw(self._rng))
+            at += self._draw(shape.pause_s)
 
     def _new(self, blocks: int) -> tuple[int, ...]:
         return tuple(next(self._ids) for _ in range(blocks))
 
+    def _draw(self, of: LogNormal) -> float:
+        return self._rng.lognormvariate(math.log(of.median), of.spread)
+
     def _tokens(self, length: LogNormal) -> int:
-        return max(1, round(length.draw(self._rng)))
+        return max(1, round(self._draw(length)))

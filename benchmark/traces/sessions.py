@@ -1,4 +1,5 @@
-"""Sessions of a trace that does not name them, from its hash ids alone.
+"""What requests have in common: sessions of a trace that does not name them, from its hash ids
+alone, and what a cache without limits would hit.
 
 A prompt that continues a session begins with the whole earlier prompt, so that the earlier
 prompt's full blocks lead it. (The last block of the earlier prompt may be partial; with the answer
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from itertools import count
 from typing import TypeVar
 
 import msgspec
@@ -32,7 +34,7 @@ import msgspec
 from benchmark.traces.record import BLOCK_TOKENS, Record
 
 REMEMBERED = 1_000_000
-"""Blocks and conversations that ``annotate`` remembers, each: some hundred MB at most."""
+"""Blocks and sessions that ``annotate`` remembers, each: some hundred MB at most."""
 
 _SHARED = -1
 
@@ -45,7 +47,7 @@ class Recent(OrderedDict[K, V]):
 
     def __init__(self, entries: int) -> None:
         super().__init__()
-        self._entries = max(1, entries)
+        self.entries = max(1, entries)
 
     def use(self, key: K) -> V | None:
         """Its value, where it is known."""
@@ -57,93 +59,79 @@ class Recent(OrderedDict[K, V]):
         """Its value from now on."""
         self[key] = value
         self.move_to_end(key)
-        if len(self) > self._entries:
+        while len(self) > self.entries:
             self.popitem(last=False)
 
 
-class _Conversation:
-    """Its number, its next turn, and how far its latest prompt went."""
-
-    __slots__ = ("number", "turn", "tokens", "end")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.turn = 0
-        self.tokens = 0
-        self.end: int | None = None
-
-
-def annotate(
-    records: Iterable[Record],
-    block_tokens: int = BLOCK_TOKENS,
-    prefix: str = "derived-",
-    remember: int = REMEMBERED,
-) -> Iterator[Record]:
+def annotate(records: Iterable[Record], block_tokens: int = BLOCK_TOKENS) -> Iterator[Record]:
     """Every record with ``session_id`` and ``turn``, in the same order.
 
     A record that names its session keeps it; without a turn it gets the next one of its session.
-    The others get ``prefix`` and a number, by the rule above. Streaming, and the same input gives
-    the same output.
+    The others get ``derived-`` and a number, by the rule above. Streaming, and the same input gives
+    the same output. What was unused for longest is forgotten beyond ``REMEMBERED``; a session that
+    goes on after that is a new one.
 
-    ``block_tokens``: tokens of a block in these records. ``remember``: how many blocks, and how
-    many sessions, may be remembered; what was unused for longest is forgotten first, and then
-    a session that goes on is a new one. This bounds the memory whatever the trace's length.
+    ``block_tokens``: tokens of a block in these records.
     """
-    blocks = _Blocks(block_tokens, remember)
-    turns: Recent[str, int] = Recent(remember)
+    turns: Recent[str, int] = Recent(REMEMBERED)
+    derived = _Derived()
     for record in records:
-        if record.session_id is not None:
-            turn = record.turn if record.turn is not None else turns.use(record.session_id) or 0
-            turns.note(record.session_id, turn + 1)
-            yield record if turn == record.turn else msgspec.structs.replace(record, turn=turn)
-        else:
-            conversation = blocks.conversation(record)
-            yield msgspec.structs.replace(
-                record, session_id=f"{prefix}{conversation.number}", turn=conversation.turn
-            )
-            conversation.turn += 1
+        name, turn = record.session_id, record.turn
+        if name is None:
+            full = record.hash_ids[: record.input_length // block_tokens]
+            name, turn = f"derived-{derived.session(full, record.input_length)}", None
+        if turn is None:
+            turn = turns.use(name) or 0
+        turns.note(name, turn + 1)
+        yield msgspec.structs.replace(record, session_id=name, turn=turn)
 
 
-class _Blocks:
+class _Derived:
     """Who uses which block, and which session's latest prompt ended where."""
 
-    def __init__(self, block_tokens: int, remember: int) -> None:
-        self._block_tokens = block_tokens
-        self._user: Recent[int, int] = Recent(remember)  # session's number, or _SHARED
-        self._ended: Recent[int, _Conversation] = Recent(remember)  # by last full block, unshared
-        self._begun = 0
+    def __init__(self) -> None:
+        self._user: Recent[int, int] = Recent(REMEMBERED)  # session's number, or _SHARED
+        # By the last full block of a session's latest prompt, unless shared: number and tokens.
+        self._ended: Recent[int, tuple[int, int]] = Recent(REMEMBERED)
+        self._numbers = count()
 
-    def conversation(self, record: Record) -> _Conversation:
-        full = record.hash_ids[: record.input_length // self._block_tokens]
-        found, depth = self._continued(full, record.input_length)
-        if found is None:
-            found = _Conversation(self._begun)
-            self._begun += 1
-        self._use(full[depth:], found.number)
-        if found.end is not None:
-            self._ended.pop(found.end, None)
-        found.tokens = record.input_length
-        found.end = full[-1] if full and self._user.use(full[-1]) == found.number else None
-        if found.end is not None:
-            self._ended.note(found.end, found)
-        return found
-
-    def _continued(self, full: tuple[int, ...], tokens: int) -> tuple[_Conversation | None, int]:
-        """The session that goes on, and how many blocks it is known to use."""
-        for depth in range(len(full), 0, -1):
-            found = self._ended.use(full[depth - 1])
-            if found is not None:
-                return (found, depth) if tokens >= found.tokens else (None, 0)
-        return None, 0
-
-    def _use(self, ids: tuple[int, ...], number: int) -> None:
-        for block in ids:
+    def session(self, full: tuple[int, ...], tokens: int) -> int:
+        """The number of the session of a prompt with these full blocks, from 0."""
+        depth = next((n for n in range(len(full), 0, -1) if full[n - 1] in self._ended), 0)
+        number, before = self._ended[full[depth - 1]] if depth else (_SHARED, tokens + 1)
+        if tokens >= before:
+            del self._ended[full[depth - 1]]
+        else:
+            number, depth = next(self._numbers), 0
+        for block in full[depth:]:
             user = self._user.use(block)
             if user is None:
                 self._user.note(block, number)
-            elif user not in (number, _SHARED):
+            elif user != number:
                 self._user.note(block, _SHARED)
-                ended = self._ended.use(block)
-                if ended is not None:  # it no longer tells who goes on
-                    ended.end = None
-                    self._ended.pop(block, None)
+                self._ended.pop(block, None)  # it no longer tells who goes on
+        if full and self._user.get(full[-1]) == number:
+            self._ended.note(full[-1], (number, tokens))
+        return number
+
+
+class EndlessCache:
+    """Has seen every block of the records that it was asked about so far."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def hits(self, record: Record) -> int:
+        """Leading blocks that earlier records had: behind a miss, a cache of prefixes has none."""
+        ids = record.hash_ids
+        found = next((i for i, block in enumerate(ids) if block not in self._seen), len(ids))
+        self._seen.update(ids[found:])
+        return found
+
+
+def endless_hit_rate(records: Iterable[Record]) -> float:
+    """Share of all blocks that one cache without limits would have seen before, with every block
+    before them; 0 for no records. No cache of these prompts hits more."""
+    cache = EndlessCache()
+    found = [(cache.hits(record), len(record.hash_ids)) for record in records]
+    return sum(hits for hits, _ in found) / max(1, sum(total for _, total in found))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+import numpy as np
 from rich.console import Console
 
 from benchmark.harness import report
@@ -20,31 +21,7 @@ from benchmark.kv_transfer import shapes
 
 FOLDER = Path(__file__).parent
 GIB = 2**30
-
-
-class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Time on the wire for so many bytes over one link, linear between measured points."""
-
-    curve: tuple[tuple[float, float], ...]
-    """(bytes, seconds), by size. Below the first point and beyond the last their own bandwidth
-    holds; one point is a constant bandwidth."""
-
-    def __post_init__(self) -> None:
-        sizes = [size for size, _ in self.curve]
-        if not sizes or min(sizes) <= 0 or sizes != sorted(set(sizes)):
-            raise ValueError("transfer.curve needs points of increasing, positive size")
-        if any(seconds < 0 for _, seconds in self.curve):
-            raise ValueError("transfer: times must not be negative")
-
-    def seconds(self, size: float) -> float:
-        """Seconds that ``size`` bytes take on the wire."""
-        previous = (0.0, 0.0)
-        for point in self.curve:
-            if size <= point[0]:
-                (x0, y0), (x1, y1) = previous, point
-                return y0 + (y1 - y0) * (size - x0) / (x1 - x0)
-            previous = point
-        return previous[1] * size / previous[0]
+Amount = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,21 +29,22 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     kv_token_bytes: int
     """All layers, all tensor parallel ranks."""
-    prefill_batch_s: float = 0.0
-    prefill_token_s: float
+    prefill_batch_s: Amount
+    prefill_token_s: Amount
     """A new token of a prompt."""
-    prefill_pair_s: float = 0.0
+    prefill_pair_s: Amount
     """A pair of a new token and one that it attends to."""
-    transfer: Transfer
+    transfer: tuple[tuple[Annotated[float, msgspec.Meta(gt=0)], Amount], ...]
+    """(bytes, seconds on the wire) over one link, by size; linear between the points. Below the
+    first and beyond the last their own bandwidth holds; one point is a constant bandwidth."""
     sources: dict[str, str]
 
     def __post_init__(self) -> None:
         fields = set(self.__struct_fields__) - {"sources"}
         if wrong := fields ^ set(self.sources):
             raise ValueError(f"sources: one for each of {sorted(fields)}; off by {sorted(wrong)}")
-        for name in fields - {"transfer"}:
-            if not (value := getattr(self, name)) >= 0 or not math.isfinite(value):
-                raise ValueError(f"{name} must be a number of 0 or more, not {value}")
+        if not self.transfer or list(self.transfer) != sorted(dict(self.transfer).items()):
+            raise ValueError("transfer needs points of increasing size")
 
     def prefill_s(self, tokens: float) -> float:
         """Seconds for a prompt of ``tokens`` new tokens as a batch of its own."""
@@ -75,7 +53,10 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     def transfer_s(self, tokens: float) -> float:
         """Seconds on the wire for ``tokens`` tokens of KV."""
-        return self.transfer.seconds(tokens * self.kv_token_bytes)
+        size = tokens * self.kv_token_bytes
+        sizes, seconds = zip((0.0, 0.0), *self.transfer, strict=True)
+        beyond = max(1.0, size / sizes[-1])
+        return float(np.interp(size, sizes, seconds)) * beyond
 
 
 def load_costs(name: str) -> Costs:
@@ -96,63 +77,20 @@ def load_costs(name: str) -> Costs:
         raise ValueError(f"{path.name}: {error}") from error
 
 
-@dataclass(frozen=True)
-class Workload:
-    """A steady stream of requests that each start with one of a few prefixes."""
+def holds(
+    pool: float, prefix: int, suffix: int, prefixes: int, *, shared: bool, reserved: int = 0
+) -> int:
+    """Requests that fit into one decode pool. Each has one of ``prefixes`` prefixes, a suffix of
+    its own, and ``reserved`` tokens for its answer.
 
-    prefix: int
-    suffix: int
-    prefixes: int
-    """Distinct ones that are in use together."""
-
-    @property
-    def prompt(self) -> int:
-        return self.prefix + self.suffix
-
-
-def holds(workload: Workload, pool: float, *, shared: bool, reserved: float = 0.0) -> int:
-    """Requests that fit into one decode pool.
-
-    ``reserved``: tokens kept for each one's answer. With ``shared``, a prefix is held once however
-    many use it; as many requests as there are prefixes are assumed to use different ones.
+    With ``shared``, a prefix is held once however many use it; as many requests as there are
+    prefixes are assumed to use different ones.
     """
-    own = workload.suffix + reserved
-    whole = workload.prefix + own
-    alone = math.floor(pool / whole)
-    if not shared or alone < workload.prefixes:
+    own = suffix + reserved
+    alone = math.floor(pool / (prefix + own))
+    if not shared or alone < prefixes:
         return alone
-    return math.floor((pool - workload.prefixes * workload.prefix) / own)
-
-
-def pool_tokens(pool_bytes: float, token_bytes: int) -> int:
-    """Tokens in so many bytes of KV."""
-    return math.floor(pool_bytes / token_bytes)
-
-
-@dataclass(frozen=True)
-class Isolation:
-    """A prefill event on an aggregated server of several decodes against the same apart."""
-
-    tokens: int
-    prefill_s: float
-    transfer_s: float
-    benefit_s: float
-    """Decode time that is not lost: each stream would have stood still for the prefill."""
-
-    @property
-    def ratio(self) -> float:
-        """Transfer charge over benefit."""
-        return self.transfer_s / self.benefit_s
-
-
-def isolation(
-    tokens: int, prefill_s: float, transfer_s: float, streams: int, slowdown: float = math.inf
-) -> Isolation:
-    """The corrected accounting of MB2: ``streams * prefill_s * (1 - 1 / slowdown)``.
-
-    ``slowdown``: TPOT during the prefill over TPOT without; infinite where decode stands still.
-    """
-    return Isolation(tokens, prefill_s, transfer_s, streams * prefill_s * (1 - 1 / slowdown))
+    return math.floor((pool - prefixes * prefix) / own)
 
 
 @reported
@@ -166,49 +104,57 @@ def main(argv: list[str]) -> int:
             f"--costs {args.costs} are of a model with {costs.kv_token_bytes:,} B of KV a token; "
             f"{shape.name} has {shape.token_bytes:,}: give the costs of this model"
         )
-    pool = args.pool_tokens or pool_tokens(args.pool_gib * GIB, shape.token_bytes)
-    load = Workload(args.prefix, args.suffix, args.prefixes)
-    held = {
-        shared: holds(load, pool, shared=shared, reserved=args.reserved) for shared in (False, True)
-    }
+    pool = args.pool_tokens or math.floor(args.pool_gib * GIB / shape.token_bytes)
+    load = {"prefix": args.prefix, "suffix": args.suffix, "prefixes": args.prefixes}
+    stock = holds(pool, **load, shared=False, reserved=args.reserved)
+    radix = holds(pool, **load, shared=True, reserved=args.reserved)
+    prompt = args.prefix + args.suffix
     rows = [
         ["KV of a token", f"{shape.token_bytes:,} B"],
         ["decode pool", f"{pool:,} tokens, {pool * shape.token_bytes / GIB:.1f} GiB"],
-        ["one request", f"{load.prompt * shape.token_bytes / GIB:.2f} GiB"],
-        ["requests that a pool holds", f"{held[False]:,}"],
-        ["the same with shared prefixes", f"{held[True]:,}"],
-        ["transfer of a whole prompt", f"{1e3 * costs.transfer_s(load.prompt):,.0f} ms"],
-        ["transfer of a suffix", f"{1e3 * costs.transfer_s(load.suffix):,.0f} ms"],
+        ["one request", f"{prompt * shape.token_bytes / GIB:.2f} GiB"],
+        ["requests that a pool holds", f"{stock:,}"],
+        ["the same with shared prefixes", f"{radix:,}"],
+        ["transfer of a whole prompt", f"{1e3 * costs.transfer_s(prompt):,.0f} ms"],
+        ["transfer of a suffix", f"{1e3 * costs.transfer_s(args.suffix):,.0f} ms"],
     ]
     report.print_table(f"{shape.name}, one decode worker", ["", ""], rows, console)
 
-    events = [
-        isolation(n, costs.prefill_s(n), costs.transfer_s(n), args.streams)
-        for n in args.prefill_sizes
-    ]
+    events, rows = [], []
+    for tokens in args.prefill_sizes:
+        prefill, transfer = costs.prefill_s(tokens), costs.transfer_s(tokens)
+        # Each of the streams would have stood still for the whole prefill.
+        benefit = args.streams * prefill
+        events.append(
+            {
+                "tokens": tokens,
+                "prefill_s": prefill,
+                "transfer_s": transfer,
+                "benefit_s": benefit,
+            }
+        )
+        rows.append(
+            [
+                f"{tokens:,}",
+                f"{prefill:.2f} s",
+                f"{1e3 * transfer:,.0f} ms",
+                f"{benefit:,.1f} s",
+                f"{transfer / benefit:.1%}",
+            ]
+        )
     title = (
         f"prefill on another worker than {args.streams} decode streams: stall time saved, "
         "transfer time"
     )
     columns = ["tokens", "prefill", "transfer", "benefit", "transfer / benefit"]
-    cells = [
-        [
-            f"{e.tokens:,}",
-            f"{e.prefill_s:.2f} s",
-            f"{1e3 * e.transfer_s:,.0f} ms",
-            f"{e.benefit_s:,.1f} s",
-            f"{e.ratio:.1%}",
-        ]
-        for e in events
-    ]
-    report.print_table(title, columns, cells, console)
+    report.print_table(title, columns, rows, console)
     if args.out:
         content = {
             "shape": shape,
             "token_bytes": shape.token_bytes,
             "pool_tokens": pool,
             "workload": load,
-            "holds": {"stock": held[False], "radix": held[True]},
+            "holds": {"stock": stock, "radix": radix},
             "isolation": events,
         }
         report.write_summary(args.out, content)

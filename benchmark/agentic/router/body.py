@@ -1,23 +1,24 @@
-"""A request's body: what routing reads of it, and the fields that we add to its bytes."""
+"""A request's body: what routing reads of it, and the fields that it adds to its bytes."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
+import numpy as np
 
 from benchmark.agentic.router.policies import Work
-from benchmark.agentic.router.prefixes import chain, text_blocks, token_blocks
 
 _NOTHING = msgspec.Raw(b"null")
 _rooms = random.SystemRandom()
 
 GENERATE, CHAT, COMPLETIONS = "/generate", "/v1/chat/completions", "/v1/completions"
-PATHS = (GENERATE, CHAT, COMPLETIONS)
 SGLANG_MAX_NEW_TOKENS = 128
 """What SGLang generates at most where ``/generate`` is given no number."""
+TEXT_TOKEN_BYTES = 4
+"""Text counts as one token for so many bytes, which is near what tokenizers make of English; scores
+compare workers for one prompt, so the ratio hardly matters."""
 
 
 class BadRequest(ValueError):
@@ -28,25 +29,14 @@ class _Sampling(msgspec.Struct):
     max_new_tokens: int | None = None
 
 
-class _Session(msgspec.Struct):
-    id: str | None = None
-
-
-class _Message(msgspec.Struct):
-    role: str
-    content: Any = None
-    tool_calls: Any = None
-
-
 class _Body(msgspec.Struct):
     """The fields of all three routes that routing reads; the decoder skips the others."""
 
     input_ids: msgspec.Raw = _NOTHING
-    text: str | None = None
+    text: msgspec.Raw = _NOTHING
     prompt: msgspec.Raw = _NOTHING
-    messages: list[_Message] | None = None
+    messages: msgspec.Raw = _NOTHING
     tools: msgspec.Raw = _NOTHING
-    stream: bool | None = None
     rid: str | None = None
     sampling_params: _Sampling | None = None
     max_tokens: int | None = None
@@ -54,46 +44,36 @@ class _Body(msgspec.Struct):
     extra_key: str | None = None
     lora_path: str | None = None
     model: str | None = None
-    session_params: _Session | None = None
     user: str | None = None
 
 
 _decoder = msgspec.json.Decoder(_Body)
 
 
-class Prompt:
-    """A prompt as its blocks' hashes, and those of the session once it is answered."""
+def chain(data: bytes, ids: bool, block_tokens: int, apart: object) -> tuple[int, tuple[int, ...]]:
+    """How many tokens a prompt has, and the hashes of its whole blocks. Each hash covers all blocks
+    before it, so that they are the prompt's path through the worker's radix tree. They are Python's
+    own, which differ from process to process; they never leave the router.
 
-    __slots__ = ("_block_tokens", "_kind", "_last", "_rest", "hashes", "tokens")
-
-    def __init__(self, data: bytes, kind: str, block_tokens: int, apart: object = None) -> None:
-        """
-        Args:
-            data: text or messages as bytes; of token ids their decimals, each followed by a comma.
-            kind: ``ids``, ``text`` or ``chat``.
-            apart: what keeps equal prompts apart.
-        """
-        self._kind, self._block_tokens = kind, block_tokens
-        self.tokens, ends = self._blocks(data)
-        seed = hash((kind == "ids", apart))
-        self.hashes = chain(data, ends, seed)
-        self._last = self.hashes[-1] if self.hashes else seed
-        self._rest = data[ends[-1] :] if ends else data
-        """What no whole block holds yet."""
-
-    def _blocks(self, data: bytes) -> tuple[int, Sequence[int]]:
-        cut = token_blocks if self._kind == "ids" else text_blocks
-        return cut(data, self._block_tokens)
-
-    def answered(self, output_ids: list[int], text: str) -> tuple[int, ...]:
-        """Hashes of prompt and answer, which is what the next turn's prompt begins with."""
-        if self._kind == "ids":
-            data = self._rest + b"".join(b"%d," % token for token in output_ids)
-        elif self._kind == "chat":
-            data = self._rest + _canonical([_Message("assistant", text)])
-        else:
-            data = self._rest + text.encode()
-        return self.hashes + chain(data, self._blocks(data)[1], self._last)
+    Args:
+        data: JSON text, or, with ``ids``, token ids as they stand in the request: decimals with a
+            comma behind each. Making integers of them takes longer than all the rest of routing.
+        apart: what keeps equal prompts apart.
+    """
+    ends: Sequence[int]
+    if ids:
+        commas = np.flatnonzero(np.frombuffer(data, np.uint8) == ord(",")) + 1
+        tokens, ends = len(commas), commas[block_tokens - 1 :: block_tokens].tolist()
+    else:
+        size = block_tokens * TEXT_TOKEN_BYTES
+        tokens, ends = -(-len(data) // TEXT_TOKEN_BYTES), range(size, len(data) + 1, size)
+    hashes = []
+    last, start = hash((ids, apart)), 0
+    for end in ends:
+        last = hash((last, data[start:end]))
+        hashes.append(last)
+        start = end
+    return tokens, tuple(hashes)
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -101,13 +81,13 @@ class Ask(msgspec.Struct, frozen=True):
 
     path: str
     body: bytes
-    prompt: Prompt
+    hashes: tuple[int, ...]
+    """Of the prompt's blocks."""
     work: Work
-    stream: bool
     rid: str
     session: str | None
 
-    def payload(self, bootstrap: tuple[str, int | None] | None = None) -> bytes:
+    def payload(self, bootstrap: tuple[str, int] | None = None) -> bytes:
         """The body to send, with our ``rid`` and, given host and port, SGLang's PD fields.
 
         They come last in the object, where they override fields of those names that the client
@@ -115,11 +95,8 @@ class Ask(msgspec.Struct, frozen=True):
         """
         fields: dict[str, object] = {"rid": self.rid}
         if bootstrap is not None:
-            fields |= {
-                "bootstrap_host": bootstrap[0],
-                "bootstrap_port": bootstrap[1],
-                "bootstrap_room": _rooms.getrandbits(63),
-            }
+            names = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+            fields |= zip(names, (*bootstrap, _rooms.getrandbits(63)), strict=True)
         head = self.body.rstrip()[:-1].rstrip()
         comma = b"" if head.endswith(b"{") else b","
         return head + comma + msgspec.json.encode(fields)[1:]
@@ -136,8 +113,7 @@ def read(
     """Reads a request.
 
     Args:
-        session: what the session header said; else the body's ``session_params`` or ``user`` is
-            taken.
+        session: what the session header said; else the body's ``user`` is taken.
         reserve_limit: answer tokens to keep room for at most, as a decode server reserves.
 
     Raises:
@@ -152,47 +128,27 @@ def read(
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
     if path == GENERATE:
+        raw = bytes(got.text if bytes(got.input_ids) == b"null" else got.input_ids)
         limit = got.sampling_params.max_new_tokens if got.sampling_params else None
         limit = SGLANG_MAX_NEW_TOKENS if limit is None else limit
     else:
+        raw = bytes(got.messages if path == CHAT else got.prompt)
         limit = got.max_completion_tokens or got.max_tokens or reserve_limit
-    prompt = _prompt(path, got, block_tokens)
-    if session is None and got.session_params is not None:
-        session = got.session_params.id
+    # Text and messages stay JSON, of which a longer session's are a continuation.
+    data = b"" if raw == b"null" else raw[1:-1]
+    ids = path != CHAT and raw.startswith(b"[")
+    if ids:
+        data = data.translate(None, b" \t\r\n")
+        if b"[" in data or b'"' in data:
+            raise BadRequest("cannot route a batch: one prompt a request")
+        data += b"," if data else b""
+    apart = (got.extra_key, got.lora_path, got.model, bytes(got.tools))
+    tokens, hashes = chain(data, ids, block_tokens, apart)
     return Ask(
         path=path,
         body=body,
-        prompt=prompt,
-        work=Work(prompt.tokens, min(limit, reserve_limit)),
-        stream=bool(got.stream),
+        hashes=hashes,
+        work=Work(tokens, min(limit, reserve_limit)),
         rid=got.rid or f"{_rooms.getrandbits(128):032x}",
         session=session or got.user,
     )
-
-
-def _prompt(path: str, got: _Body, block_tokens: int) -> Prompt:
-    apart = (got.extra_key, got.lora_path)
-    if path == CHAT:
-        data = _canonical(got.messages or [])
-        return Prompt(data, "chat", block_tokens, (*apart, got.model, bytes(got.tools)))
-    raw = bytes(got.prompt if path == COMPLETIONS else got.input_ids)
-    if raw.startswith(b"["):
-        ids = raw[1:-1].translate(None, b" \t\r\n")
-        if b"[" in ids or b'"' in ids:
-            raise BadRequest("cannot route a batch: one prompt a request")
-        return Prompt(ids + b"," if ids else b"", "ids", block_tokens, apart)
-    text = got.text if path == GENERATE else msgspec.json.decode(raw)
-    if text is not None and not isinstance(text, str):
-        raise BadRequest("the prompt is neither text nor a list of token ids")
-    return Prompt((text or "").encode(), "text", block_tokens, apart)
-
-
-def _canonical(messages: list[_Message]) -> bytes:
-    """Messages as bytes of which a longer session's are a continuation."""
-    parts = []
-    for message in messages:
-        content = message.content
-        text = content.encode() if isinstance(content, str) else msgspec.json.encode(content)
-        calls = msgspec.json.encode(message.tool_calls) if message.tool_calls else b""
-        parts += [b"\x01", message.role.encode(), b"\x02", text, calls]
-    return b"".join(parts)

@@ -1,61 +1,120 @@
-"""One request, from the client's bytes to the end of the answer."""
+"""The router as an aiohttp application: health checks, and each request from the client's bytes to
+the end of the answer."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 from aiohttp import web
 
-from benchmark.agentic.router import health
-from benchmark.agentic.router.body import Ask, BadRequest, read
-from benchmark.agentic.router.half import Answer, Failed, Half, Unreached
-from benchmark.agentic.router.health import UPSTREAM_ERRORS, reason
-from benchmark.agentic.router.schedule import DecisionLog, NoWorker, Route, Scheduler
-from benchmark.agentic.router.state import COLOCATED, DECODE, PREFILL
+from benchmark.agentic.router.body import CHAT, COMPLETIONS, GENERATE, BadRequest, read
+from benchmark.agentic.router.schedule import NoWorker, Scheduler, Settings
+from benchmark.agentic.router.workers import AGGREGATED, DECODE, PREFILL, Half, Worker
 from benchmark.harness import client
 
 logger = logging.getLogger(__name__)
 
-_WORKER_HEADERS = {
-    COLOCATED: client.WORKER_HEADER,
+UPSTREAM_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
+"""What a worker that is not there, or goes away, raises."""
+_HEADERS = {
+    AGGREGATED: client.WORKER_HEADER,
     PREFILL: client.PREFILL_HEADER,
     DECODE: client.DECODE_HEADER,
 }
-_ABORT_TIMEOUT = aiohttp.ClientTimeout(total=5)
+_MAX_BODY_BYTES = 256 << 20
+_CONNECT_S = 5.0
+_HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=25)
+"""SGLang's takes 1 to 20 s, as it waits for its scheduler."""
+_ABORT_TIMEOUT, _FLUSH_TIMEOUT = aiohttp.ClientTimeout(total=5), aiohttp.ClientTimeout(total=60)
 
 
 class ClientGone(Exception):
     """The client has closed its connection."""
 
 
-class Proxy:
-    """Sends requests where the scheduler says, and tells it how they ended."""
+class Failed(Exception):
+    """A worker failed a request of which the client has seen nothing yet."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        session: aiohttp.ClientSession,
-        log: DecisionLog | None,
-    ) -> None:
-        self._scheduler, self._session = scheduler, session
-        self._log = log
+    def __init__(self, worker: Worker, why: str, status: int = 502) -> None:
+        super().__init__(f"{worker.role} worker {worker.url} {why}")
+        self.url, self.status = worker.url, status
+
+
+class Unreached(Failed):
+    """A worker took no connection, and nothing of the request was sent to anyone."""
+
+
+class Router:
+    """One router. Serve ``app`` with ``handler_cancellation=True``, so that a client that
+    disconnects ends its request."""
+
+    def __init__(self, settings: Settings, decisions: Path | None = None) -> None:
+        self.settings = settings
+        self.scheduler = Scheduler(settings, decisions)
         self._tasks: set[asyncio.Task[Any]] = set()
-        """What outlives its request: prefill's drains, aborts."""
+        """Health checks, the halves of pairs, aborts."""
+        self.app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        self.app.cleanup_ctx.append(self._run)
+        routes = [web.post(path, self._generate) for path in (GENERATE, CHAT, COMPLETIONS)]
+        routes += [web.get(path, self._ready) for path in ("/health", "/readiness")]
+        routes += [web.route("*", "/flush_cache", self._flush_cache)]
+        routes += [web.get("/workers", self._workers)]
+        self.app.add_routes(routes)
 
-    async def close(self) -> None:
-        """Ends what is left."""
-        await _cancel(*self._tasks)
+    async def _run(self, app: web.Application) -> AsyncIterator[None]:
+        # Less than SGLang's 5 s: a request must not meet a connection that is just being closed.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
+        async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
+            self._session = session
+            for worker in self.scheduler.workers:
+                self._start(self._watch(worker))
+            yield
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
+    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _watch(self, worker: Worker) -> None:
+        while True:
+            await self.check(worker)
+            await asyncio.sleep(self.settings.health_interval)
+
+    async def check(self, worker: Worker) -> None:
+        """Checks it once, and asks a worker that comes back for the size of its pool."""
+        tokens = None
+        try:
+            async with self._session.get(worker.url + "/health", timeout=_HEALTH_TIMEOUT) as answer:
+                if answer.status != 200:
+                    worker.failed(f"/health answered {answer.status}")
+                    return
+            if not worker.up:
+                async with self._session.get(worker.url + "/server_info") as told:
+                    info = await told.json(content_type=None) if told.status == 200 else {}
+                tokens = info.get("max_total_num_tokens")
+        except UPSTREAM_ERRORS as error:
+            worker.failed(reason(error), gone=isinstance(error, aiohttp.ClientConnectorError))
+        except (ValueError, AttributeError):  # no SGLang server, as it says nothing of its pool
+            worker.passed()
+        else:
+            worker.passed(tokens)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
         """Routes a request; tries another worker only while nothing was sent."""
         body = await request.read()
-        settings = self._scheduler.settings
+        settings = self.settings
         try:
             ask = read(
                 request.path,
@@ -67,228 +126,209 @@ class Proxy:
         except BadRequest as error:
             return failure(400, str(error))
         unreached: dict[str, str] = {}
-        for attempt in range(settings.max_attempts):
+        for _ in range(settings.max_attempts):
             try:
-                route = self._route(ask, unreached, attempt)
+                halves = self.scheduler.route(ask, unreached)
             except NoWorker as error:
-                unreached.setdefault("", str(error))
+                unreached[""] = str(error)
                 break
             try:
-                return await self._serve(request, ask, route)
+                return await self._serve(request, halves)
             except Unreached as error:
-                unreached[error.half.worker.url] = str(error)
+                unreached[error.url] = str(error)
             except Failed as error:
                 return failure(error.status, str(error))
             except ClientGone:
                 return web.Response(status=499)
         return failure(503, "; ".join(unreached.values()))
 
-    def _route(self, ask: Ask, exclude: Iterable[str], attempt: int) -> Route:
-        route = self._scheduler.route(ask, tuple(exclude))
-        if self._log is not None:
-            self._log.write(ask, route, attempt, time.time())
-        return route
-
-    async def _serve(self, request: web.Request, ask: Ask, route: Route) -> web.StreamResponse:
+    async def _serve(self, request: web.Request, halves: dict[str, Half]) -> web.StreamResponse:
         """First every worker has to take a connection, then the request is sent: it may still go
         anywhere while nothing of it was."""
-        halves = {role: Half(route, role) for role in route.charges}
-        headers = {_WORKER_HEADERS[role]: half.worker.url for role, half in halves.items()}
-        sent = False
         try:
             for half in halves.values():
                 await self._reach(half)
-            bootstrap = None
-            if PREFILL in halves:
-                worker = halves[PREFILL].worker
-                bootstrap = (worker.bootstrap_host, worker.bootstrap_port)
-            payload = ask.payload(bootstrap)
-            limit = self._scheduler.settings.request_timeout
-            authorization = request.headers.get("Authorization")
-            sent = True
+            headers = {_HEADERS[role]: half.worker.url for role, half in halves.items()}
+            if AGGREGATED in halves:
+                half = halves[AGGREGATED]
+                return await self._relay(request, half, half.ask.payload(), headers)
+            prefill, decode = halves[PREFILL], halves[DECODE]
+            payload = decode.ask.payload(prefill.worker.bootstrap)
+            drain = self._start(self._drain(request, prefill, payload))
+            relay = self._start(self._relay(request, decode, payload, headers))
+            try:
+                await asyncio.wait({drain, relay}, return_when=asyncio.FIRST_COMPLETED)
+                failed = drain.result() if drain.done() else None
+                # Once decode has begun to answer, it has all that it needs of prefill.
+                if failed is not None and not decode.begun and not relay.done():
+                    raise failed
+                return await relay
+            finally:
+                relay.cancel()
+                if decode.outcome != "ok":
+                    drain.cancel()
+                    self._end(prefill, "abandoned")
+        except BaseException:
             for half in halves.values():
-                half.post(self._session, request.path, payload, authorization, limit)
-            if COLOCATED in halves:
-                return await self._relay(request, ask, halves[COLOCATED], headers)
-            return await self._pair(request, ask, halves[PREFILL], halves[DECODE], headers)
-        except BaseException as error:
-            for half in halves.values():
-                half.end("given_up" if isinstance(error, Failed) else "client_gone")
+                self._end(half, "abandoned")
             raise
-        finally:
-            if sent:
-                for half in halves.values():
-                    if half.outcome in ("lost", "client_gone", "given_up"):
-                        self._keep(asyncio.create_task(self._abort(half, ask.rid)))
 
     async def _reach(self, half: Half) -> None:
+        parts = urlsplit(half.worker.url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        connecting = asyncio.open_connection(parts.hostname, port)
         try:
-            await health.reach(half.worker.url, self._scheduler.settings.connect_timeout)
+            _, writer = await asyncio.wait_for(connecting, _CONNECT_S)
         except UPSTREAM_ERRORS as error:
-            gone = isinstance(error, ConnectionRefusedError)
-            health.failed(half.worker, reason(error), gone=gone)
+            half.worker.failed(reason(error), gone=isinstance(error, ConnectionRefusedError))
             half.end("unreached")
-            raise Unreached(half, f"cannot be reached: {reason(error)}") from error
+            raise Unreached(half.worker, f"cannot be reached: {reason(error)}") from error
+        writer.close()
 
-    async def _pair(
-        self, request: web.Request, ask: Ask, first: Half, second: Half, headers: dict[str, str]
-    ) -> web.StreamResponse:
-        """Prefill's half and decode's at once; the client gets decode's answer."""
-        prefill = asyncio.create_task(self._drain(ask, first, second))
-        self._keep(prefill)
-        try:
-            response = await self._relay(request, ask, second, headers)
-        except BaseException:
-            await _cancel(prefill)
-            raise
-        if second.outcome != "ok":
-            await _cancel(prefill)
-            first.end("given_up")
-        return response
+    @asynccontextmanager
+    async def _post(
+        self, request: web.Request, half: Half, payload: bytes
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The worker's answer.
 
-    async def _drain(self, ask: Ask, half: Half, other: Half) -> None:
-        """Prefill's half, whose answer nobody wants. What goes wrong there ends decode's too,
-        unless that has begun to answer: then it has all that it needs of prefill."""
+        Raises:
+            Failed: the worker did not finish it.
+        """
+        headers = {"Content-Type": "application/json"}
+        if "Authorization" in request.headers:
+            headers["Authorization"] = request.headers["Authorization"]
+        url = half.worker.url + half.ask.path
+        timeout = aiohttp.ClientTimeout(total=self.settings.request_timeout)
+        half.sent = True
         try:
-            got = await half.response()
-            data = await got.read()
+            async with self._session.post(
+                url, data=payload, headers=headers, timeout=timeout
+            ) as got:
+                yield got
         except UPSTREAM_ERRORS as error:
-            failed = self._lost(half, error)
-        else:
-            half.begin()
-            _take(half.answer, got, data)
-            if got.status == 200 and not half.answer.got.error:
-                self._learn(half, ask, ask.prompt.hashes)
-                half.end("ok")
-                return
-            half.end("error")
-            why = half.answer.got.error or data[:500].decode(errors="replace")
-            failed = Failed(
-                half, f"answered {got.status}: {why}", got.status if got.status != 200 else 502
-            )
-        if other.outcome is None and not other.begun:
-            other.abandon(failed)
+            if not half.done:
+                self._end(half, "lost")
+                status = 504 if isinstance(error, asyncio.TimeoutError) else 502
+                raise Failed(half.worker, f"was lost: {reason(error)}", status) from error
+
+    async def _drain(self, request: web.Request, half: Half, payload: bytes) -> Failed | None:
+        """Prefill's half, whose answer nobody wants; what went wrong. It may end after decode's."""
+        try:
+            async with self._post(request, half, payload) as got:
+                data = await got.read()
+        except Failed as error:
+            return error
+        self._finish(half, got.status, data)
+        if half.outcome == "ok":
+            return None
+        why = f"answered {got.status}: {data[:500].decode(errors='replace')}"
+        return Failed(half.worker, why, got.status if got.status != 200 else 502)
 
     async def _relay(
-        self, request: web.Request, ask: Ask, half: Half, headers: dict[str, str]
+        self, request: web.Request, half: Half, payload: bytes, headers: dict[str, str]
     ) -> web.StreamResponse:
         """The half whose answer the client gets."""
-        out: web.StreamResponse | None = None
+        out = web.StreamResponse(headers=headers)
         tail = b""
         try:
-            got = await half.response()
-            headers["Content-Type"] = got.headers.get("Content-Type", "application/json")
-            if got.status != 200 or not _is_stream(got):
-                data = await got.read()
-                half.begin()
-                _take(half.answer, got, data)
-                self._finish(half, ask, got.status)
-                return web.Response(body=data, status=got.status, headers=headers)
-            async for chunk in got.content.iter_any():
-                first = out is None
-                if out is None:
-                    half.begin()
-                    out = await _prepare(request, headers)
-                # Only whole events, so that we can add one if the worker dies.
-                tail += chunk
-                end = tail.rfind(b"\n\n") + 2
-                if end > 1:
-                    events, tail = tail[:end], tail[end:]
-                    await _write(out, events)
-                    half.answer.take_stream(events)
-                if first:  # after the write: the client waits for that one
-                    half.worker.index.learn(ask.prompt.hashes)
-        except UPSTREAM_ERRORS as error:
-            if not half.answer.done:
-                failed = self._lost(half, error)
-                if out is None:
-                    raise failed from error
-                tail = b"data: %s\n\ndata: [DONE]\n\n" % _error(failed.status, str(failed))
-        if out is None:
-            out = await _prepare(request, headers)
+            async with self._post(request, half, payload) as got:
+                kind = got.headers.get("Content-Type", "application/json")
+                out.headers["Content-Type"] = kind
+                if got.status != 200 or not kind.startswith("text/event-stream"):
+                    data = await got.read()
+                    self._finish(half, got.status, data)
+                    return web.Response(body=data, status=got.status, headers=out.headers)
+                async for chunk in got.content.iter_any():
+                    # Only whole events, so that we can add one if the worker dies.
+                    events, end, tail = (tail + chunk).rpartition(b"\n\n")
+                    if end:
+                        begins = half.take(events)
+                        await _write(request, out, events + end)
+                        if begins:  # after the write: the client waits for that one
+                            half.worker.index.learn(half.ask.hashes)
+        except Failed as error:
+            if not half.begun:
+                raise
+            tail = b"data: %s\n\ndata: [DONE]\n\n" % _error(error.status, str(error))
         if tail:
-            await _write(out, tail)
-        await _write(out, None)
-        self._finish(half, ask, 200)
+            await _write(request, out, tail)
+        await _write(request, out, b"")
+        self._finish(half, 200, tail)
         return out
 
-    def _lost(self, half: Half, error: BaseException) -> Failed:
-        """A worker did not finish what it was sent."""
-        cause = half.cause(error)
-        if isinstance(cause, Failed):
-            half.end("given_up")
-            return cause
-        half.end("lost")
-        status = 504 if isinstance(cause, asyncio.TimeoutError) else 502
-        return Failed(half, f"was lost: {reason(cause)}", status)
+    def _finish(self, half: Half, status: int, data: bytes) -> None:
+        """The answer has come to its end, good or not. ``data``: what was not taken of it yet."""
+        half.failed = half.failed or status != 200
+        if half.take(data):
+            half.worker.index.learn(half.ask.hashes)
+        self._end(half, "error" if half.failed else "ok")
 
-    def _finish(self, half: Half, ask: Ask, status: int) -> None:
-        """The answer has come to its end, good or not."""
-        if status != 200 or half.answer.got.error:
-            half.end("error")
-            return
-        if half.outcome is None:
-            answer = half.answer.got
-            self._learn(half, ask, ask.prompt.answered(answer.output_ids, answer.text))
-        half.end("ok")
+    def _end(self, half: Half, outcome: str) -> None:
+        """Of a half that ends before its answer does, the worker is told: SGLang looks for closed
+        connections only now and then."""
+        if half.end(outcome) and half.sent and outcome in ("lost", "abandoned"):
+            self._start(self._abort(half))
 
-    def _learn(self, half: Half, ask: Ask, hashes: tuple[int, ...]) -> None:
-        """What the worker holds now, and what it said it held before."""
-        worker, share = half.worker, half.answer.held_share
-        # Decode reports what prefill held, which says nothing about decode's own tree.
-        if share is not None and worker.role != DECODE:
-            worker.correct(ask.prompt.hashes, half.believed_blocks, share)
-            worker.counts["believed_tokens"] += half.believed_blocks * worker.block_tokens
-            worker.counts["reported_tokens"] += round(share * ask.work.tokens)
-        worker.index.learn(hashes)
-
-    async def _abort(self, half: Half, rid: str) -> None:
-        """Ends a request at a worker now; SGLang looks for closed connections only now and then."""
-        url = half.worker.url + "/abort_request"
+    async def _abort(self, half: Half) -> None:
+        url, json = half.worker.url + "/abort_request", {"rid": half.ask.rid}
         try:
-            async with self._session.post(url, json={"rid": rid}, timeout=_ABORT_TIMEOUT) as got:
+            async with self._session.post(url, json=json, timeout=_ABORT_TIMEOUT) as got:
                 await got.read()
         except UPSTREAM_ERRORS as error:
-            logger.info("abort of %s at %s: %s", rid, half.worker.url, reason(error))
+            logger.info("%s of %s: %s", url, half.ask.rid, reason(error))
 
-    def _keep(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _ready(self, request: web.Request) -> web.Response:
+        """200 once every worker was looked at and a request would find one, else 503."""
+        workers = self.scheduler.workers
+        ready = self.scheduler.can_serve and all(worker.checked for worker in workers)
+        states = {worker.url: "up" if worker.up else "out" for worker in workers}
+        return web.json_response(states, status=200 if ready else 503)
+
+    async def _workers(self, request: web.Request) -> web.Response:
+        """What the router believes of each worker."""
+        return web.json_response([worker.state() for worker in self.scheduler.workers])
+
+    async def _flush_cache(self, request: web.Request) -> web.Response:
+        """All workers' caches, and what we believe of those that did it; after all of them, where
+        sessions went."""
+
+        async def flush(worker: Worker) -> str:
+            url = worker.url + request.path_qs
+            try:
+                async with self._session.post(url, timeout=_FLUSH_TIMEOUT) as got:
+                    if got.status == 200:
+                        worker.index.clear()
+                    return str(got.status)
+            except UPSTREAM_ERRORS as error:
+                return reason(error)
+
+        workers = self.scheduler.workers
+        said = await asyncio.gather(*map(flush, workers))
+        fine = set(said) == {"200"}
+        if fine:
+            for pins in self.scheduler.pins.values():
+                pins.clear()
+        told = {worker.url: text for worker, text in zip(workers, said, strict=True)}
+        return web.json_response(told, status=200 if fine else 502)
 
 
-async def _prepare(request: web.Request, headers: dict[str, str]) -> web.StreamResponse:
-    out = web.StreamResponse(headers=headers)
+async def _write(request: web.Request, out: web.StreamResponse, data: bytes) -> None:
+    """``b""``: the end."""
     try:
-        await out.prepare(request)
+        if not out.prepared:
+            await out.prepare(request)
+        await (out.write(data) if data else out.write_eof())
     except ConnectionResetError as error:
         raise ClientGone from error
-    return out
 
 
-async def _write(out: web.StreamResponse, data: bytes | None) -> None:
-    """``None``: the end."""
-    try:
-        await (out.write_eof() if data is None else out.write(data))
-    except ConnectionResetError as error:
-        raise ClientGone from error
-
-
-def _is_stream(got: aiohttp.ClientResponse) -> bool:
-    return got.headers.get("Content-Type", "").startswith("text/event-stream")
-
-
-def _take(answer: Answer, got: aiohttp.ClientResponse, data: bytes) -> None:
-    """An answer that came as a whole."""
-    if _is_stream(got):
-        answer.take_stream(data)
-    elif got.status == 200:
-        answer.take(data)
-
-
-async def _cancel(*tasks: asyncio.Task[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+def reason(error: BaseException) -> str:
+    """What went wrong, for a client: some errors have no text of their own, or too much."""
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return "its answer was cut short"
+    if isinstance(error, asyncio.TimeoutError):
+        return f"timed out {error}".rstrip()
+    return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 def failure(status: int, message: str) -> web.Response:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from benchmark.agentic.router.body import Ask
-from benchmark.agentic.router.policies import Choice, View, choose
-from benchmark.agentic.router.settings import Settings
-from benchmark.agentic.router.state import COLOCATED, DECODE, PREFILL, Charge, Worker
+from benchmark.agentic.router.policies import Choice, Knobs, View, choose, option
+from benchmark.agentic.router.workers import AGGREGATED, DECODE, PREFILL, Half, Worker
 from benchmark.traces.sessions import Recent
 
 
@@ -19,32 +20,55 @@ class NoWorker(RuntimeError):
     """No worker of a role is up, or all of them have refused the request already."""
 
 
-class Pins:
-    """Which worker a session last went to, for the most recent sessions."""
-
-    def __init__(self, limit: int) -> None:
-        self._workers: Recent[str, tuple[str, int]] = Recent(limit)
-
-    def __len__(self) -> int:
-        return len(self._workers)
-
-    def get(self, session: str | None) -> tuple[str | None, int]:
-        """The session's worker, and how many requests in a row it has had; None and 0."""
-        return (None, 0) if session is None else self._workers.get(session, (None, 0))
-
-    def set(self, session: str | None, url: str) -> None:
-        if session is None:
-            return
-        before, stayed = self.get(session)
-        self._workers.note(session, (url, stayed + 1 if before == url else 1))
-
-
 @dataclass(frozen=True)
-class Pick:
+class Settings(Knobs):
+    """Everything that the command line decides; it has an option for each field."""
+
+    workers: tuple[str, ...] = ()
+    """URLs of aggregated workers."""
+    prefills: tuple[tuple[str, int], ...] = ()
+    """URL and bootstrap port of each prefill worker."""
+    decodes: tuple[str, ...] = ()
+    policy: str = option("linear", "policy for aggregated workers")
+    prefill_policy: str = option("lmetric", "policy for prefill workers")
+    decode_policy: str = option("delta_kv", "policy for decode workers")
+    block_tokens: int = option(16, "tokens per block of the shadow index")
+    pool_tokens: int = option(100_000, "KV pool of a worker that does not report its size, tokens")
+    reserve_tokens: int = option(
+        512, "maximum output tokens to reserve, as --num-reserved-decode-tokens"
+    )
+    max_sessions: int = option(
+        100_000, "sessions whose worker is stored; the least recently used are evicted first"
+    )
+    heavy_threshold: int = option(
+        20_000,
+        "uncached tokens above which a request is offloaded to a PD pair beside aggregated workers",
+    )
+    offload_min_cached: float = option(
+        0.0, "share of the prompt that the prefill worker must have cached for an offload"
+    )
+    max_offload_inflight: int = option(4, "maximum concurrent offloaded requests")
+    max_attempts: int = option(3, "maximum workers, or pairs, tried for a request")
+    request_timeout: float = option(1800.0, "seconds for a whole request")
+    health_interval: float = option(5.0, "seconds between two health checks of a worker")
+    health_fall: int = option(
+        3, "consecutive failed checks, or refused connections, that remove a worker"
+    )
+
+    def __post_init__(self) -> None:
+        if not self.workers and not self.prefills and not self.decodes:
+            raise ValueError("no workers: give --worker, or --prefill and --decode")
+        if bool(self.prefills) != bool(self.decodes):
+            raise ValueError("--prefill and --decode must be given together")
+        urls = [*self.workers, *(url for url, _ in self.prefills), *self.decodes]
+        if len(set(urls)) < len(urls):
+            raise ValueError("a worker is given twice")
+
+
+class Pick(NamedTuple):
     """One worker chosen from its pool, the candidates it was chosen from, and why."""
 
     worker: Worker
-    policy: str
     views: Sequence[View]
     choice: Choice
 
@@ -53,53 +77,38 @@ class Pick:
         return self.views[self.choice.index].matched_tokens
 
 
-@dataclass(frozen=True)
-class Route:
-    """Where a request goes, and its charges there: an aggregated worker, or prefill and decode."""
-
-    picks: Mapping[str, Pick]
-    """By role: those taken, and the colocated one that an offloaded request passed over."""
-    offload: str | None
-    """Why the request was offloaded or not; None where there is no choice."""
-    charges: Mapping[str, Charge]
-    """By role: one, or prefill's and decode's."""
-    matched_blocks: Mapping[str, int] = field(default_factory=dict)
-    """Blocks of the prompt that each worker was believed to hold when it was chosen."""
-
-
 class Scheduler:
-    """Owns the workers and the sessions' pins."""
+    """Owns the workers, where sessions were, and the log of decisions."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, settings: Settings, decisions: Path | None = None) -> None:
+        """``decisions``: gets a JSON line a decision, with every term of every candidate's score,
+        written at once, so that a crash loses none."""
+        self.settings = s = settings
+
+        def made(role: str, url: str, port: int = 0) -> Worker:
+            sizes = {"block_tokens": s.block_tokens, "pool_tokens": s.pool_tokens}
+            return Worker(role, url, port, fall=s.health_fall, **sizes)
+
         self.pools: dict[str, list[Worker]] = {
-            COLOCATED: [self._worker(COLOCATED, url) for url in settings.workers],
-            PREFILL: [self._worker(PREFILL, url, port) for url, port in settings.prefills],
-            DECODE: [self._worker(DECODE, url) for url in settings.decodes],
+            AGGREGATED: [made(AGGREGATED, url) for url in s.workers],
+            PREFILL: [made(PREFILL, url, port) for url, port in s.prefills],
+            DECODE: [made(DECODE, url) for url in s.decodes],
         }
-        self.policies = {
-            COLOCATED: settings.policy,
-            PREFILL: settings.prefill_policy,
-            DECODE: settings.decode_policy,
+        self._policies = {
+            AGGREGATED: s.policy,
+            PREFILL: s.prefill_policy,
+            DECODE: s.decode_policy,
         }
-        self.forget_sessions()
+        self.pins: dict[str, Recent[str, tuple[str, int]]] = {
+            role: Recent(s.max_sessions) for role in self.pools
+        }
+        """By role and session: the worker that it last went to, and how many requests in a row."""
         self._turns = dict.fromkeys(self.pools, 0)
-        self._offloaded: list[Charge] = []
-
-    def forget_sessions(self) -> None:
-        """A session's next request may go anywhere."""
-        self.pins = {role: Pins(self.settings.max_sessions) for role in self.pools}
-
-    def _worker(self, role: str, url: str, bootstrap_port: int | None = None) -> Worker:
-        s = self.settings
-        return Worker(
-            role,
-            url,
-            bootstrap_port,
-            block_tokens=s.block_tokens,
-            pool_tokens=s.pool_tokens,
-            fall=s.health_fall,
-        )
+        self._offloaded: list[Half] = []
+        self._log = None
+        if decisions is not None:
+            decisions.parent.mkdir(parents=True, exist_ok=True)
+            self._log = decisions.open("ab", buffering=0)
 
     @property
     def workers(self) -> list[Worker]:
@@ -109,10 +118,11 @@ class Scheduler:
     def can_serve(self) -> bool:
         """Whether a request that came now would find a worker, or a pair."""
         up = {role: any(worker.up for worker in pool) for role, pool in self.pools.items()}
-        return up[COLOCATED] or (up[PREFILL] and up[DECODE])
+        return up[AGGREGATED] or (up[PREFILL] and up[DECODE])
 
-    def route(self, ask: Ask, exclude: Collection[str] = ()) -> Route:
-        """Chooses and charges.
+    def route(self, ask: Ask, exclude: Collection[str] = ()) -> dict[str, Half]:
+        """Chooses: an aggregated worker, or prefill and decode. The load that the request adds to
+        them is theirs until its halves, which are given by role, end.
 
         Args:
             exclude: URLs of workers that could not be reached for this request.
@@ -120,107 +130,83 @@ class Scheduler:
         Raises:
             NoWorker: nobody left.
         """
-        colocated = self._pick(COLOCATED, ask, exclude)
-        prefill = self._pick(PREFILL, ask, exclude)
-        decode = self._pick(DECODE, ask, exclude)
-        offload = None
-        if colocated is not None and self.pools[PREFILL]:
-            offload = self._offload(ask, colocated, prefill, decode)
-        picks = {r.worker.role: r for r in (colocated, prefill, decode) if r is not None}
-        if colocated is not None and offload != "offloaded":
-            picks = {COLOCATED: colocated}
-            taken = [colocated]
-        elif prefill is not None and decode is not None:
-            taken = [prefill, decode]
-        else:
-            raise NoWorker(self._missing(exclude))
-        charges = {}
-        for pick in taken:
-            role = pick.worker.role
+        picks = dict(self._picks(ask, exclude))
+        offload = self._offload(ask, picks)
+        if AGGREGATED in picks and offload != "offloaded":
+            picks = {AGGREGATED: picks[AGGREGATED]}
+        elif not {PREFILL, DECODE} <= set(picks):
+            pools = self.pools.items()
+            missing = [f"{role} worker" for role, pool in pools if pool and role not in picks]
+            attempted = f" (attempted: {', '.join(exclude)})" if exclude else ""
+            raise NoWorker(f"no {' and no '.join(missing)} is available{attempted}")
+        halves = {}
+        for role, pick in picks.items():
+            if role == AGGREGATED and offload == "offloaded":
+                continue
             self._turns[role] += 1
-            self.pins[role].set(ask.session, pick.worker.url)
-            charges[role] = pick.worker.charge(ask.work, pick.matched_tokens)
+            if ask.session is not None:
+                before, stayed = self.pins[role].get(ask.session, ("", 0))
+                url = pick.worker.url
+                self.pins[role].note(ask.session, (url, stayed + 1 if before == url else 1))
+            halves[role] = Half(pick.worker, ask, pick.matched_tokens)
         if offload == "offloaded":
-            self._offloaded.append(charges[DECODE])
-        blocks = {
-            role: picks[role].matched_tokens // self.settings.block_tokens for role in charges
-        }
-        return Route(picks, offload, charges, blocks)
+            self._offloaded.append(halves[DECODE])
+        if self._log is not None:
+            line = {
+                "at": time.time(),
+                "rid": ask.rid,
+                "session": ask.session,
+                "path": ask.path,
+                "tokens": ask.work.tokens,
+                "reserve_tokens": ask.work.reserve_tokens,
+                "attempt": len(exclude),
+                "offload": offload,
+                "taken": list(halves),
+                "pools": {role: self._told(role, pick) for role, pick in picks.items()},
+            }
+            self._log.write(msgspec.json.encode(line) + b"\n")
+        return halves
 
-    def _pick(self, role: str, ask: Ask, exclude: Collection[str]) -> Pick | None:
-        up = [w for w in self.pools[role] if w.up and w.url not in exclude]
-        if not up:
-            return None
-        policy = self.policies[role]
-        views = [worker.view(ask.prompt.hashes, ask.work) for worker in up]
-        pin, stayed = self.pins[role].get(ask.session)
-        pinned = next((i for i, worker in enumerate(up) if worker.url == pin), None)
-        knobs, turn = self.settings.knobs, self._turns[role]
-        choice = choose(policy, views, ask.work, knobs, turn, pinned, stayed)
-        return Pick(up[choice.index], policy, views, choice)
+    def _picks(self, ask: Ask, exclude: Collection[str]) -> Iterator[tuple[str, Pick]]:
+        """The best worker of each role that has one."""
+        for role, pool in self.pools.items():
+            up = [worker for worker in pool if worker.up and worker.url not in exclude]
+            if up:
+                views = [worker.view(ask.hashes, ask.work) for worker in up]
+                pin, stayed = self.pins[role].get(ask.session or "", ("", 0))
+                pinned = next((i for i, worker in enumerate(up) if worker.url == pin), None)
+                policy, turn = self._policies[role], self._turns[role]
+                choice = choose(policy, views, ask.work, self.settings, turn, pinned, stayed)
+                yield role, Pick(up[choice.index], views, choice)
 
-    def _offload(self, ask: Ask, colocated: Pick, prefill: Pick | None, decode: Pick | None) -> str:
-        """Why a request leaves the aggregated workers (``offloaded``), or stays with them.
+    def _offload(self, ask: Ask, picks: Mapping[str, Pick]) -> str | None:
+        """Why a request leaves the aggregated workers (``offloaded``), or stays with them; None
+        where there is no choice.
 
         An SGLang server has one disaggregation mode, so an offloaded request runs on a PD pair
         beside the aggregated workers, from prefill to its last token.
         """
-        self._offloaded = [charge for charge in self._offloaded if not charge.released]
-        if ask.work.tokens - colocated.matched_tokens <= self.settings.heavy_threshold:
+        if AGGREGATED not in picks or not self.pools[PREFILL]:
+            return None
+        self._offloaded = [half for half in self._offloaded if half.outcome is None]
+        if ask.work.tokens - picks[AGGREGATED].matched_tokens <= self.settings.heavy_threshold:
             return "light"
-        if prefill is None or decode is None:
+        if not {PREFILL, DECODE} <= set(picks):
             return "no pair"
-        if prefill.matched_tokens < self.settings.offload_min_cached * ask.work.tokens:
+        if picks[PREFILL].matched_tokens < self.settings.offload_min_cached * ask.work.tokens:
             return "cold"
         if len(self._offloaded) >= self.settings.max_offload_inflight:
             return "capped"
         return "offloaded"
 
-    def _missing(self, exclude: Collection[str]) -> str:
-        lacking = [
-            f"{role} worker"
-            for role, pool in self.pools.items()
-            if pool and not any(w.up and w.url not in exclude for w in pool)
-        ]
-        tried = f" (attempted: {', '.join(exclude)})" if exclude else ""
-        return f"no {' and no '.join(lacking)} is available{tried}"
-
-
-class DecisionLog:
-    """A JSON line a decision, with every term of every candidate's score; written at once, so that
-    a crash loses none."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0)
-
-    def write(self, ask: Ask, route: Route, attempt: int, at: float) -> None:
-        """``at``: seconds since the epoch. ``attempt``: 0, or how often it was sent elsewhere."""
-        line = {
-            "at": at,
-            "rid": ask.rid,
-            "session": ask.session,
-            "path": ask.path,
-            "tokens": ask.work.tokens,
-            "reserve_tokens": ask.work.reserve_tokens,
-            "attempt": attempt,
-            "offload": route.offload,
-            "taken": list(route.charges),
-            "pools": {role: _told(pick) for role, pick in route.picks.items()},
+    def _told(self, role: str, pick: Pick) -> dict[str, object]:
+        """For the log."""
+        candidates = [view._asdict() for view in pick.views]
+        for candidate, terms in zip(candidates, pick.choice.terms, strict=False):
+            candidate |= {"score": terms.score, "terms": terms.parts}
+        return {
+            "policy": self._policies[role],
+            "reason": pick.choice.reason,
+            "chosen": pick.worker.url,
+            "candidates": candidates,
         }
-        self._file.write(msgspec.json.encode(line) + b"\n")
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _told(pick: Pick) -> dict[str, object]:
-    candidates = [view._asdict() for view in pick.views]
-    for candidate, terms in zip(candidates, pick.choice.terms, strict=False):
-        candidate |= {"score": terms.score, "terms": terms.parts}
-    return {
-        "policy": pick.policy,
-        "reason": pick.choice.reason,
-        "chosen": pick.worker.url,
-        "candidates": candidates,
-    }

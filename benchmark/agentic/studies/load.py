@@ -12,16 +12,11 @@ import msgspec
 from benchmark.agentic.fleet.spec import FleetFile
 from benchmark.agentic.load.outcome import Classes
 from benchmark.agentic.studies.spec import LoadSpec, TraceSpec
-from benchmark.agentic.traces.describe import Description, describe
-from benchmark.agentic.traces.select import Plan, chosen, requests_of, window_and_thin
-from benchmark.agentic.traces.survey import survey
+from benchmark.traces.describe import Description, describe, wrong_unit
 from benchmark.traces.generate import AGENTIC, at_rate, generate
-from benchmark.traces.invalid import Invalid
-from benchmark.traces.read import read
-from benchmark.traces.record import BLOCK_TOKENS, Record
-from benchmark.traces.scale import fits, scaled
+from benchmark.traces.record import Record, fits, left_out, read, scaled
+from benchmark.traces.sample import Plan, Survey, chosen, survey, window_and_thin
 from benchmark.traces.sessions import annotate
-from benchmark.traces.units import UnitCheck
 
 
 @dataclass(frozen=True)
@@ -58,19 +53,21 @@ def prepare(spec: TraceSpec, fleet: FleetFile) -> Trace:
     """
     path = Path(spec.file) if spec.file else None
     source = "a generated trace" if path is None else path.name
-    invalid, units = Invalid(spec.skip_invalid), UnitCheck()
-    found = generated(spec) if path is None else annotate(read(path, invalid=invalid))
-    whole = list(units.watch(found))
-    if not whole:
-        raise ValueError("; ".join([f"{source} holds no request", *invalid.told()]))
-    sampled, ratio = sample(whole, spec, spec.requests) if spec.requests else (whole, 1.0)
+    skipped: list[str] = []
+    if path is None:
+        whole = list(generated(spec))
+    else:
+        whole = list(annotate(read(path, skipped if spec.skip_invalid else None)))
+    found, sampled, ratio = survey(whole), whole, 1.0
+    if spec.requests:
+        sampled, ratio = sample(whole, found, spec, spec.requests)
     sized, most = [_sized(record, fleet) for record in sampled], limit(fleet)
     records = [record for record in sized if fits(record, most)]
     if not records:
         raise ValueError(f"no request of {source} has at most {most} tokens")
-    described = describe(survey(sampled, BLOCK_TOKENS))
+    described = describe(survey(sampled))
     classes = Classes().scaled(fleet.block_tokens)
-    notes = [*invalid.told(), *units.told(source)]
+    notes = [*left_out(skipped), *wrong_unit(found, source)]
     if spec.requests and len(records) != spec.requests:
         notes.append(
             f"{len(records)} requests are sent where about {spec.requests} were asked for: "
@@ -97,16 +94,17 @@ def limit(fleet: FleetFile) -> int:
     return pool // 2 if pool else 1 << 60
 
 
-def sample(whole: Sequence[Record], spec: TraceSpec, requests: int) -> tuple[list[Record], float]:
+def sample(
+    whole: Sequence[Record], found: Survey, spec: TraceSpec, requests: int
+) -> tuple[list[Record], float]:
     """About so many requests in whole sessions, and the share of sessions kept.
 
     Raises:
         ValueError: so few that no whole session is among them.
     """
-    found = survey(whole, BLOCK_TOKENS)
     plan = Plan(window_s=spec.window_s, max_single_turn=spec.max_single_turn, seed=spec.seed)
     everything = window_and_thin(found, dataclasses.replace(plan, ratio=1.0))
-    ratio = min(1.0, requests / requests_of(found.columns, everything.sessions))
+    ratio = min(1.0, requests / everything.requests)
     try:
         selection = window_and_thin(found, dataclasses.replace(plan, ratio=ratio))
     except ValueError as error:

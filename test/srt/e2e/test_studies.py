@@ -12,7 +12,7 @@ from benchmark.harness.fleet import Aggregated, Pair, PairConfig
 from benchmark.harness.models import TINY_ARITH
 from benchmark.harness.servers import Sizes
 from benchmark.traces.generate import generate
-from benchmark.traces.read import write
+from benchmark.traces.record import write
 from e2e.support import START_METHOD
 
 SIZES = Sizes(pool_tokens=8800, page_size=16)

@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from benchmark.agentic.router.app import Router
-from benchmark.agentic.router.settings import Settings
+from benchmark.agentic.router.proxy import Router
+from benchmark.agentic.router.schedule import Settings
 from component.agentic.stub import Stub
 
 

@@ -18,8 +18,7 @@ from benchmark.agentic.load.run import replay
 from benchmark.agentic.studies import cli, record
 from benchmark.harness.environment import commit
 from benchmark.traces.generate import generate
-from benchmark.traces.read import write
-from benchmark.traces.record import Record
+from benchmark.traces.record import Record, write
 from component.agentic import stub
 from sglang.srt.patchset.environment import START_METHOD
 

@@ -1,1 +1,0 @@
-"""What a trace holds, and a smaller trace that holds the same."""

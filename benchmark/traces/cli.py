@@ -1,0 +1,152 @@
+"""``python -m benchmark generate``, ``describe`` and ``sample``; README.md says more.
+
+Sampling takes two passes over the file: one looks which sessions begin when and share what, one
+takes those chosen. A trace that names no sessions is given some (``benchmark.traces.sessions``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+
+from benchmark.harness.command import reported
+from benchmark.harness.report import write_summary
+from benchmark.traces.describe import describe as described
+from benchmark.traces.describe import print_table, wrong_unit
+from benchmark.traces.generate import SHAPES, at_rate
+from benchmark.traces.generate import generate as generated
+from benchmark.traces.record import Record, left_out, read, write
+from benchmark.traces.sample import Plan, chosen, random_requests, survey, window_and_thin
+from benchmark.traces.sessions import annotate
+
+
+@reported
+def generate(argv: list[str]) -> int:
+    """``generate FILE``: traffic as a trace, for machines with no trace at hand."""
+    parser = argparse.ArgumentParser(prog="python -m benchmark generate")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="agentic")
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--rate", type=float, help="requests/s: changes the number of sessions, not their pace"
+    )
+    args = parser.parse_args(argv)
+    if args.requests < 1:
+        raise ValueError(f"--requests must be 1 or more: {args.requests}")
+    shape = SHAPES[args.shape]
+    shape = at_rate(shape, args.rate, args.seed) if args.rate else shape
+    records = generated(args.requests, args.seed, shape)
+    print(f"{write(args.file, _counted(records, 'generating'))} requests")
+    return 0
+
+
+@reported
+def describe(argv: list[str]) -> int:
+    """``describe FILE``: what a trace holds."""
+    args = _reader("describe").parse_args(argv)
+    skipped = [] if args.skip_invalid else None
+    found = survey(_counted(annotate(read(args.file, skipped)), "reading"))
+    description = described(found)
+    print_table({args.file.name: description})
+    _tell([*left_out(skipped or []), *wrong_unit(found, args.file)])
+    if args.json:
+        write_summary(args.json, {"trace": description})
+    return 0
+
+
+@reported
+def sample(argv: list[str]) -> int:
+    """``sample FILE [OUT]``: a smaller trace that shares as much; with ``--compare``, beside as
+    many requests at random."""
+    default = Plan()
+    parser = _reader("sample")
+    add = parser.add_argument
+    add("out", type=Path, nargs="?", help="file for the sample; default: print figures only")
+    add(
+        "--window-seconds",
+        type=float,
+        default=default.window_s,
+        help="length of the window in which sessions begin, seconds",
+    )
+    add(
+        "--window-start",
+        type=float,
+        help="start of the window, seconds since the first request (default: the densest window)",
+    )
+    add("--sample-ratio", type=float, default=default.ratio, help="share of sessions to keep")
+    add(
+        "--max-single-turn-ratio",
+        type=float,
+        default=default.max_single_turn,
+        help="maximum share of single-turn sessions",
+    )
+    add("--seed", type=int, default=default.seed)
+    add("--compare", action="store_true", help="also sample as many requests by random sessions")
+    args = parser.parse_args(argv)
+    plan = Plan(
+        args.window_seconds,
+        args.window_start,
+        args.sample_ratio,
+        args.max_single_turn_ratio,
+        args.seed,
+    )
+    if args.out and args.out.resolve() == args.file.resolve():
+        raise ValueError(f"{args.out} would overwrite the input trace")
+    skipped = [] if args.skip_invalid else None
+    found = survey(_counted(annotate(read(args.file, skipped)), "reading"))
+    window = window_and_thin(found, plan)
+    selections = {"window and thin": window}
+    if args.compare:
+        selections["random"] = random_requests(found, window.requests, plan.seed)
+    traces, keeps = {"full": described(found)}, {}
+    whole = traces["full"]["cross_session_share"]
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, selection in selections.items():
+            path = args.out if args.out and name != "random" else Path(scratch, name)
+            # What cannot be read was counted above.
+            again = annotate(read(args.file, [] if args.skip_invalid else None))
+            write(path, chosen(_counted(again, f"taking: {name}"), selection))
+            traces[name] = described(survey(read(path)))
+            keeps[name] = traces[name]["cross_session_share"] / whole if whole else 0.0
+    print_table(traces)
+    for name, share in keeps.items():
+        print(f"{name}: keeps {share:.1%} of the share of blocks that sessions share")
+    print(f"window: {plan.window_s:g} s from {window.start_s:g} s on; seed {plan.seed}")
+    if args.out:
+        print(f"{args.out}: {window.requests} requests")
+    if args.json:
+        write_summary(args.json, {"plan": plan, "traces": traces, "keeps": keeps})
+    _tell([*left_out(skipped or []), *wrong_unit(found, args.file)])
+    return 0
+
+
+def _reader(command: str) -> argparse.ArgumentParser:
+    """A parser with what every command that reads a trace takes."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmark {command}")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument(
+        "--skip-invalid",
+        action="store_true",
+        help="skip lines that cannot be read, and print their number",
+    )
+    return parser
+
+
+def _counted(records: Iterable[Record], what: str) -> Iterable[Record]:
+    """The records, counted on a bar where a person looks on."""
+    console = Console(stderr=True)
+    hidden = not console.is_terminal
+    return track(records, what, console=console, transient=True, disable=hidden)
+
+
+def _tell(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(note, file=sys.stderr)

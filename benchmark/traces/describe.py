@@ -1,0 +1,139 @@
+"""Figures of a trace. Terms, exact:
+
+shared (cross-session)  share of block occurrences whose block is used by more than one session,
+                        the first occurrence and repetitions within a session included
+repeated                share of block occurrences whose block occurs more than once at all
+hit                     share of input tokens in blocks that an earlier request had, which is what
+                        one prefix cache without limits would hit; within: the session itself had
+                        used the block before; across: only other sessions had
+within share of hits    the tokens within, of all tokens hit
+prefill share           input tokens, of input and output tokens
+peak rate               requests a second in the fullest bucket of ``BUCKET_S``, counted from the
+                        first request
+growth per turn         how much longer a prompt is than that of the turn before, mean
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+
+from benchmark.harness import report
+from benchmark.harness.report import Spread, spread
+from benchmark.traces.sample import Survey
+
+BUCKET_S = 10.0
+MOST_PER_S = 1000.0
+"""Requests/s that a trace has on average at most; the busiest published one that we know of has
+294. Mooncake's 3.3 become 3,300 where seconds are read as milliseconds."""
+SOONEST_S = 0.1
+"""Before that no server has answered, so that no turn follows another sooner."""
+LONGEST_S = 30 * 24 * 3600.0
+"""An hour of microseconds that are read as milliseconds is longer."""
+FEWEST = 20
+"""Requests, or following turns, that say something."""
+
+
+Description = Mapping[str, int | float | Spread]
+
+
+def describe(found: Survey) -> Description:
+    """Shares are 0 to 1, lengths in tokens, times in seconds; the terms are the module's."""
+    requests, sessions, blocks = found.requests, found.sessions, found.blocks
+    turns = sessions["turns"]
+    several = turns[turns > 1]
+    tokens_in, tokens_out = requests["input_tokens"], requests["output_tokens"]
+    total_in, total_out = int(tokens_in.sum()), int(tokens_out.sum())
+    hit = blocks["within_tokens"] + blocks["across_tokens"]
+    growth = tokens_in.groupby(requests["session"]).diff().mean()
+    seconds = (requests["time_ms"] - requests["time_ms"].iloc[0]) / 1000
+    span = float(seconds.iloc[-1])
+    return {
+        "requests": len(requests),
+        "sessions": len(sessions),
+        "multi_turn_sessions": len(several) / len(sessions),
+        "multi_turn_requests": float(several.sum() / len(requests)),
+        "turns": spread(turns),
+        "longest_session": int(turns.max()),
+        "growth_per_turn": 0.0 if several.empty else float(growth),
+        "input_tokens": spread(tokens_in),
+        "output_tokens": spread(tokens_out),
+        "prefill_share": total_in / (total_in + total_out),
+        "span_s": span,
+        "mean_rate": len(requests) / span if span else 0.0,
+        "peak_rate": float((seconds // BUCKET_S).value_counts().max() / BUCKET_S),
+        "bucket_s": BUCKET_S,
+        "blocks": blocks["occurrences"],
+        "distinct_blocks": blocks["distinct"],
+        "cross_session_share": blocks["shared"] / blocks["occurrences"],
+        "repeated_share": blocks["repeated"] / blocks["occurrences"],
+        "hit": hit / total_in,
+        "hit_within": blocks["within_tokens"] / total_in,
+        "hit_across": blocks["across_tokens"] / total_in,
+        "within_share_of_hits": blocks["within_tokens"] / hit if hit else 0.0,
+        "inconsistent_blocks": blocks["inconsistent"],
+    }
+
+
+def wrong_unit(found: Survey, name: object) -> list[str]:
+    """A warning where the times, read as ms, seem to be in a unit that is off by a thousand or
+    more: a study would replay an hour in four seconds, or in a month. It is a guess, as a trace may
+    well be a year's; times that are all the same say nothing."""
+    times = found.requests["time_ms"] / 1000
+    span = float(times.iloc[-1] - times.iloc[0])
+    gaps = times.groupby(found.requests["session"]).diff().dropna()
+    soon = int((gaps < SOONEST_S).sum())
+    if len(times) < FEWEST or not span:
+        return []
+    if len(times) / span > MOST_PER_S or (len(gaps) >= FEWEST and 2 * soon > len(gaps)):
+        unit = "s"
+    elif span > LONGEST_S:
+        unit = "us" if span / 1000 <= LONGEST_S else "ns"
+    else:
+        return []
+    return [
+        f"{name}: {len(times):,} requests within {span:,.3f} s, {soon:,} of {len(gaps):,} "
+        f"following turns within {SOONEST_S:g} s of the turn before: the times were read as ms and "
+        f"seem to be {unit} (`timestamp` is in ms)"
+    ]
+
+
+_LENGTHS = "{{0[{0}].mean:{1}}} / {{0[{0}].p50:,.0f}} / {{0[{0}].p90:,.0f}} / {{0[{0}].p99:,.0f}}"
+ROWS = {
+    "requests": "{0[requests]:,}",
+    "sessions": "{0[sessions]:,}",
+    "of several turns, sessions": "{0[multi_turn_sessions]:.1%}",
+    "of several turns, requests": "{0[multi_turn_requests]:.1%}",
+    "turns (mean / p50 / p90 / p99)": _LENGTHS.format("turns", ",.2f"),
+    "turns, most": "{0[longest_session]:,}",
+    "growth per turn, tokens": "{0[growth_per_turn]:,.0f}",
+    "input tokens (mean / p50 / p90 / p99)": _LENGTHS.format("input_tokens", ",.0f"),
+    "output tokens (mean / p50 / p90 / p99)": _LENGTHS.format("output_tokens", ",.0f"),
+    "prefill share of tokens": "{0[prefill_share]:.1%}",
+    "span, s": "{0[span_s]:,.0f}",
+    "requests/s, mean": "{0[mean_rate]:.2f}",
+    "requests/s, peak": "{0[peak_rate]:.2f} over {0[bucket_s]:g} s",
+    "block occurrences": "{0[blocks]:,}",
+    "blocks, distinct": "{0[distinct_blocks]:,}",
+    "shared by sessions": "{0[cross_session_share]:.1%}",
+    "repeated at all": "{0[repeated_share]:.1%}",
+    "hit of an infinite cache, tokens": "{0[hit]:.1%}",
+    "  within sessions": "{0[hit_within]:.1%}",
+    "  across sessions": "{0[hit_across]:.1%}",
+    "  within, of all hits": "{0[within_share_of_hits]:.1%}",
+}
+"""Of a ``Description``."""
+
+
+def print_table(traces: Mapping[str, Description]) -> None:
+    """A column a trace; warns of traces whose ids do not stand for whole prefixes."""
+    console = Console(width=None if Console().is_terminal else 120)
+    rows = [[name, *map(cells.format, traces.values())] for name, cells in ROWS.items()]
+    report.print_table("", ["", *traces], rows, console)
+    for name, d in traces.items():
+        if d["inconsistent_blocks"]:
+            console.print(
+                f"{name}: {d['inconsistent_blocks']:,} blocks have more than one predecessor: "
+                "their ids do not identify the whole prefix, and the shares above are too high"
+            )

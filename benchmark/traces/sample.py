@@ -1,0 +1,275 @@
+"""Which sessions share which blocks, and a sample of sessions that keeps the sharing.
+
+A block's id must stand for all blocks before it as well (see ``Record``). Then a cache of prefixes
+without limits hits exactly the blocks that were seen before. Ids that are reached by different
+prefixes are counted (``inconsistent``), as such a trace's figures would be too good.
+
+A sample takes the sessions that **begin** in a window, each with all its requests, also those after
+the window: a session cut in two would begin with a long prompt that nothing explains. The load
+therefore rises at the window's start, and a thin tail of long sessions follows its end. Of what a
+session shares with others, what they did before the window is lost.
+
+Then it thins by families: sessions that share a prefix are kept or dropped together, by a hash, so
+that a smaller ratio keeps a subset of what a larger one keeps. Thinning session by session would
+separate those that share: of a family of two, at a ratio of 0.25, three of four kept sessions are
+left alone. Families draw fewer lots, so that a sample's size varies more.
+
+Memory: 8 bytes an occurrence of a block and 36 a request. Every figure is a sum over blocks, so
+they are counted in parts of about ``PART`` occurrences, one after the other.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from benchmark.traces.record import BLOCK_TOKENS, Record
+
+PART = 1 << 22
+"""Occurrences of blocks that are counted at once, about."""
+FEW = 32
+"""Sessions that make a block a family's; a block of more sessions is popular."""
+
+U64 = npt.NDArray[np.uint64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A trace without its blocks. An occurrence is a block of a prompt; the last one may be
+    partial."""
+
+    requests: pd.DataFrame
+    """In the trace's order: ``session`` (its key), ``time_ms``, ``input_tokens``,
+    ``output_tokens``."""
+    sessions: pd.DataFrame
+    """By key: ``begins_s``, ``turns``, and ``family``. Sessions of one family have the same deepest
+    block in their first prompts among those that 2 to ``FEW`` sessions use. A session whose first
+    prompt has no such block is alone."""
+    blocks: Mapping[str, int]
+    """``occurrences``, those that are ``distinct``, ``repeated`` (of blocks that occur more than
+    once, in whatever sessions), ``shared`` (of blocks that more than one session uses, the first
+    occurrence and those within one session included) and ``inconsistent`` (behind another block
+    than the same id's first one); ``within_tokens`` of blocks that their own session had used
+    before, ``across_tokens`` of blocks that only other sessions had used before."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Checked by the flags' names, as they are what a user gave."""
+
+    window_s: float = 600.0
+    window_start_s: float | None = None
+    """Since the trace's first request; None for the densest window."""
+    ratio: float = 0.25
+    max_single_turn: float = 1.0
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        start = self.window_start_s
+        for flag, value, right, must in (
+            ("--window-seconds", self.window_s, self.window_s > 0, "more than 0"),
+            ("--window-start", start, start is None or start >= 0, "0 or more"),
+            ("--sample-ratio", self.ratio, 0 < self.ratio <= 1, "more than 0, at most 1"),
+            (
+                "--max-single-turn-ratio",
+                self.max_single_turn,
+                0 <= self.max_single_turn <= 1,
+                "0 to 1",
+            ),
+        ):
+            if not right:
+                raise ValueError(f"{flag} must be {must}: {value:g}")
+
+
+@dataclass(frozen=True)
+class Selection:
+    sessions: frozenset[int]
+    """Keys of those that are kept."""
+    start_s: float
+    """What becomes time 0, as the trace counts."""
+    requests: int
+
+
+def session_key(record: Record) -> int:
+    """64 bits for a session's name, the same in every process.
+
+    Two sessions of a trace of a million share a key with a chance of one in 37 million.
+
+    Raises:
+        ValueError: the record names no session.
+    """
+    if record.session_id is None:
+        raise ValueError("a request without session_id: annotate the trace first")
+    return int.from_bytes(blake2b(record.session_id.encode(), digest_size=8).digest(), "little")
+
+
+def mixed(values: U64, seed: int = 0) -> U64:
+    """Values spread evenly over 64 bits (splitmix64); other seeds, other values."""
+    x = values + np.uint64((0x9E3779B97F4A7C15 * (2 * seed + 1)) % 2**64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def draws(keys: U64, seed: int) -> Floats:
+    """A number in [0, 1) for each key; equal keys have equal ones."""
+    return (mixed(mixed(keys), seed=seed + 16) >> np.uint64(11)).astype(np.float64) / 2.0**53
+
+
+def survey(records: Iterable[Record]) -> Survey:
+    """Of at least one record, in order of time; all name their session."""
+    key, time, tokens_in, tokens_out = array("Q"), array("d"), array("q"), array("q")
+    ids = array("Q")
+    for record in records:
+        key.append(session_key(record))
+        time.append(record.timestamp)
+        tokens_in.append(record.input_length)
+        tokens_out.append(record.output_length)
+        ids.extend(record.hash_ids)
+    requests = pd.DataFrame(
+        {
+            "session": np.array(key, np.uint64),
+            "time_ms": np.array(time),
+            "input_tokens": np.array(tokens_in),
+            "output_tokens": np.array(tokens_out),
+        }
+    )
+    figures: Counter[str] = Counter()
+    anchors = []
+    for part in _parts(np.array(ids, np.uint64), requests):
+        counted, deepest = _count(part)
+        figures.update(counted)
+        anchors.append(deepest)
+    # The deepest of all parts, of each session's first request.
+    anchor = pd.concat(anchors).sort_values("place").drop_duplicates("request", keep="last")
+    anchor = anchor.set_index("request")["block"]
+    firsts = requests.drop_duplicates("session")
+    family = firsts["session"].copy()
+    anchor = anchor[anchor.index.intersection(firsts.index)]
+    # Other bits than those of a session's key, even where ids are small numbers.
+    family[anchor.index] = mixed(anchor.to_numpy(), seed=2)
+    sessions = pd.DataFrame({"begins_s": firsts["time_ms"] / 1000, "family": family})
+    sessions = sessions.set_index(firsts["session"]).sort_index()
+    sessions["turns"] = requests["session"].value_counts()
+    return Survey(requests, sessions, figures)
+
+
+def _parts(ids: U64, requests: pd.DataFrame) -> Iterator[pd.DataFrame]:
+    """Occurrences of blocks in the trace's order, all of one block in one part: ``block``,
+    ``request``, ``place`` (in the prompt, from 0), ``tokens``, ``session``, and ``before``, the id
+    of the block before, for the first one of a prompt another number."""
+    lengths = requests["input_tokens"].to_numpy()
+    counts = -(-lengths // BLOCK_TOKENS)
+    ends = np.cumsum(counts)
+    parts = 1 + len(ids) // PART
+    part = mixed(ids) % np.uint64(parts)
+    for number in range(parts):
+        where = np.flatnonzero(part == number)
+        request = np.searchsorted(ends, where, side="right")
+        place = where - (ends - counts)[request]
+        none = mixed(np.zeros(1, np.uint64), seed=1)
+        yield pd.DataFrame(
+            {
+                "block": ids[where],
+                "request": request,
+                "place": place,
+                "tokens": np.minimum(BLOCK_TOKENS, lengths[request] - place * BLOCK_TOKENS),
+                "session": requests["session"].to_numpy()[request],
+                "before": np.where(place > 0, ids[where - 1], none),
+            }
+        )
+
+
+def _count(rows: pd.DataFrame) -> tuple[dict[str, int], pd.DataFrame]:
+    """A part's figures, and of each request the deepest block that few sessions use."""
+    block = rows["block"]
+    first, first_of_session = ~rows.duplicated("block"), ~rows.duplicated(["block", "session"])
+    users = block.map(block[first_of_session].value_counts())
+    before = block.map(rows[first].set_index("block")["before"])
+    figures = {
+        "occurrences": len(rows),
+        "distinct": int(first.sum()),
+        "repeated": int(block.duplicated(keep=False).sum()),
+        "shared": int((users > 1).sum()),
+        "within_tokens": int(rows["tokens"][~first_of_session].sum()),
+        "across_tokens": int(rows["tokens"][first_of_session & ~first].sum()),
+        "inconsistent": int((rows["before"] != before).sum()),
+    }
+    few = rows.loc[users.between(2, FEW), ["request", "place", "block"]]
+    return figures, few.drop_duplicates("request", keep="last")
+
+
+def window_and_thin(found: Survey, plan: Plan) -> Selection:
+    """The sessions that begin in the window, thinned by families, then their single-turn share
+    capped: sessions of several turns stay, and of the others those with the smallest draws.
+
+    Raises:
+        ValueError: nothing is left.
+    """
+    time_ms = found.requests["time_ms"].to_numpy()
+    zero = float(time_ms[0]) / 1000
+    start = densest(time_ms, plan.window_s)
+    if plan.window_start_s is not None:
+        start = zero + plan.window_start_s
+    begins = found.sessions["begins_s"]
+    inside = found.sessions[(begins >= start) & (begins < start + plan.window_s)]
+    if inside.empty:
+        raise ValueError(
+            f"no session begins in the {plan.window_s:g} s from {start - zero:g} s on "
+            "(--window-start, --window-seconds)"
+        )
+    inside = inside.assign(draw=draws(inside["family"].to_numpy(), plan.seed))
+    inside = inside[inside["draw"] < plan.ratio]
+    if plan.max_single_turn < 1:
+        several = inside[inside["turns"] > 1]
+        # The small addition keeps a quotient that should be whole from being rounded down.
+        cap = plan.max_single_turn / (1 - plan.max_single_turn)
+        room = int(len(several) * cap + 1e-9)
+        single = inside[inside["turns"] == 1].sort_values("draw", kind="stable")
+        inside = pd.concat([several, single[:room]])
+    if inside.empty:
+        raise ValueError(
+            f"--sample-ratio {plan.ratio:g} with --max-single-turn-ratio "
+            f"{plan.max_single_turn:g} leaves no session of the window"
+        )
+    return Selection(frozenset(inside.index), start, int(inside["turns"].sum()))
+
+
+def random_requests(found: Survey, requests: int, seed: int) -> Selection:
+    """Whole sessions at random, as many as first hold ``requests`` requests."""
+    keys = found.sessions.index.to_numpy()
+    turns = found.sessions["turns"].iloc[np.argsort(draws(keys, seed), kind="stable")]
+    enough = turns[: int(np.searchsorted(turns.cumsum(), requests)) + 1]
+    start = float(found.requests["time_ms"].iloc[0]) / 1000
+    return Selection(frozenset(enough.index), start, int(enough.sum()))
+
+
+def chosen(records: Iterable[Record], selection: Selection) -> Iterator[Record]:
+    """The requests of the selection's sessions, timed from its start."""
+    for record in records:
+        if session_key(record) in selection.sessions:
+            # Never below 0: rounding must not make a record that the reader refuses.
+            at = max(0.0, record.timestamp - selection.start_s * 1000)
+            yield msgspec.structs.replace(record, timestamp=round(at, 3))
+
+
+def densest(time_ms: Floats, seconds: float) -> float:
+    """Where the window of this length with the most requests begins, in seconds as ``time_ms``
+    counts them; the earliest of several. A window never reaches beyond the trace, unless the trace
+    is shorter than it.
+
+    ``time_ms``: of requests, ascending.
+    """
+    length = seconds * 1000
+    fits = time_ms[time_ms + length <= max(time_ms[-1], time_ms[0] + length)]
+    inside = np.searchsorted(time_ms, fits + length, side="left") - np.searchsorted(time_ms, fits)
+    return float(fits[np.argmax(inside)]) / 1000

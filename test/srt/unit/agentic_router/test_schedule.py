@@ -1,0 +1,265 @@
+"""Where requests go, what the router believes of a worker, all of it bounded; its command line."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmark.agentic.fleet.servers import routed
+from benchmark.agentic.fleet.spec import Prefill, Setup
+from benchmark.agentic.router.body import GENERATE, Ask, read
+from benchmark.agentic.router.cli import main, parser, settings
+from benchmark.agentic.router.policies import Work
+from benchmark.agentic.router.schedule import NoWorker, Scheduler, Settings
+from benchmark.agentic.router.workers import AGGREGATED, DECODE, PREFILL, Half, PrefixIndex, Worker
+from effort import tries
+
+
+def ask(ids: list[int], session: str | None = None) -> Ask:
+    body = f'{{"input_ids":{ids},"sampling_params":{{"max_new_tokens":8}}}}'
+    return read(GENERATE, body.encode(), session, block_tokens=4)
+
+
+def asking(tokens: int, reserve: int = 10, session: str | None = None) -> Ask:
+    """A request of that size, of no tokens."""
+    return Ask(GENERATE, b"{}", (), Work(tokens, reserve), "r", session)
+
+
+def scheduler(**more: object) -> Scheduler:
+    """Two aggregated workers unless told otherwise; all up."""
+    given_ = {"block_tokens": 4, "pool_tokens": 400, **more}
+    if not {"workers", "prefills", "decodes"} & set(more):
+        given_["workers"] = ("http://a", "http://b")
+    made = Scheduler(Settings(**given_))  # type: ignore[arg-type]
+    for worker in made.workers:
+        worker.passed()
+    return made
+
+
+def pair_beside(**more: object) -> Scheduler:
+    """An aggregated worker, and a pair."""
+    pair = {"prefills": (("http://p", 1),), "decodes": ("http://d",)}
+    return scheduler(workers=("http://a",), heavy_threshold=50, **pair, **more)
+
+
+def end(halves: dict[str, Half]) -> None:
+    for half in halves.values():
+        half.end("ok")
+
+
+def load(worker: Worker) -> tuple[int, int, int, int]:
+    return worker.requests, worker.pending_tokens, worker.ongoing_tokens, worker.added_tokens
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["begin", "take", "end"]),
+            st.integers(0, 9),
+            st.integers(0, 5000),
+            st.integers(0, 5000),
+        )
+    )
+)
+def test_loads_add_up_and_return_to_zero(steps: list[tuple[str, int, int, int]]) -> None:
+    """Guards against a load that is given back twice or not at all, in any order of calls."""
+    worker = Worker(PREFILL, "http://a")
+    halves: list[Half] = []
+    for step, which, tokens, matched in steps:
+        if step == "begin":
+            halves.append(Half(worker, asking(tokens), min(tokens, matched)))
+        elif halves:
+            half = halves[which % len(halves)]
+            half.take(b"") if step == "take" else half.end("ok")
+        assert min(load(worker)) >= 0
+        assert worker.requests == sum(half.outcome is None for half in halves)
+    for half in halves:
+        half.end("lost")
+        half.take(b"")
+        assert not half.end("ok")
+    assert load(worker) == (0, 0, 0, 0)
+
+
+def test_what_a_load_is_made_of() -> None:
+    """Guards the numbers that policies see: cached tokens are neither pending nor added."""
+    worker = Worker(DECODE, "http://a")
+    half = Half(worker, asking(100), 60)
+    assert load(worker) == (1, 40, 110, 50)
+    assert half.take(b"data: 1") and not half.take(b"data: 2")
+    assert load(worker) == (1, 0, 110, 50)
+
+
+@pytest.mark.parametrize(
+    ("answer", "failed", "done"),
+    [
+        (b'data: {"text": "the \\"error\\": {1}"}\n\ndata: [DONE]', False, True),
+        (b'data: {"error": {"message": "m"}}', True, False),
+        (b'{"meta_info":{"finish_reason":{"type":"abort","message":"no memory"}}}', True, False),
+        (b'data: {"choices": [{"finish_reason": "abort"}]}', True, False),
+    ],
+)
+def test_errors_in_an_answer_are_seen(answer: bytes, failed: bool, done: bool) -> None:
+    """Guards against learning a prompt that was not computed, and against a text that looks like
+    an error."""
+    half = Half(Worker(PREFILL, "http://a"), asking(1), 0)
+    assert half.take(answer) is not failed
+    assert (half.failed, half.done) == (failed, done)
+
+
+def test_the_index_forgets_the_end_of_the_oldest_prompt_first() -> None:
+    """Guards the order of eviction: a block may not outlive those before it, which it needs. A
+    match changes nothing: candidates that were not chosen must not refresh what they hold."""
+    index = PrefixIndex(5)
+    index.learn([1, 2, 3])
+    index.learn([1, 2, 13, 14])
+    assert (index.match([1, 2, 3]), index.match([1, 2, 13, 14])) == (3, 4)
+    index.match([1, 2, 3])
+    index.learn([21])
+    assert (index.match([1, 2, 3]), index.match([1, 2, 13, 14]), len(index)) == (2, 4, 5)
+    index.learn([21, 22, 23])
+    assert (index.match([1, 2, 13, 14]), index.match([21, 22, 23])) == (2, 3)
+
+
+@given(st.lists(st.lists(st.integers(0, 30), max_size=12, unique=True)), st.integers(1, 20))
+def test_the_index_never_exceeds_its_capacity(prompts: list[list[int]], capacity: int) -> None:
+    """Guards the bound; what was learned last is held as far as it fits."""
+    index = PrefixIndex(capacity)
+    for prompt in prompts:
+        index.learn(prompt)
+        assert len(index) <= capacity
+        assert index.match(prompt) == min(len(prompt), capacity)
+
+
+def test_health_takes_a_worker_out_and_back_with_an_empty_index() -> None:
+    """Guards the thresholds, and that nobody believes in the cache of a process that is gone: also
+    of one that was restarted between two checks."""
+    worker = Worker(DECODE, "http://a", fall=2)
+    assert not worker.up
+    worker.passed(4096)
+    assert worker.up and worker.index.entries == 256
+    worker.index.learn([1, 2])
+    worker.failed("late")
+    assert worker.up and len(worker.index) == 2
+    worker.failed("late")
+    assert not worker.up and len(worker.index) == 0
+    worker.passed()
+    worker.index.learn([1, 2])
+    worker.failed("refused", gone=True)
+    assert worker.up and len(worker.index) == 0
+
+
+def test_no_state_grows_with_finished_sessions() -> None:
+    """Guards the bounds of the session table and the indices, over many sessions."""
+    made = scheduler(max_sessions=1000)
+    for number in range(tries(20_000)):
+        halves = made.route(asking(32, session=f"s{number}"))
+        halves[AGGREGATED].worker.index.learn(tuple(range(number * 8, number * 8 + 8)))
+        end(halves)
+    assert [len(pins) for pins in made.pins.values()] == [1000, 0, 0]
+    for worker in made.workers:
+        assert load(worker) == (0, 0, 0, 0)
+        assert len(worker.index) == worker.index.entries == 100
+
+
+def test_sessions_stay_and_migrate() -> None:
+    """Guards the pins between requests: a session stays where it was, for so many requests."""
+    made = scheduler(migrate_turns=3)
+    seen = []
+    for _ in range(7):
+        halves = made.route(asking(8, session="s"))
+        seen.append(halves[AGGREGATED].worker.url)
+        end(halves)
+    one, other = seen[0], seen[3]
+    assert one != other and seen == [one] * 3 + [other] * 3 + [one]
+
+
+def test_prefill_and_decode_are_chosen_apart() -> None:
+    """Guards against one pool's policy or cache deciding for the other."""
+    made = scheduler(
+        prefills=(("http://p0", 1), ("http://p1", 2)),
+        decodes=("http://d0", "http://d1"),
+        prefill_policy="round_robin",
+        decode_policy="delta_kv",
+    )
+    request = ask(list(range(64)), "s")
+    made.pools[DECODE][1].index.learn(request.hashes)
+    seen = []
+    for _ in range(2):
+        halves = made.route(request)
+        seen.append((halves[PREFILL].worker.url, halves[DECODE].worker.url))
+        assert halves[DECODE].worker.pending_tokens == 0
+        end(halves)
+    assert seen == [("http://p0", "http://d1"), ("http://p1", "http://d1")]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cached", "inflight", "offloaded"),
+    [(40, 40, False, False), (80, 0, False, False), (80, 40, False, True), (80, 40, True, False)],
+)
+def test_selective_offload(tokens: int, cached: int, inflight: bool, offloaded: bool) -> None:
+    """Guards each gate: heavy, cached enough on prefill, and not too many at once."""
+    made = pair_beside(offload_min_cached=0.5, max_offload_inflight=1)
+    request = ask(list(range(tokens)))
+    prefill = made.pools[PREFILL][0]
+    others = {}
+    if inflight:
+        prefill.index.learn(request.hashes)
+        others = made.route(request)
+        assert set(others) == {PREFILL, DECODE}
+        prefill.index.clear()
+    prefill.index.learn(request.hashes[: cached // 4])
+    halves = made.route(request)
+    assert set(halves) == ({PREFILL, DECODE} if offloaded else {AGGREGATED})
+    end(halves)
+    end(others)
+    if inflight:
+        assert set(made.route(request)) == {PREFILL, DECODE}
+
+
+def test_without_a_pair_requests_stay_and_without_anyone_they_are_refused() -> None:
+    """Guards aggregated workers against being left when prefill is out, and the text that a client
+    gets."""
+    made = pair_beside()
+    assert set(made.route(ask(list(range(80))), ["http://p"])) == {AGGREGATED}
+    with pytest.raises(NoWorker, match=r"no aggregated worker and no decode worker is available "):
+        made.route(ask([1]), ["http://a", "http://d"])
+    assert load(made.pools[PREFILL][0]) == (0, 0, 0, 0)
+
+
+def test_the_harness_starts_what_the_command_line_understands() -> None:
+    """Guards against the parser and who starts the router going different ways, and the two sets of
+    defaults against drifting apart."""
+    extra = ("--decode-policy", "round_robin", "--alpha", "0.5", "--max-sessions", "7")
+    setup = Setup(("http://h:3",), (Prefill("http://h:1", 8998),), ("http://h:2",))
+    config = routed(setup, "lmetric", extra)
+    assert config.ready_url == f"{config.url}/readiness"
+    args = parser().parse_args(config.command[config.command.index("route") + 1 :])
+    assert (args.host, args.port) == ("127.0.0.1", config.port)
+    assert settings(args) == Settings(
+        workers=("http://h:3",),
+        prefills=(("http://h:1", 8998),),
+        decodes=("http://h:2",),
+        policy="lmetric",
+        decode_policy="round_robin",
+        alpha=0.5,
+        max_sessions=7,
+    )
+    split = routed(Setup((), setup.prefill, setup.decode), "linear")
+    made = settings(parser().parse_args(split.command[split.command.index("route") + 1 :]))
+    assert made.decode_policy == "linear"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ([], "--worker"),
+        (["--decode", "http://d"], "--prefill"),
+        (["--worker", "http://a", "--worker", "http://a"], "twice"),
+    ],
+)
+def test_workers_that_make_no_sense_are_refused(
+    arguments: list[str], names: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against a router that could never route."""
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert names in capsys.readouterr().err

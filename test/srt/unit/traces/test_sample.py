@@ -1,0 +1,238 @@
+"""Who shares which blocks, and the sample that keeps the sharing: as functions, and as commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from benchmark.traces import cli, sample
+from benchmark.traces.describe import describe, wrong_unit
+from benchmark.traces.generate import CONVERSATION, generate
+from benchmark.traces.record import Record, read, write
+from benchmark.traces.sample import (
+    FEW,
+    Plan,
+    Survey,
+    chosen,
+    densest,
+    session_key,
+    survey,
+    window_and_thin,
+)
+
+RECORDS = list(generate(6000, seed=1))
+
+
+@pytest.fixture(scope="module")
+def found() -> Survey:
+    return survey(RECORDS)
+
+
+def plainly(records: list[Record]) -> Counter[str]:
+    """The definitions, written down with sets."""
+    sessions: defaultdict[int, set[str]] = defaultdict(set)
+    times: Counter[int] = Counter()
+    tokens: Counter[str] = Counter()
+    for r in records:
+        for place, block in enumerate(r.hash_ids):
+            some = min(512, r.input_length - place * 512)
+            if r.session_id in sessions[block]:
+                tokens["within_tokens"] += some
+            elif sessions[block]:
+                tokens["across_tokens"] += some
+        for block in r.hash_ids:
+            sessions[block].add(str(r.session_id))
+            times[block] += 1
+    occurrences = Counter(
+        occurrences=times.total(),
+        distinct=len(times),
+        repeated=sum(n for n in times.values() if n > 1),
+        shared=sum(n for block, n in times.items() if len(sessions[block]) > 1),
+    )
+    return occurrences + tokens
+
+
+def test_as_counted_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the counting, and that nothing is lost between parts."""
+    records = list(generate(1500, seed=2))
+    expected = plainly(records)
+    whole = survey(records)
+    assert whole.blocks == expected
+    monkeypatch.setattr(sample, "PART", 1000)
+    parts = survey(records)
+    assert parts.blocks == expected and parts.sessions.equals(whole.sessions)
+
+
+def test_ids_without_their_prefix_and_of_64_bits() -> None:
+    """A trace that hashes each block alone would seem to share more than a prefix cache can hit;
+    large ids must not be rounded."""
+    records = [Record(0, 1024, 1, (1, 2), "a"), Record(1, 1024, 1, (3, 2), "b")]
+    assert survey(records).blocks["inconsistent"] == 1
+    large = [Record(0, 1024, 1, (2**64 - 1, 2**64 - 2), "a")] * 3
+    figures = survey(large).blocks
+    assert (figures["inconsistent"], figures["distinct"]) == (0, 2)
+
+
+def test_families() -> None:
+    """Who shares a prefix with few is in one family; a prefix of all does not make one of all."""
+    shared = [Record(0, 1300, 1, (0, 1, 10 + i), f"a{i}") for i in range(3)]
+    alone = [Record(0, 900, 1, (0, 100 + i), f"b{i}") for i in range(FEW)]
+    family = survey([*shared, *alone]).sessions["family"]
+    keys = [family[session_key(record)] for record in (*shared, *alone)]
+    assert len(set(keys[:3])) == 1
+    assert len(set(keys)) == 1 + FEW
+
+
+def test_densest_window() -> None:
+    """The window of most requests, not the one after the longest silence; it ends by the end."""
+    seconds = np.array([0, 1, 50, 51, 52, 53, 90, 91, 92, 99.0])
+    assert densest(seconds * 1000, 10) == 50
+    assert densest(seconds * 1000, 1000) == 0
+    assert densest(np.array([7000.0]), 10) == 7
+
+
+def test_the_window_takes_sessions_that_begin_in_it(found: Survey) -> None:
+    """A session cut at the window's start would begin with a long prompt that nothing explains;
+    one cut at its end would lose the long turns that its memory is for."""
+    selection = window_and_thin(found, Plan(window_s=60, window_start_s=30, ratio=1))
+    records = list(chosen(RECORDS, selection))
+    zero = RECORDS[0].timestamp / 1000 + 30
+    first: dict[str | None, float] = {}
+    for r in RECORDS:
+        first.setdefault(r.session_id, r.timestamp / 1000)
+    names = {name for name, at in first.items() if zero <= at < zero + 60}
+    assert {r.session_id for r in records} == names
+    assert len(records) == selection.requests == sum(r.session_id in names for r in RECORDS)
+    assert records[0].timestamp >= 0
+    assert all(a.timestamp <= b.timestamp for a, b in pairwise(records))
+    assert records[-1].timestamp > 60_000  # long sessions go on
+
+
+def test_thinning_keeps_families_whole_and_nests(found: Survey) -> None:
+    """Kept or dropped together, by a seeded hash that is the same in every process: each session
+    has the same chance, and a smaller sample is part of a larger one."""
+    large, small, other = (
+        window_and_thin(found, Plan(1e6, 0, ratio, seed=seed)).sessions
+        for ratio, seed in ((0.4, 1), (0.1, 1), (0.4, 2))
+    )
+    sessions = found.sessions
+    assert len(large) / len(sessions) == pytest.approx(0.4, abs=0.05)
+    assert small < large and other != large
+    keep = sessions.index.isin(large)
+    assert not set(sessions["family"][keep]) & set(sessions["family"][~keep])
+    assert session_key(Record(0, 1, 1, (1,), "s1")) == 6064584127301525897
+
+
+def test_cap_of_single_turns(found: Survey) -> None:
+    """The cap holds, and sessions of several turns all stay."""
+    everything = Plan(1e6, 0, 1)
+    turns = found.sessions["turns"]
+    for cap in (0.3, 0.0):
+        kept = window_and_thin(found, dataclasses.replace(everything, max_single_turn=cap))
+        several = int((turns > 1).sum())
+        assert {int(key) for key in turns[turns > 1].index} <= kept.sessions
+        assert len(kept.sessions) == several + int(several * cap / (1 - cap))
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"window_s": 0}, "--window-seconds"),
+        ({"ratio": 1.5}, "--sample-ratio"),
+        ({"max_single_turn": 1.2}, "--max-single-turn-ratio"),
+        ({"window_start_s": -1}, "--window-start"),
+        ({"window_start_s": 1e6}, "--window-start"),
+        ({"ratio": 1e-9}, "--sample-ratio"),
+    ],
+)
+def test_wrong_flags_and_empty_samples_are_errors(
+    found: Survey, flags: dict[str, float], says: str
+) -> None:
+    """A ratio of 15 for 15% would keep all; an empty file would be replayed as a success."""
+    with pytest.raises(ValueError, match=says):
+        window_and_thin(found, Plan(**flags))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("scale", "unit"), [(1.0, None), (1e-3, "s"), (1e3, "us"), (1e6, "ns")])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_wrong_unit_is_told(scale: float, unit: str | None, named: bool) -> None:
+    """Guards against an hour that is replayed in four seconds or in a month without a word, and
+    against a warning for every trace, which nobody would read."""
+    records = [
+        msgspec.structs.replace(
+            r, timestamp=r.timestamp * scale, session_id=r.session_id if named else f"{i}"
+        )
+        for i, r in enumerate(generate(12_000, 3, CONVERSATION))
+    ]
+    said = wrong_unit(survey(records), "my.jsonl")
+    assert [text.split(":")[0] for text in said] == ["my.jsonl"] * (unit is not None)
+    assert all(text.endswith(f"seem to be {unit} (`timestamp` is in ms)") for text in said)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("agentic") / "trace.jsonl"
+    assert cli.generate([str(path), "--requests", "20000", "--seed", "7"]) == 0
+    yield path
+    path.unlink()
+
+
+@pytest.mark.slow
+def test_the_sample_keeps_what_random_sampling_destroys(trace: Path, tmp_path: Path) -> None:
+    """What the sampler is for: as many requests, nine tenths of the sharing against half."""
+    out = tmp_path / "figures.json"
+    window = ["--window-seconds", "300", "--window-start", "200"]
+    arguments = [str(trace), str(tmp_path / "sample"), "--compare", *window, "--json", str(out)]
+    assert cli.sample(arguments) == 0
+    figures = json.loads(out.read_text())
+    assert figures["keeps"]["window and thin"] > 0.9
+    assert figures["keeps"]["random"] < 0.5
+    counts = {name: of["requests"] for name, of in figures["traces"].items()}
+    assert counts["random"] == pytest.approx(counts["window and thin"], rel=0.05)
+    assert len(list(read(tmp_path / "sample"))) == counts["window and thin"]
+
+
+def test_a_trace_without_sessions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Mooncake's format has none: they are derived, and the sample names them."""
+    path = tmp_path / "t"
+    write(path, [Record(0, 1300, 9, (0, 1, 2)), Record(60, 2000, 9, (0, 1, 3, 4))])
+    with path.open("a") as out:
+        out.write("broken\n")
+    assert cli.describe([str(path), "--skip-invalid", "--json", str(tmp_path / "j")]) == 0
+    figures = json.loads((tmp_path / "j").read_text())["trace"]
+    assert (figures["sessions"], figures["requests"]) == (1, 2)
+    assert figures["hit_within"] == pytest.approx(1024 / 3300)
+    said = capsys.readouterr()
+    assert "prefill share" in said.out and "line 3" in said.err
+    sampled = [str(path), str(tmp_path / "s"), "--skip-invalid", "--sample-ratio", "1"]
+    assert cli.sample([*sampled, "--max-single-turn-ratio", "0.3"]) == 0
+    assert [r.turn for r in read(tmp_path / "s")] == [0, 1]
+    assert describe(survey(read(tmp_path / "s")))["multi_turn_sessions"] == 1
+
+
+def test_errors_name_the_flag_or_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line that says what to change, and a status that a script sees; a trace is not
+    overwritten, which would leave neither."""
+    path = tmp_path / "trace"
+    write(path, RECORDS[:5])
+    (tmp_path / "empty").write_text("")
+    for arguments, says in (
+        ([str(path), "--sample-ratio", "2"], "--sample-ratio"),
+        ([str(path), str(path)], "overwrite"),
+        ([str(tmp_path / "empty")], "empty has no requests"),
+        ([str(tmp_path / "missing")], "missing"),
+    ):
+        assert cli.sample(arguments) == 2
+        error = capsys.readouterr().err
+        assert says in error and error.count("\n") == 1
+    assert next(read(path)) == RECORDS[0]
