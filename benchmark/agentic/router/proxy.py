@@ -101,7 +101,8 @@ class Router:
                     worker.failed(f"/health answered {answer.status}")
                     return
             if not worker.up:
-                async with self._session.get(worker.url + "/server_info") as told:
+                url = worker.url + "/server_info"
+                async with self._session.get(url, timeout=_HEALTH_TIMEOUT) as told:
                     info = await told.json(content_type=None) if told.status == 200 else {}
                 tokens = info.get("max_total_num_tokens")
         except UPSTREAM_ERRORS as error:
