@@ -88,8 +88,8 @@ def read(path: Path | str, skipped: list[str] | None = None) -> Iterator[Record]
 
 def left_out(skipped: list[str]) -> list[str]:
     """One line where ``read`` has skipped any."""
-    first = f"lines that cannot be read were left out: {len(skipped):,}; the first: "
-    return [first + skipped[0]] if skipped else []
+    count, lines = len(skipped), "line was" if len(skipped) == 1 else "lines were"
+    return [f"{count:,} invalid {lines} left out; the first: {skipped[0]}"] if skipped else []
 
 
 def write(path: Path | str, records: Iterable[Record]) -> int:

@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -265,7 +264,7 @@ def _described(trace: Trace) -> dict[str, Any]:
     told: dict[str, Any] = plain(
         {
             "source": trace.source,
-            "described": asdict(trace.described),
+            "described": trace.described,
             "ratio": trace.ratio,
             "left_out": trace.left_out,
             "classes": str(trace.classes),
