@@ -17,8 +17,7 @@ from benchmark.agentic.load.outcome import Classes
 from benchmark.agentic.load.prepare import Bodies
 from benchmark.harness.client import Message, Request
 from benchmark.traces.record import Record
-from benchmark.traces.sessions import annotate
-from benchmark.traces.sharing import EndlessCache
+from benchmark.traces.sessions import EndlessCache, annotate
 
 FIRST, LATER, COLD = MADE_CLASSES = ("FIRST", "LATER", "COLD")
 AHEAD = 16
