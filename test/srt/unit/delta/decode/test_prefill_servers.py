@@ -147,6 +147,25 @@ def test_a_lost_server(prefills: Prefills, is_gone: bool) -> None:
     assert prefills.give_up(8, OTHER) is not None, "a room of the next server there"
 
 
+def test_connected_while_a_server_is_lost(
+    prefills: Prefills, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a connection without ranks to ping, through which rooms are announced to a
+    server that is gone until each is too late."""
+    prefills.connect(OTHER)
+    prefills.room(3, OTHER)
+    fail = prefills.servers.fail
+
+    def of_the_scheduler(*arguments: Any) -> None:
+        prefills.servers.connected(OTHER, prefills.ranks)
+        prefills.manager.connection_pool[f"{OTHER}_0_0_0"] = prefills.ranks
+        fail(*arguments)
+
+    monkeypatch.setattr(prefills.servers, "fail", of_the_scheduler)
+    prefills.servers.lost(OTHER, True, "why")
+    assert not prefills.manager.connection_pool
+
+
 # ---- what ranks of a server say ----
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang.srt.disaggregation.delta.mooncake.backend import Callers
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings, use_batch_scheduling
 from sglang.srt.patchset.environment import QUEUES, THREADS
 
@@ -139,13 +140,19 @@ def test_an_exit_does_not_wait_for_a_call() -> None:
     """Guards against a server that ends and stays for as long as a call of Mooncake's hangs."""
     program = (
         "import time\n"
-        "from sglang.srt.disaggregation.delta.mooncake.backend import Callers, Line\n"
-        "callers, line = Callers(1, 1), Line(None)\n"
-        "assert callers.submit(line, int, '7').result(60) == 7\n"
-        "callers.submit(line, time.sleep, 3600)\n"
+        "from sglang.srt.disaggregation.delta.mooncake.backend import Callers\n"
+        "callers = Callers(1, 1)\n"
+        "assert callers.submit('peer', int, '7').result(60) == 7\n"
+        "callers.submit('peer', time.sleep, 3600)\n"
         "time.sleep(0.1)\n"
     )
     subprocess.run([sys.executable, "-c", program], timeout=120, check=True)
+
+
+@ON_LINUX
+def test_a_thread_that_calls_mooncake() -> None:
+    """Guards against threads that take the scheduler's core when they are woken."""
+    assert Callers(1, 1).submit("peer", os.sched_getscheduler, 0).result(60) == os.SCHED_BATCH
 
 
 @ON_LINUX

@@ -132,13 +132,18 @@ def test_a_decode_rank_has_no_threads() -> None:
     assert threading.active_count() <= before
 
 
-def test_a_decode_rank_that_hangs_leaves_threads_to_others() -> None:
-    """Guards against other decode ranks that wait behind one whose calls hang."""
+@pytest.mark.parametrize("registers_again", [False, True])
+def test_a_decode_rank_that_hangs_leaves_threads_to_others(registers_again: bool) -> None:
+    """Guards against other decode ranks that wait behind one whose calls hang, also if it takes
+    more threads with each registration."""
     ranks = Ranks(threads=2)
     for peer in ("hangs", "lives"):
         ranks.register(peer)
     stuck = [ranks.post("hangs") for _ in range(8)]
     _, hanging = ranks.begun.get(timeout=60)
+    if registers_again:
+        ranks.register("hangs")
+        stuck.append(ranks.post("hangs"))
     for _ in range(3):
         done = ranks.post("lives")
         ranks.settle("lives")

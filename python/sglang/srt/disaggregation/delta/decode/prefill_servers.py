@@ -351,12 +351,16 @@ class PrefillServers:
 
     def disconnect(self, address: str) -> None:
         """Forget the connections to a server: the next request connects and registers again."""
+        self._drop_connections(address)
+        with self._tables.lock:
+            self._tables.topology.pop(address, None)
+        self.connections.forget(address)
+
+    def _drop_connections(self, address: str) -> None:
         with self._tables.lock:
             for key in list(self._tables.connections):  # the scheduler adds without the lock
                 if key.startswith(f"{address}_"):
                     del self._tables.connections[key]
-            self._tables.topology.pop(address, None)
-        self.connections.forget(address)
 
     def _forget_writers(self, address: str) -> None:
         """The processes of the server at ``address`` are gone: nobody writes for its rooms."""
@@ -365,6 +369,8 @@ class PrefillServers:
                 progress.writers_are_gone = True
         server = self._servers[address]
         gone, server.ranks = server.ranks, {}
+        # One that was made meanwhile would stay, and its ranks would not be pinged.
+        self._drop_connections(address)
         for rank in gone:
             self._sockets.drop(*rank)
             self._drop_socket(*rank)

@@ -29,7 +29,12 @@ import numpy.typing as npt
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import Pages
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, State, TransferError
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
+    Chunk,
+    State,
+    TransferError,
+    use_batch_scheduling,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -69,46 +74,56 @@ class _Call(NamedTuple):
 
 
 @dataclass(eq=False)
-class Line:
-    """What goes to a decode rank, from one of its registrations to the next."""
+class Registered:
+    """A decode rank, from one of its registrations to the next."""
 
     #: SGLang's ``KVArgsRegisterInfo``.
     registration: Any
-    #: Calls that wait.
-    waiting: deque[tuple[Future[State], Callable[[], State]]] = field(default_factory=deque)
-    #: How many threads serve it, or are about to.
-    turns: int = 0
     #: A write failed: nothing more goes to it.
     has_failed: bool = False
 
 
+@dataclass
+class _Line:
+    """Calls to one decode rank that wait, and how many threads serve them or are about to."""
+
+    waiting: deque[tuple[Future[State], Callable[[], State]]] = field(default_factory=deque)
+    turns: int = 0
+
+
 class Callers:
     """Threads that make calls. Daemons: a process that ends does not wait for a call that hangs, as
-    it would for an executor's. Lines take turns, each with so many calls at once, so that one whose
-    calls hang leaves threads to the others."""
+    it would for an executor's. Decode ranks take turns, each with so many calls at once whatever it
+    registers meanwhile, so that one whose calls hang leaves threads to the others."""
 
     def __init__(self, threads: int, at_once: int) -> None:
         self._at_once = at_once
         self._lock = threading.Lock()
-        self._turns: SimpleQueue[Line] = SimpleQueue()
+        self._lines: dict[str, _Line] = {}
+        self._turns: SimpleQueue[str] = SimpleQueue()
         for _ in range(threads):
             threading.Thread(target=self._run, name="kv-mooncake", daemon=True).start()
 
-    def submit(self, line: Line, call: Callable[..., State], *arguments: Any) -> Future[State]:
+    def submit(self, peer: str, call: Callable[..., State], *arguments: Any) -> Future[State]:
         future: Future[State] = Future()
         with self._lock:
+            line = self._lines.setdefault(peer, _Line())
             line.waiting.append((future, partial(call, *arguments)))
             if line.turns < self._at_once:
                 line.turns += 1
-                self._turns.put(line)
+                self._turns.put(peer)
         return future
 
     def _run(self) -> None:
+        use_batch_scheduling()  # as the transfer workers: these threads take the GIL, too
         while True:
-            line = self._turns.get()
+            peer = self._turns.get()
             with self._lock:
+                line = self._lines[peer]
                 if not line.waiting:
                     line.turns -= 1
+                    if not line.turns:
+                        del self._lines[peer]
                     continue
                 future, call = line.waiting.popleft()
             if future.set_running_or_notify_cancel():
@@ -116,7 +131,7 @@ class Callers:
                     future.set_result(call())
                 except BaseException as error:
                     future.set_exception(error)
-            self._turns.put(line)
+            self._turns.put(peer)
 
 
 class MooncakeBackend:
@@ -142,34 +157,34 @@ class MooncakeBackend:
         self._is_stopped = is_stopped
         self._registered = registered
         self._callers = callers
-        self._lines: dict[str, Line] = {}
-        #: Of ``_lines`` and ``_registered``.
+        self._ranks: dict[str, Registered] = {}
+        #: Of ``_ranks`` and ``_registered``.
         self._lock = threading.Lock()
 
     def post(self, chunk: Chunk, peer: str) -> list[_Call]:
         """KV, state and metadata of one chunk to one peer, in this order. They are described when
         the call begins: what waits behind one that hangs is page indices."""
-        line = self._lines.get(peer)
-        if line is None or line.has_failed:
+        rank = self._ranks.get(peer)
+        if rank is None or rank.has_failed:
             raise TransferError(Reason.PEER_LOST, _SHUT_OUT.format(peer))
         part = chunk.payload
-        future = self._callers.submit(line, self._send, part, part.destinations[peer], line)
+        future = self._callers.submit(peer, self._send, part, part.destinations[peer], rank)
         return [_Call(chunk.room, future)]
 
-    def _send(self, part: Part, to: Any, line: Line) -> State:
+    def _send(self, part: Part, to: Any, rank: Registered) -> State:
         """On one of the threads."""
         peer: str = to.mooncake_session_id
         rows = moved = 0
-        for what, batch in self._describe(part, to, line.registration):
+        for what, batch in self._describe(part, to, rank.registration):
             if self._is_stopped(to.room):
                 return State.DROPPED  # it waited behind a call that took long
-            if line.has_failed:
+            if rank.has_failed:
                 raise TransferError(Reason.PEER_LOST, _SHUT_OUT.format(peer))
             if status := self._engine.batch_transfer_sync(peer, *batch.T.tolist()):
                 logger.error("transfers to decode rank %s fail until it registers again", peer)
-                line.has_failed = True
+                rank.has_failed = True
                 if to.is_ours:  # it registers again when it learns that it is unknown
-                    self.forget(peer, line)
+                    self.forget(peer, rank)
                 raise TransferError(
                     Reason.TRANSPORT,
                     f"Mooncake could not write {what} to decode rank {peer} (status {status})",
@@ -201,11 +216,11 @@ class MooncakeBackend:
         """A decode rank registers. Calls for an earlier registration of it say nothing about it."""
         peer = registration.mooncake_session_id
         with self._lock:
-            self._lines[peer], self._registered[peer] = Line(registration), registration
+            self._ranks[peer], self._registered[peer] = Registered(registration), registration
 
-    def forget(self, peer: str, line: Line | None = None) -> None:
-        """It is gone, or its registration that has this line does not serve any more."""
+    def forget(self, peer: str, rank: Registered | None = None) -> None:
+        """It is gone; ``rank``: only if that is its registration now."""
         with self._lock:
-            if line in (None, self._lines.get(peer)):
-                self._lines.pop(peer, None)
+            if rank in (None, self._ranks.get(peer)):
+                self._ranks.pop(peer, None)
                 self._registered.pop(peer, None)

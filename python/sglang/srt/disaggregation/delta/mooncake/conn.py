@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 _REGISTRATION_FRAMES = 10
 #: Of one call of the engine: their numbers become Python's, about 100 bytes a row.
-_MOST_ROWS = 2**16
+_MOST_ROWS = 2**14
 
 
 @dataclasses.dataclass
