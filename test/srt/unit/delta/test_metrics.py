@@ -13,7 +13,7 @@ import pytest
 from sglang.srt.disaggregation.delta import observability
 from sglang.srt.disaggregation.delta.decode.record import record_of
 from sglang.srt.disaggregation.delta.decode.scheduler import speculated
-from sglang.srt.disaggregation.delta.metrics import FORMERLY, METRICS, Reason
+from sglang.srt.disaggregation.delta.metrics import METRICS, Reason
 from sglang.srt.disaggregation.delta.observability import (
     STATS,
     Telemetry,
@@ -57,17 +57,16 @@ def test_counters(rank: str) -> None:
     assert stats.totals["decode_prefix_hit_tokens",] == 103
 
 
-def test_gauges_and_the_names_before() -> None:
-    """Guards against dashboards of the release before that are empty."""
+def test_gauges() -> None:
+    """Guards against gauges that need a scraper, and against the first value that stays."""
     stats, shown = Telemetry(), of_model("test_gauges", tp_rank="0")
     stats.set("kv_evictable_tokens", 6)  # where nobody scrapes, nothing happens
     stats.bind({"model_name": "test_gauges", "tp_rank": "0"}, "decode")
     for value in (7, 5):
         stats.set("kv_evictable_tokens", value)
-        assert shown("kv_evictable_tokens") == shown(FORMERLY["kv_evictable_tokens"]) == value
+        assert shown("kv_evictable_tokens") == value
     help_of = {each.name: each.documentation for each in prometheus_client.REGISTRY.collect()}
     assert help_of["sglang:kv_evictable_tokens"] == METRICS["kv_evictable_tokens"].help
-    assert help_of["sglang:decode_evictable_tokens"].startswith("Deprecated: use sglang:kv_")
 
 
 def test_drafts_are_counted_by_prefix() -> None:

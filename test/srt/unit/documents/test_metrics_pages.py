@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import pytest
 
 from sglang.srt.disaggregation.delta.decode.turn_choice import REASONS
-from sglang.srt.disaggregation.delta.metrics import FORMERLY, METRICS
+from sglang.srt.disaggregation.delta.metrics import METRICS
 from sglang.srt.mem_cache.buffer_only import metrics as buffer_only
 from unit.documents import alert_rules, pages
 from unit.documents.pages import ROOT, SITE_PACKAGES
@@ -26,13 +26,6 @@ DECLARED = (*METRICS.values(), *buffer_only.METRICS.values())
 def ours() -> dict[str, tuple[str, list[str]]]:
     """Name, as it is scraped -> type and labels of its own."""
     return {each.exported_name: (each.kind, list(each.labels)) for each in DECLARED}
-
-
-def deprecated() -> dict[str, str]:
-    """Old name, as it is scraped -> the new one."""
-    former = {each.former.exported_name: each.exported_name for each in DECLARED if each.former}
-    assert len(former) == len(FORMERLY)
-    return former
 
 
 def theirs() -> dict[str, str]:
@@ -70,15 +63,7 @@ def test_the_page_lists_the_metrics(ours) -> None:
     listed = {name: (kind, re.findall(r"`(\w+)`", labels)) for name, kind, labels in rows}
     assert len(rows) == len(listed)
     assert listed == ours
-    assert {*ours, *deprecated()} & {*theirs()} == set(), "Prometheus refuses a second one"
-
-
-def test_the_page_marks_the_old_names() -> None:
-    """Guards against a panel that is empty after the next upgrade, and nobody knew why."""
-    for line in (OPERATIONS / "metrics.md").read_text().splitlines():
-        marked = re.findall(r"Deprecated name: `(sglang:\w+)`", line)
-        own = [old for old, new in deprecated().items() if line.startswith(f"| `{new}` ")]
-        assert marked == own
+    assert {*ours} & {*theirs()} == set(), "Prometheus refuses a second one"
 
 
 @pytest.mark.parametrize("page", pages.pages(), ids=lambda page: str(page.relative_to(ROOT)))
@@ -86,8 +71,6 @@ def test_pages_name_metrics_as_they_are_scraped(ours, page) -> None:
     """Guards against a name that finds nothing in Prometheus, as a counter's without _total."""
     known = series({name: kind for name, (kind, _) in ours.items()}) | series(theirs())
     known |= set(ours) | set(theirs())  # a histogram by its own name
-    if page.name in ("metrics.md", "CHANGELOG.md"):
-        known |= set(deprecated())
     names = set(re.findall(r"sglang:[a-z]\w*[a-z0-9](?![\w*])", page.read_text()))
     assert names - known == set()
 

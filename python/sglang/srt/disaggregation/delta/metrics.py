@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any  # Any: prometheus_client has no types
 
 
@@ -37,15 +37,6 @@ class Reason(str, enum.Enum):
 
 # ---- declarations ----
 
-#: Renamed metrics, as SGLang 0.5.23 names them where it has them: new name -> the old one, which is
-#: exported too, for this release.
-FORMERLY = {
-    "kv_evictable_tokens": "decode_evictable_tokens",
-    "decode_deferred_kv_release_tokens": "decode_quarantined_tokens",
-    "storage_prefetch_hit_tokens": "hicache_buffer_prefetch_hit_tokens",
-}
-
-
 @dataclass(frozen=True)
 class Metric:
     """One metric: ``sglang:<name>`` on ``/metrics``; a counter's name ends in ``_total`` there."""
@@ -69,34 +60,10 @@ class Metric:
         """As a scrape shows it."""
         return f"sglang:{self.name}{'_total' if self.kind == 'counter' else ''}"
 
-    @property
-    def former(self) -> Metric | None:
-        """The same metric under its old name, if it was renamed."""
-        if self.name not in FORMERLY:
-            return None
-        return replace(self, name=FORMERLY[self.name], help=f"Deprecated: use {self.exported_name}")
-
     def child(self, labels: Mapping[str, object], **own: str) -> Any:
         """Prometheus' child of this metric (typed by a library without types): ``labels`` are
         SGLang's, ``own`` the values of ``self.labels``. Registered when it is first asked for."""
-        child, former = _registered(self, (*labels, *self.labels)), self.former
-        child = child.labels(**labels, **own)
-        return child if former is None else _Renamed(child, former.child(labels, **own))
-
-
-class _Renamed:
-    """Prometheus' children of a metric under its new and its old name, with the same value."""
-
-    def __init__(self, *children: Any) -> None:
-        self._children = children
-
-    def inc(self, amount: float) -> None:
-        for child in self._children:
-            child.inc(amount)
-
-    def set(self, value: float) -> None:
-        for child in self._children:
-            child.set(value)
+        return _registered(self, (*labels, *self.labels)).labels(**labels, **own)
 
 
 @functools.cache
