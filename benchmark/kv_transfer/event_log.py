@@ -75,8 +75,7 @@ def read(*folders: Path) -> list[Event]:
 def stages(records: Iterable[Event]) -> list[RoomStages]:
     """One entry for each room of the records, in the order of their first times.
 
-    Records without a room (prefetches; warm-up and health requests, which move nothing) are left
-    out.
+    Records without a room (warm-up and health requests, which move nothing) are left out.
     """
     rooms: dict[int, list[Any]] = defaultdict(list)
     for record in sorted(records, key=lambda record: record.at):

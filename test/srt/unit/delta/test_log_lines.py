@@ -118,7 +118,7 @@ def test_event_log(monkeypatch: pytest.MonkeyPatch, restart: None, tmp_path: Pat
         for side, event in (("decode", ADMITTED), ("prefill", SENT)):
             log = observability.event_log(side)
             assert log is not None and observability.event_log(side) is log
-            log.write(event)
+            observability.record(side, lambda event=event: event)
         observability.event_log.cache_clear()
     for side, name, event in (("decode", "admitted", ADMITTED), ("prefill", "sent", SENT)):
         lines = (tmp_path / "log" / f"{side}-{os.getpid()}.jsonl").read_text().splitlines()

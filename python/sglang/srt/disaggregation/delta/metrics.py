@@ -37,6 +37,7 @@ class Reason(str, enum.Enum):
 
 # ---- declarations ----
 
+
 @dataclass(frozen=True)
 class Metric:
     """One metric: ``sglang:<name>`` on ``/metrics``; a counter's name ends in ``_total`` there."""

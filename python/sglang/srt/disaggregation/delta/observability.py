@@ -6,10 +6,9 @@ most once in a while for each peer (or other key). ``best_effort`` is for counti
 error is logged once, and the caller goes on.
 
 ``record`` writes to the event log: one JSON line for each step of a room, from its announcement to
-its arrival, and one for each request that asked HiCache's store. It is off unless
-``SGLANG_DISAGGREGATION_EVENT_LOG`` names a folder; each scheduler process appends to
-``<folder>/<side>-<pid>.jsonl``. Times are seconds since the epoch, so that the files of two servers
-on one host can be joined by room.
+its arrival. It is off unless ``SGLANG_DISAGGREGATION_EVENT_LOG`` names a folder; each scheduler
+process appends to ``<folder>/<side>-<pid>.jsonl``. Times are seconds since the epoch, so that the
+files of two servers on one host can be joined by room.
 """
 
 from __future__ import annotations
@@ -307,52 +306,18 @@ class Arrived(msgspec.Struct, frozen=True, tag="arrived", kw_only=True):
     room: int
 
 
-class Prefetched(msgspec.Struct, frozen=True, tag="prefetched", kw_only=True):
-    """A request whose prefix was looked for in HiCache's store runs, or is gone.
-
-    Milliseconds until the store had answered, until its pages were fetched, while they were, and
-    from then on, in the stage; ``choice`` as in the metric ``prefetch_choices``.
-    """
-
-    at: float
-    rid: str
-    prompt_tokens: int
-    hit_pages: int
-    loaded_tokens: int
-    choice: str | None
-    query_ms: int
-    wait_ms: int
-    fetch_ms: int
-    staged_ms: int
-
-
-Event = Admitted | Sent | Announced | Moved | Arrived | Prefetched
-
-
-class EventLog:
-    """Appends events to one file; one line a write, so that lines of threads do not mix."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-
-    def write(self, event: Event) -> None:
-        try:
-            line = msgspec.json.encode(event)
-        except UnicodeEncodeError:  # a client's request id with lone surrogates
-            rid = ascii(getattr(event, "rid", ""))
-            line = msgspec.json.encode(msgspec.structs.replace(event, rid=rid))
-        self._file.write(line + b"\n")
+Event = Admitted | Sent | Announced | Moved | Arrived
 
 
 @functools.cache
-def event_log(side: str) -> EventLog | None:
+def event_log(side: str) -> BinaryIO | None:
     """This process's log; None where the variable is not set. ``side``: prefill or decode."""
     folder = environment.EVENT_LOG.read()
     if not folder:
         return None
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    return EventLog(open(path / f"{side}-{os.getpid()}.jsonl", "ab", buffering=0))  # noqa: SIM115
+    return open(path / f"{side}-{os.getpid()}.jsonl", "ab", buffering=0)
 
 
 @best_effort
@@ -360,7 +325,8 @@ def record(side: str, event: Callable[[], Event]) -> None:
     """Write an event to the log of ``side`` (``event_log``); it is made if the log is on."""
     log = event_log(side)
     if log is not None:
-        log.write(event())
+        # One write, so that lines of threads do not mix.
+        log.write(msgspec.json.encode(event()) + b"\n")
 
 
 @best_effort

@@ -103,7 +103,6 @@ class LoadBacks:
         context.counters["prefetch_loaded_tokens"] += new
         hits = tree.prefetch_loaded_tokens_by_reqid
         hits[prefetch.rid] = hits.get(prefetch.rid, 0) + new
-        prefetch.loaded += new
         return slots, node
 
     def launch(self, apart: bool = False) -> int:

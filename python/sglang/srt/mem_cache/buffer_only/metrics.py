@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.metrics import Metric, declare
-from sglang.srt.disaggregation.delta.observability import Prefetched, now, record
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 
 if TYPE_CHECKING:
@@ -178,18 +177,3 @@ def ended(prefetch: Prefetch, now_ms: int, observe: Callable[[str, float], None]
     for state, name in STATES.items():
         if state in spent:
             observe(name, spent[state] / 1000)
-    record(
-        "hicache",
-        lambda: Prefetched(
-            at=now(),
-            rid=prefetch.rid,
-            prompt_tokens=len(prefetch.key),
-            hit_pages=len(prefetch.keys),
-            loaded_tokens=prefetch.loaded,
-            choice=None if prefetch.choice is None else prefetch.choice.value,
-            query_ms=spent[State.QUERYING],
-            wait_ms=spent.get(State.FOUND, 0),
-            fetch_ms=spent.get(State.FETCHING, 0),
-            staged_ms=spent.get(State.STAGED, 0),
-        ),
-    )

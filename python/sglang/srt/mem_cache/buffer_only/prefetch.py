@@ -116,8 +116,6 @@ class Prefetch:
     #: Of when it was last not ready: ``inserts`` of the tree, and how far the tree reached for it,
     #: pages and the node in which they end.
     unready: tuple[int, int, TreeNode] | None = None
-    #: Tokens that came into the tree for it.
-    loaded: int = 0
 
     def enter(self, state: State, now_ms: int) -> None:
         """It is in ``state`` from now on. Nothing else writes the state."""

@@ -9,6 +9,7 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -145,7 +146,13 @@ def move_heads(
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[Moved]:
     """What the event log says of the chunks."""
     seen: list[Any] = []
-    log = SimpleNamespace(write=lambda event: isinstance(event, Moved) and seen.append(event))
+
+    def write(line: bytes) -> None:
+        event = msgspec.json.decode(line, type=observability.Event)
+        if isinstance(event, Moved):
+            seen.append(event)
+
+    log = SimpleNamespace(write=write)
     monkeypatch.setattr(observability, "event_log", lambda side: log)
     return seen
 
