@@ -83,8 +83,8 @@ def scene() -> Iterator[Scene]:
 #: Methods, answers of each, and the pages and the fault that they count for.
 ANSWERS: list[tuple[tuple[str, ...], list[Any], int, Fault]] = [
     (METHODS, [OSError("gone"), SystemExit(1), MemoryError()], 0, Fault.ERROR),
-    (METHODS, [None, True, [True] * 2, [True] * 4, []], 0, Fault.MALFORMED),
-    (METHODS[:1], [4, -1, [True] * 3], 0, Fault.MALFORMED),
+    (METHODS, [None, True, [True] * 2, [True] * 4, []], 0, Fault.ERROR),
+    (METHODS[:1], [4, -1, [True] * 3], 0, Fault.ERROR),
     (METHODS[1:], [[True, no, True] for no in (False, 1, -5, "no", None)], 1, Fault.MISSING),
 ]
 CELLS = [

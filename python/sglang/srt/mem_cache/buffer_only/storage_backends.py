@@ -53,8 +53,6 @@ class PartStore(HiCacheStorage):
 
     #: Values of a page in their order; empty: everything goes SGLang's own way.
     page_values: tuple[host_pool.Part, ...] = ()
-    #: Called for every value that was shorter in the store than it must be.
-    on_short: Callable[[], None] | None = None
 
     # ---- what a backend answers ----
 
@@ -103,9 +101,7 @@ class PartStore(HiCacheStorage):
         counts = self.get_values(self._names(keys), memory)
         for (value, page), content, count in zip(slots, memory, counts, strict=True):
             whole.append(count == value.size)
-            if 0 < count != value.size and self.on_short is not None:
-                self.on_short()
-            elif count == value.size and not value.in_place:
+            if count == value.size and not value.in_place:
                 value.scatter(page, content)
         return host_pool.fold(whole, len(self.page_values), len(keys))
 

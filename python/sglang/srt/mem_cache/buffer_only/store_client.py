@@ -45,21 +45,18 @@ PROBE_KEY = "0" * 64
 
 
 class Fault(enum.Enum):
-    """What a store did; the values are for metrics. The first four count calls."""
+    """What a store did; the values are for metrics. The first three count calls."""
 
+    #: Raised, or answered what means nothing: another number of results, or none.
     ERROR = "error"
     #: Not answered in time, and given up.
     DEADLINE = "deadline"
     #: Refused here: the store is down, or too many calls are under way.
     DOWN = "down"
-    #: An answer that means nothing: another number of results, or none.
-    MALFORMED = "malformed"
     #: Pages that a read or a write did not complete.
     MISSING = "missing"
     #: Pages behind the first missing one: complete, and of no use.
     HOLE = "hole"
-    #: Values of a page that were shorter than they must be; their pages are missing too.
-    SHORT = "short"
 
 
 @dataclass(frozen=True)
@@ -107,8 +104,6 @@ class StoreClient:
         self._probes: set[Future[Any]] = set()
         self._stats: Future[Any] | None = None
         self._error_logged = False
-        if hasattr(store, "on_short"):
-            store.on_short = lambda: self._count(Fault.SHORT)
 
     # ---- what the storage threads call ----
 
@@ -120,7 +115,7 @@ class StoreClient:
             found = self.store.batch_exists(asked, extra_info)
             whole = isinstance(found, int) and not isinstance(found, bool)
             if not (whole and 0 <= found <= len(asked)):
-                raise _Malformed(f"{found!r} pages found of {len(asked)}")
+                raise ValueError(f"{found!r} pages found of {len(asked)}")
             return found
 
         found, fault, _ = self._call("batch_exists", query)
@@ -202,7 +197,7 @@ class StoreClient:
         def move() -> list[bool]:
             results = call(asked, host_indices, extra)
             if not isinstance(results, (list, tuple)) or len(results) != len(asked):
-                raise _Malformed(f"{results!r:.100} for {len(asked)} pages")
+                raise ValueError(f"{results!r:.100} for {len(asked)} pages")
             return [result is True for result in results]
 
         results, fault, given_up = self._call(method, move)
@@ -248,8 +243,7 @@ class StoreClient:
                 self._outage.worked()
         if error is None:
             return future.result(), None, None
-        fault = Fault.MALFORMED if isinstance(error, _Malformed) else Fault.ERROR
-        self._count(fault)
+        self._count(Fault.ERROR)
         if first:  # once, until a call has worked again; the others are counted
             logger.error(
                 "HiCache store %s: %s failed: %s; its pages count as missing (logged once until a "
@@ -257,7 +251,7 @@ class StoreClient:
                 *(self.name, method, error),
                 exc_info=error,
             )
-        return None, fault, None
+        return None, Fault.ERROR, None
 
     def _start(self, call: Callable[[], Any]) -> Future[Any] | None:
         with self._lock:
@@ -297,10 +291,6 @@ class StoreClient:
         if number:
             with self._lock:
                 self.faults[fault] += number
-
-
-class _Malformed(Exception):
-    """An answer that means nothing."""
 
 
 @dataclass(eq=False)

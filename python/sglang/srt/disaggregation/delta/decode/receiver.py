@@ -105,10 +105,9 @@ class DeltaReceiver(CommonKVReceiver):
 
     def is_ready(self, prefill_dp_rank: int) -> bool:
         """Whether ``init`` may be called: it never queries the prefill server itself, since that
-        would stop the scheduler. What is missing is queried in the background."""
-        if self._servers is None:
-            return True
-        answers = self._servers.connections.ranks(
+        would stop the scheduler. What is missing is queried in the background. Of a decode server
+        with the radix cache, as others have no ``Handshakes``."""
+        answers = self.kv_mgr.servers.connections.ranks(
             self.bootstrap_addr, prefill_dp_rank, super()._get_bootstrap_info_from_server
         )
         self._answers = answers or {}
