@@ -39,7 +39,7 @@ def install(probe: Callable[[], str | None] = gpu_device_node) -> None:
     """Put the stand-in's finder in front of ``sys.meta_path``; a second call changes nothing.
 
     Raises ``StandinRefused`` where ``probe`` names a GPU. torch is queried again when it is
-    imported (see ``runtime.py``), since a device can be reachable without one of the known nodes.
+    imported (see ``edits.py``), since a device can be reachable without one of the known nodes.
     """
     node = probe()
     if node is not None:

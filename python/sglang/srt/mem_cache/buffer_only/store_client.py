@@ -1,6 +1,6 @@
 """Calls of a store, with a deadline: whatever it does becomes a miss or a failure, never more.
 
-``StoreClient`` stands between HiCache's storage threads and a ``HiCacheStorage``. A call runs on a
+``StoreClient`` stands between the threads that run jobs and a ``HiCacheStorage``. A call runs on a
 thread of the client; the caller waits for it until the deadline and then gives it up. A call cannot
 be taken back, so an *overdue* read may still write into the host pages that it was handed, and an
 overdue write may still read them, at any later time until it returns (``Outcome.overdue``): the

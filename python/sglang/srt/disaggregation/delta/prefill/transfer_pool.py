@@ -1,4 +1,4 @@
-"""The threads of the transfer workers, and what both backends' managers and senders do with them.
+"""The threads of the transfer workers, and what both backends' managers do with them.
 
 The rest of the process calls ``TransferPool``, which only appends to a queue. The threads run under
 SCHED_BATCH: waking one never takes the scheduler's core. ``TransferPool.tick`` notices workers that
