@@ -94,8 +94,8 @@ class PrefetchLine:
             self.calls.let_go += 1  # who brings pages for whom is another question now
 
     def ready(self, rid: str) -> bool:
-        """Whether the request can be scheduled; asked in each step that could admit it. Its time is
-        what it waits from the first one on."""
+        """Whether the request can be scheduled; asked in each step that could admit it. Its time
+        limit runs from the first of these steps, and is checked here alone."""
         prefetch = self.line.get(rid)
         if prefetch is None:
             return True

@@ -163,7 +163,7 @@ class MooncakeBackend:
 
     def post(self, chunk: Chunk, peer: str) -> list[_Call]:
         """KV, state and metadata of one chunk to one peer, in this order. They are described when
-        the call begins: what waits behind one that hangs is page indices."""
+        the call begins, so that only page indices wait behind a call that hangs."""
         rank = self._ranks.get(peer)
         if rank is None or rank.has_failed:
             raise TransferError(Reason.PEER_LOST, _SHUT_OUT.format(peer))
