@@ -105,7 +105,7 @@ class StoreClient:
         self._stats: Future[Any] | None = None
         self._error_logged = False
 
-    # ---- what the storage threads call ----
+    # ---- what the threads that run jobs call ----
 
     def query(self, keys: Sequence[str], extra_info: Any = None) -> Outcome:
         """How many leading pages the store has. ``extra_info``: a ``HiCacheStorageExtraInfo``."""
