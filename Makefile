@@ -38,7 +38,7 @@ $(CURRENT_STAMP): pyproject.toml constraints-current.txt scripts/setup_env.sh py
 demo: env ## prefill + decode on this machine, without our flags, with the radix cache, with local turns; a table and a picture
 	$(PY) -m benchmark demo
 
-serve: env ## the same pair, left running for your own requests, with a live view
+serve: env ## the same pair, left running for your own requests
 	$(PY) -m benchmark demo --serve
 
 test: lint check-patchset test-unit test-component test-e2e ## everything that CI runs

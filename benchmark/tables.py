@@ -30,18 +30,10 @@ from benchmark.kv_transfer import page as transfer_page
 from sglang.srt.patchset import environment, flags, refusals
 from sglang.srt.patchset.table import GROUPS
 
-_BENCHMARK = Path(__file__).parent
 STUDIES = sorted(FOLDER.glob("*.yaml"))
 _TABLE = re.compile(r"(<!-- table:([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Json = Mapping[str, Any]
-Cell = Callable[[Json], str]
-
-
-def made(summary: Json, command: str) -> str:
-    """The line above a table: when, where, by which command."""
-    commit = summary["commit"]
-    return f"{summary['date']}, {summary['machine']}, commit {commit}, by\n`{command}`:\n\n"
 
 
 # ---- studies ----
@@ -57,7 +49,8 @@ def study(name: str) -> str:
         return f"Not measured yet on this runner: `python -m benchmark run {name}`.\n"
     figures = [path.name for path in sorted((RESULTS / name).glob("*.svg"))]
     shown = [f"![{told['study']['title']}]({_FIGURES}/{name}/{figure})" for figure in figures]
-    parts = [told["answer"], made(told, told["command"]).rstrip(), pages.results(told).rstrip()]
+    where = f"{told['date']}, {told['machine']}, commit {told['commit']}, by\n`{told['command']}`:"
+    parts = [told["answer"], where, pages.results(told).rstrip()]
     parts += [pages.counters(told).rstrip(), *shown]
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -100,7 +93,7 @@ def _brief(name: str) -> str:
 def _told(name: str) -> Any:
     """The committed summary of a study; None: not measured."""
     path = RESULTS / name / "summary.json"
-    return _read(path) if path.exists() else None
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 # ---- KV transfer ----
@@ -171,7 +164,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
 
 FILES = tuple(
     path
-    for folder in (REPOSITORY, _BENCHMARK, REPOSITORY / "docs")
+    for folder in (REPOSITORY, REPOSITORY / "benchmark", REPOSITORY / "docs")
     for path in sorted(folder.glob("*.md" if folder == REPOSITORY else "**/*.md"))
     if "<!-- table:" in path.read_text()
 )
@@ -196,10 +189,6 @@ def main() -> int:
             path.write_text(after)
             print(path.relative_to(REPOSITORY))
     return 0
-
-
-def _read(path: Path) -> Any:
-    return json.loads(path.read_text())
 
 
 if __name__ == "__main__":

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -17,10 +15,6 @@ from benchmark.harness.command import status
 from benchmark.harness.models import REPOSITORY, TINY_ARITH
 from benchmark.harness.ports import is_free
 from benchmark.harness.report import print_table
-
-NEEDED_GB = 4.0
-"""Memory that two servers of a small model take, their helper processes included."""
-PACKAGES = ("sglang", "sglang_router", "nixl")
 
 
 def main() -> int:
@@ -34,8 +28,8 @@ def main() -> int:
     args = parser.parse_args()
     # A pipe says no width, and 80 columns cut the table.
     console = Console(width=None if sys.stdout.isatty() else 120)
-    for problem in problems(args.port if args.serve else None, args.model):
-        console.print(f"[red]Cannot start: {problem}[/]", highlight=False)
+    if args.serve and not is_free(args.port):
+        console.print(f"[red]port {args.port} is taken: choose another with --port[/]")
         return 2
     # Servers start sooner on a machine with no GPU (docs/advanced_features/cpu_standin.md).
     os.environ.setdefault("SGLANG_CPU_STANDIN_START_METHOD", "fork")
@@ -44,25 +38,6 @@ def main() -> int:
     from benchmark.demo.serve import serve
 
     return status(lambda: serve(args.model, args.port, args.out, console), console)
-
-
-def problems(port: int | None, model: Path) -> Iterator[str]:
-    """What can be wrong before anything starts, each in one line that says what to do.
-
-    ``port``: the one the load balancer was asked to take.
-    """
-    import psutil
-
-    for name in PACKAGES:
-        if importlib.util.find_spec(name) is None:
-            yield f"the Python package {name} is missing: install the extras cpu and bench"
-    if not (model / "config.json").exists():
-        yield f"the model is missing: no config.json in {model}"
-    if port is not None and not is_free(port):
-        yield f"port {port} is taken: choose another with --port"
-    available = psutil.virtual_memory().available / 1e9
-    if available < NEEDED_GB:
-        yield f"memory is short: {available:.1f} GB available, about {NEEDED_GB:.0f} GB needed"
 
 
 def play(out: Path, console: Console) -> int:

@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from benchmark.harness.process import ServerFailed
 
-_NOT_RETYPED = ("--out", "--page", "--note", "--model")
+_NOT_RETYPED = ("--out", "--page", "--model")
 
 
 class RunFailed(RuntimeError):

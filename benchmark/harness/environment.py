@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from datetime import date
@@ -25,9 +26,12 @@ def describe(venv: str | None = None) -> dict[str, str]:
         found = (of for name in names for of in distributions(name=name, path=packages or sys.path))
         return next((of.version for of in found), "not installed")
 
+    cpu = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    name = cpu[1] if cpu else platform.machine()
     return {
         "date": date.today().isoformat(),
-        "machine": f"{os.cpu_count()}-core CPU ({_cpu_model()}), {_memory_gb()} GB",
+        "machine": f"{os.cpu_count()}-core CPU ({name}), {memory_gb:.0f} GB",
         "python": platform.python_version(),
         **{name: version(name) for name in ("sglang", "torch", "nixl")},
         "mooncake": version("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"),
@@ -44,14 +48,3 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return done.stdout.strip()
-
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-def _memory_gb() -> int:
-    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9)

@@ -11,7 +11,6 @@ from prometheus_client.parser import text_string_to_metric_families
 HIT_TOKENS = "sglang:decode_prefix_hit_tokens_total"
 PROMPT_TOKENS = "sglang:decode_prefix_prompt_tokens_total"
 LOCAL_TOKENS = "sglang:decode_local_tokens_total"
-REQUESTED_BYTES = "sglang:kv_transfer_requested_bytes_total"
 SENT_BYTES = "sglang:kv_transfer_sent_bytes_total"
 SKIPPED_TOKENS = "sglang:kv_transfer_skipped_tokens_total"
 FAILED_ROOMS = "sglang:kv_transfer_failed_total"
@@ -19,27 +18,14 @@ STOCK_TRANSFER_MB = "sglang:kv_transfer_total_mb_sum"
 """What the stock prefill counts, MiB: pages of the whole prompt times bytes a page."""
 TURNS = "sglang:decode_turns_total"
 """Label ``where``: ``local`` or ``remote``."""
-EVICTABLE_TOKENS = "sglang:kv_evictable_tokens"
 
 # SGLang's own.
-USED_TOKENS = "sglang:num_used_tokens"
-"""Without the evictable ones."""
-POOL_TOKENS = "sglang:max_total_num_tokens"
-TTFT = "sglang:time_to_first_token_seconds"
-OPEN_REQUESTS = "sglang:http_requests_active"
-"""Labels ``endpoint`` and ``method``."""
-RUNNING = "sglang:num_running_reqs"
-QUEUE = "sglang:num_queue_reqs"
-PREALLOC_QUEUE = "sglang:num_decode_prealloc_queue_reqs"
-TRANSFER_QUEUE = "sglang:num_decode_transfer_queue_reqs"
-BOOTSTRAP_QUEUE = "sglang:num_prefill_prealloc_queue_reqs"
 CACHED_TOKENS = "sglang:cached_tokens_total"
 """Label ``cache_source``: ``device``, ``host`` or ``storage_BACKEND``; see ``parse``."""
 ALL_PROMPT_TOKENS = "sglang:prompt_tokens_total"
 HOST_TOKENS = "sglang:hicache_host_total_tokens"
 STORE_BYTES = "master_total_capacity_bytes"
 """Mooncake's."""
-REQUESTS = (RUNNING, QUEUE, PREALLOC_QUEUE, TRANSFER_QUEUE, BOOTSTRAP_QUEUE)
 
 
 def parse(text: str) -> dict[str, float]:

@@ -90,16 +90,11 @@ class ServerProcess:
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def log_tail(self, lines: int = 25, width: int = 300) -> str:
-        """The last lines of the log, each cut to ``width`` characters."""
-        return "\n".join(line[:width] for line in self.log_text().splitlines()[-lines:])
-
     def failure(self) -> ServerFailed:
         """The error that describes this server as it is now, dead or not ready."""
         text = self.log_text()
-        return ServerFailed(
-            self.name, diagnose(text, self._popen.poll()), self.log, self.log_tail()
-        )
+        tail = "\n".join(line[:300] for line in text.splitlines()[-25:])
+        return ServerFailed(self.name, diagnose(text, self._popen.poll()), self.log, tail)
 
     def wait_ready(self, timeout_s: float = 240.0) -> float:
         """Blocks until the ready URL answers 200; returns the seconds since the start.

@@ -73,15 +73,6 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def number(value: float, digits: int = 2) -> str:
-    """A number, or a dash."""
-    return "-" if math.isnan(value) else f"{value:,.{digits}f}"
-
-
-def milliseconds(seconds: float) -> str:
-    return "-" if math.isnan(seconds) else f"{seconds * 1e3:,.0f} ms"
-
-
 def plain(value: Any) -> Any:
     """As JSON has it: dataclasses and structs as objects, six significant digits (numpy's too), NaN
     as null."""

@@ -183,30 +183,6 @@ def router(
     return ServerConfig("router", port or free, tuple(command))
 
 
-def our_router(
-    prefill: Sequence[tuple[str, int]],
-    decode: Sequence[str],
-    aggregated: Sequence[str],
-    policy: str,
-    more: Sequence[str] = (),
-) -> ServerConfig:
-    """Our router before servers by URL, which should be ready: it is ready when it has looked at
-    all of them. The policy is decode's where servers are split, else the workers'.
-
-    ``prefill``: URLs with their bootstrap ports. ``more``: further arguments, as ``("--alpha",
-    "0.5")``.
-    """
-    (port,) = allocate_ports(1)
-    command = [sys.executable, "-m", "benchmark", "route", "--host", HOST, "--port", str(port)]
-    for url, bootstrap in prefill:
-        command += ["--prefill", url, str(bootstrap)]
-    for role, urls in (("--decode", decode), ("--worker", aggregated)):
-        command += [word for url in urls for word in (role, url)]
-    command.append("--decode-policy" if decode and not aggregated else "--policy")
-    env = {"PYTHONPATH": str(REPOSITORY)}
-    return ServerConfig("router", port, (*command, policy, *more), env)
-
-
 def store(lease_ms: int = 1000) -> tuple[ServerConfig, dict[str, object]]:
     """Mooncake's master with its metadata server, and what
     ``--hicache-storage-backend-extra-config`` of its clients says of it. They give its memory.

@@ -104,8 +104,6 @@ class _Piece(msgspec.Struct):
 class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Piece | None = None
-    message: _Piece | None = None
-    """Of an answer that is not streamed."""
     finish_reason: str | None = None
 
 
@@ -199,8 +197,9 @@ def _take_openai(result: Result, event: _Event, now: float) -> bool:
     Whether it says that the request was aborted."""
     pieces = 0
     for choice in event.choices or ():
-        piece = choice.delta or choice.message
-        said = choice.text or (piece and (piece.content or piece.reasoning_content))
+        said = choice.text or (
+            choice.delta and (choice.delta.content or choice.delta.reasoning_content)
+        )
         pieces += bool(said)
         result.text += said or ""
         if choice.finish_reason is not None:

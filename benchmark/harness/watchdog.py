@@ -65,7 +65,8 @@ def kill_group(group: int, patience_s: float = 2.0) -> None:
         late = time.monotonic() > deadline
         for pid in members:
             if late or not _is_resource_tracker(pid):
-                _kill(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
 
 
@@ -74,11 +75,6 @@ def _is_resource_tracker(pid: int) -> bool:
         return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
 
 
 class Watchdog:

@@ -167,19 +167,16 @@ class Round:
     stopped: str = ""
 
 
-def pages_for(count: int, rooms: int, seed: int) -> list[Pages]:
-    """``count`` scattered pages for each of ``rooms`` rooms, no page twice, never page 0 (SGLang's
-    pools keep it for padding). The pool has ``rooms * count + 1`` pages."""
-    every = np.arange(1, rooms * count + 1, dtype=np.int32)
-    return list(np.random.default_rng(seed).permutation(every).reshape(rooms, count))
-
-
 def deal(run: Run, tokens: int) -> list[Room]:
     """A round of rooms with numbers that no room of this process had, dealt to the peers in turn;
-    those of one peer share no page on either side."""
-    # Another order on each side: neighbours by chance on both sides would be merged.
+    those of one peer share no page on either side, and none has page 0 (SGLang's pools keep it for
+    padding)."""
     count = -(-tokens // run.page_size)
-    sources, destinations = (pages_for(count, run.rooms_a_peer, seed) for seed in (0, 1))
+    every = np.arange(1, run.rooms_a_peer * count + 1, dtype=np.int32)
+    # Another order on each side: neighbours by chance on both sides would be merged.
+    sources, destinations = (
+        np.random.default_rng(seed).permutation(every).reshape(-1, count) for seed in (0, 1)
+    )
     dealt = [divmod(i, run.peers) for i in range(run.rooms)]
     return [
         Room(next(_numbers), peer, sources[slot], destinations[slot], slot) for slot, peer in dealt

@@ -29,7 +29,6 @@ from sglang.srt.distributed.device_communicators import mooncake_transfer_engine
 from sglang.srt.layers.dp_attention import initialize_dp_attention
 
 HOST = "127.0.0.1"
-_PREFIX = {"nixl": "Nixl", "mooncake": "Mooncake"}
 #: Contents of prefill's pool are below it; decode's is filled with it first.
 _NOTHING = 251
 _PREFILL_PAUSE_S = 2e-4
@@ -108,7 +107,7 @@ class _End:
 
     def of_backend(self, kind: str) -> Any:
         """SGLang's class, or the one that took its place."""
-        return getattr(self._conn, f"{_PREFIX[self.setup.backend]}KV{kind}")
+        return getattr(self._conn, f"{self.setup.backend.capitalize()}KV{kind}")
 
     def content(self, buffer: int) -> torch.Tensor:
         """The byte of each page of a buffer on the prefill side."""

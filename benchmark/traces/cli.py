@@ -18,11 +18,11 @@ from rich.progress import track
 from benchmark.harness.command import reported
 from benchmark.harness.report import write_summary
 from benchmark.traces.describe import describe as described
-from benchmark.traces.describe import print_table, wrong_unit
+from benchmark.traces.describe import print_table
 from benchmark.traces.generate import SHAPES, at_rate
 from benchmark.traces.generate import generate as generated
 from benchmark.traces.record import Record, left_out, read, write
-from benchmark.traces.sample import Plan, chosen, random_requests, survey, window_and_thin
+from benchmark.traces.sample import Plan, Survey, chosen, random_requests, survey, window_and_thin
 from benchmark.traces.sessions import annotate
 
 
@@ -51,11 +51,8 @@ def generate(argv: list[str]) -> int:
 def describe(argv: list[str]) -> int:
     """``describe FILE``: what a trace holds."""
     args = _reader("describe").parse_args(argv)
-    skipped = [] if args.skip_invalid else None
-    found = survey(_counted(annotate(read(args.file, skipped)), "reading"))
-    description = described(found)
+    description = described(_surveyed(args))
     print_table({args.file.name: description})
-    _tell([*left_out(skipped or []), *wrong_unit(found, args.file)])
     if args.json:
         write_summary(args.json, {"trace": description})
     return 0
@@ -99,8 +96,7 @@ def sample(argv: list[str]) -> int:
     )
     if args.out and args.out.resolve() == args.file.resolve():
         raise ValueError(f"{args.out} would overwrite the input trace")
-    skipped = [] if args.skip_invalid else None
-    found = survey(_counted(annotate(read(args.file, skipped)), "reading"))
+    found = _surveyed(args)
     window = window_and_thin(found, plan)
     selections = {"window and thin": window}
     if args.compare:
@@ -123,7 +119,6 @@ def sample(argv: list[str]) -> int:
         print(f"{args.out}: {window.requests} requests")
     if args.json:
         write_summary(args.json, {"plan": plan, "traces": traces, "keeps": keeps})
-    _tell([*left_out(skipped or []), *wrong_unit(found, args.file)])
     return 0
 
 
@@ -140,13 +135,17 @@ def _reader(command: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _surveyed(args: argparse.Namespace) -> Survey:
+    """Of the trace; what is left out of it is told."""
+    skipped = list[str]()
+    lines = read(args.file, skipped if args.skip_invalid else None)
+    found = survey(_counted(annotate(lines), "reading"))
+    print(*left_out(skipped), sep="\n", end="\n" * bool(skipped), file=sys.stderr)
+    return found
+
+
 def _counted(records: Iterable[Record], what: str) -> Iterable[Record]:
     """The records, counted on a bar where a person looks on."""
     console = Console(stderr=True)
     hidden = not console.is_terminal
     return track(records, what, console=console, transient=True, disable=hidden)
-
-
-def _tell(notes: Iterable[str]) -> None:
-    for note in notes:
-        print(note, file=sys.stderr)

@@ -24,17 +24,6 @@ from benchmark.harness.report import Spread, spread
 from benchmark.traces.sample import Survey
 
 BUCKET_S = 10.0
-MOST_PER_S = 1000.0
-"""Requests/s that a trace has on average at most; the busiest published one that we know of has
-294. Mooncake's 3.3 become 3,300 where seconds are read as milliseconds."""
-SOONEST_S = 0.1
-"""Before that no server has answered, so that no turn follows another sooner."""
-LONGEST_S = 30 * 24 * 3600.0
-"""An hour of microseconds that are read as milliseconds is longer."""
-FEWEST = 20
-"""Requests, or following turns, that say something."""
-
-
 Description = Mapping[str, int | float | Spread]
 
 
@@ -74,29 +63,6 @@ def describe(found: Survey) -> Description:
         "within_share_of_hits": blocks["within_tokens"] / hit if hit else 0.0,
         "inconsistent_blocks": blocks["inconsistent"],
     }
-
-
-def wrong_unit(found: Survey, name: object) -> list[str]:
-    """A warning where the times, read as ms, seem to be in a unit that is off by a thousand or
-    more: a study would replay an hour in four seconds, or in a month. It is a guess, as a trace may
-    well be a year's; times that are all the same say nothing."""
-    times = found.requests["time_ms"] / 1000
-    span = float(times.iloc[-1] - times.iloc[0])
-    gaps = times.groupby(found.requests["session"]).diff().dropna()
-    soon = int((gaps < SOONEST_S).sum())
-    if len(times) < FEWEST or not span:
-        return []
-    if len(times) / span > MOST_PER_S or (len(gaps) >= FEWEST and 2 * soon > len(gaps)):
-        unit = "s"
-    elif span > LONGEST_S:
-        unit = "us" if span / 1000 <= LONGEST_S else "ns"
-    else:
-        return []
-    return [
-        f"{name}: {len(times):,} requests within {span:,.3f} s, {soon:,} of {len(gaps):,} "
-        f"following turns within {SOONEST_S:g} s of the turn before: the times were read as ms and "
-        f"seem to be {unit} (`timestamp` is in ms)"
-    ]
 
 
 _LENGTHS = "{{0[{0}].mean:{1}}} / {{0[{0}].p50:,.0f}} / {{0[{0}].p90:,.0f}} / {{0[{0}].p99:,.0f}}"

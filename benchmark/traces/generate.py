@@ -94,8 +94,6 @@ TOOLS = Shape(
     pause_s=LogNormal(5.5, 0.9),
     longest=125_000,
 )
-#: Nobody shares anything with anybody: what a cache costs where it cannot help.
-UNSHARED = replace(CONVERSATION, families_per_s=3.4, instruction_blocks=(), one_turn=1.0)
 SHAPES = {"agentic": AGENTIC, "conversation": CONVERSATION, "tools": TOOLS}
 
 

@@ -120,28 +120,26 @@ def main(argv: list[str]) -> int:
     ]
     report.print_table(f"{shape.name}, one decode worker", ["", ""], rows, console)
 
-    events, rows = [], []
-    for tokens in args.prefill_sizes:
-        prefill, transfer = costs.prefill_s(tokens), costs.transfer_s(tokens)
-        # Each of the streams would have stood still for the whole prefill.
-        benefit = args.streams * prefill
-        events.append(
-            {
-                "tokens": tokens,
-                "prefill_s": prefill,
-                "transfer_s": transfer,
-                "benefit_s": benefit,
-            }
-        )
-        rows.append(
-            [
-                f"{tokens:,}",
-                f"{prefill:.2f} s",
-                f"{1e3 * transfer:,.0f} ms",
-                f"{benefit:,.1f} s",
-                f"{transfer / benefit:.1%}",
-            ]
-        )
+    # Each of the streams would have stood still for the whole prefill.
+    events = [
+        {
+            "tokens": tokens,
+            "prefill_s": costs.prefill_s(tokens),
+            "transfer_s": costs.transfer_s(tokens),
+            "benefit_s": args.streams * costs.prefill_s(tokens),
+        }
+        for tokens in args.prefill_sizes
+    ]
+    rows = [
+        [
+            f"{of['tokens']:,}",
+            f"{of['prefill_s']:.2f} s",
+            f"{1e3 * of['transfer_s']:,.0f} ms",
+            f"{of['benefit_s']:,.1f} s",
+            f"{of['transfer_s'] / of['benefit_s']:.1%}",
+        ]
+        for of in events
+    ]
     title = (
         f"prefill on another worker than {args.streams} decode streams: stall time saved, "
         "transfer time"

@@ -109,6 +109,6 @@ def started(arm: Arm, about: FleetFile, rig: Rig, model: Path, logs: Path) -> It
         target = Target(last.url)
         via = arm.policy if ":" in arm.policy else f"{ROUTED}, {arm.policy}"
     assert target is not None, "several servers of a role and no router"
-    bytes_of = kv_bytes_per_token(model)
     with Fleet(configs, logs) as fleet:
-        yield Servers(setup, about, target, token_range(model), fleet.check, via, bytes_of)
+        size = kv_bytes_per_token(model)
+        yield Servers(setup, about, target, token_range(model), fleet.check, via, size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 import threading
 import time
 import urllib.error
@@ -20,7 +21,9 @@ from benchmark.agentic.load.run import Settings, replay
 from benchmark.harness import fleet, metrics
 from benchmark.harness.client import Target
 from benchmark.harness.command import RunFailed
-from benchmark.harness.servers import ServerConfig, our_router
+from benchmark.harness.models import REPOSITORY
+from benchmark.harness.ports import allocate_ports
+from benchmark.harness.servers import HOST, ServerConfig
 from benchmark.traces.record import Record
 
 GAUGES = {"usage": "token_usage", "running": "num_running_reqs", "accept": "spec_accept_length"}
@@ -57,10 +60,6 @@ class Servers:
         about = self.about
         return PromptSource(self.vocabulary, about.block_tokens, seed, about.endpoint, about.model)
 
-    def settings(self, **more: object) -> Settings:
-        """``more``: fields of ``Settings``."""
-        return Settings(headers=self.about.all_headers, **more)  # type: ignore[arg-type]
-
     def warm_up(self) -> None:
         """Some requests outside the load: the first transfer between two servers pays for their
         connection.
@@ -75,7 +74,8 @@ class Servers:
             Record(0.0, tokens, 4, (-3 * i - 1, -3 * i - 2, -3 * i - 3))
             for i in range(self.about.warm_up * max(1, len(self.setup.engines)))
         ]
-        settings = self.settings(think_s=0.0, timeout_s=120.0, sessions=2)
+        headers = self.about.all_headers
+        settings = Settings(think_s=0.0, timeout_s=120.0, sessions=2, headers=headers)
         for outcome in asyncio.run(replay(self.target, records, prompts, settings)):
             if outcome.error is not None:
                 raise RunFailed(f"warm-up of {self.target.url} failed: {outcome.message}")
@@ -195,9 +195,20 @@ def reach(
 
 
 def routed(setup: Setup, policy: str, more: Sequence[str] = ()) -> ServerConfig:
-    """Our router before a setup's servers; see ``our_router``."""
-    prefill = [(server.url, server.bootstrap_port) for server in setup.prefill]
-    return our_router(prefill, setup.decode, setup.aggregated, policy, more)
+    """Our router before a setup's servers: ready when it has looked at all of them. The policy is
+    decode's where servers are split, else the workers'.
+
+    ``more``: further arguments, as ``("--alpha", "0.5")``.
+    """
+    (port,) = allocate_ports(1)
+    command = [sys.executable, "-m", "benchmark", "route", "--host", HOST, "--port", str(port)]
+    for server in setup.prefill:
+        command += ["--prefill", server.url, str(server.bootstrap_port)]
+    for role, urls in (("--decode", setup.decode), ("--worker", setup.aggregated)):
+        command += [word for url in urls for word in (role, url)]
+    command.append("--decode-policy" if setup.decode and not setup.aggregated else "--policy")
+    env = {"PYTHONPATH": str(REPOSITORY)}
+    return ServerConfig("router", port, (*command, policy, *more), env)
 
 
 def direct(setup: Setup) -> Target | None:

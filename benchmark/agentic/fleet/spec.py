@@ -16,6 +16,7 @@ from benchmark.traces.record import BLOCK_TOKENS
 
 T = TypeVar("T")
 Positive = Annotated[int, msgspec.Meta(gt=0)]
+Above = Annotated[float, msgspec.Meta(gt=0)]
 RIG = Path(__file__).with_name("rig.yaml")
 SGLANG, NONE = "sglang-router", "none"
 SERVERS = "{servers}"
@@ -145,15 +146,6 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The title with the servers that there are."""
         return self.title.replace(SERVERS, counted(self.servers))
 
-    def by_address(self, setup: Setup) -> Arm:
-        """With the servers of a setup instead of the rig's."""
-        return msgspec.structs.replace(
-            self,
-            aggregated=len(setup.aggregated),
-            prefill=len(setup.prefill),
-            decode=len(setup.decode),
-        )
-
 
 def counted(servers: Mapping[str, int]) -> str:
     """``2 aggregated``, ``1P 1D``, or both; a router may hide them."""
@@ -187,15 +179,14 @@ class FleetFile(Roles, frozen=True):
     """As OpenAI's endpoints are asked for it."""
     tokenizer: str = "builtin"
     """Of AIPerf, for prompts of the trace's lengths: a model's name, or AIPerf's own."""
-    api_key: str | None = None
     api_key_env: str | None = None
-    """Environment variable that holds the key, so that the file need not."""
+    """Environment variable that holds the key of the servers."""
     headers: dict[str, str] = {}
     vocabulary: tuple[int, int] = (1000, 30000)
     """Token ids that prompts are drawn from: from, and up to."""
     block_tokens: Positive = BLOCK_TOKENS
     """A block of the trace's 512 tokens becomes so many."""
-    answers: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    answers: Above | None = None
     """Share of the recorded answers' tokens; None: scaled as the blocks are."""
     max_answer_tokens: Positive | None = None
     """Longer answers are cut to it."""
@@ -234,8 +225,9 @@ class FleetFile(Roles, frozen=True):
     @property
     def all_headers(self) -> dict[str, str]:
         """With the key."""
-        key = os.environ.get(self.api_key_env) if self.api_key_env else self.api_key
-        return {**self.headers, **({"Authorization": f"Bearer {key}"} if key else {})}
+        if not self.api_key_env:
+            return self.headers
+        return {**self.headers, "Authorization": f"Bearer {os.environ[self.api_key_env]}"}
 
     def public(self) -> dict[str, Any]:
         """For files that are passed on: no key, no header, no address."""
@@ -246,7 +238,7 @@ class FleetFile(Roles, frozen=True):
         return about
 
 
-def load(path: Path, kind: type[T], **changes: object) -> T:
+def load(path: Path, kind: type[T]) -> T:
     """A YAML file as a record.
 
     Raises:
@@ -261,7 +253,7 @@ def load(path: Path, kind: type[T], **changes: object) -> T:
     if not isinstance(content, Mapping):
         raise ValueError(f"{path}: not a mapping of keys")
     try:
-        return msgspec.convert({**content, **changes}, kind, strict=True)
+        return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
         raise ValueError(f"{path}: {error}") from error
 

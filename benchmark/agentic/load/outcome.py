@@ -21,12 +21,6 @@ class Classes(msgspec.Struct, frozen=True):
     medium: int = 5_000
     heavy: int = 20_000
 
-    def __post_init__(self) -> None:
-        if not 0 < self.medium <= self.heavy:
-            raise ValueError(
-                f"classes need 0 < medium <= heavy, not {self.medium} and {self.heavy}"
-            )
-
     def scaled(self, block_tokens: int) -> Classes:
         """For a trace whose blocks were made smaller: its requests keep their classes."""
         return Classes(
@@ -38,9 +32,6 @@ class Classes(msgspec.Struct, frozen=True):
         if new < self.medium:
             return WARM
         return MEDIUM if new <= self.heavy else HEAVY
-
-    def __str__(self) -> str:
-        return f"WARM < {self.medium:,} new tokens <= MEDIUM <= {self.heavy:,} < HEAVY"
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

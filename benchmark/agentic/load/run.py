@@ -54,7 +54,6 @@ class Settings:
     time that the recorded server took to answer as well."""
     timeout_s: float = 600.0
     """Of each request."""
-    classes: Classes = Classes()
     sessions: int | None = None
     """So many at once, each begun as another ends, instead of at its time."""
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -80,7 +79,7 @@ async def replay(
         outcomes.append(outcome)
 
     target = Target(target) if isinstance(target, str) else target
-    found = by_session(turns(records, prompts.block_tokens, settings.classes))
+    found = by_session(turns(records, prompts.block_tokens, Classes()))
     with Bodies(prompts) as bodies:
         await load(target, trace_sessions(found, bodies), settings, ended)
     return sorted(outcomes, key=lambda outcome: outcome.index)

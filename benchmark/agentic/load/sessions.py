@@ -22,7 +22,6 @@ from benchmark.traces.sessions import EndlessCache, annotate
 FIRST, LATER, COLD = MADE_CLASSES = ("FIRST", "LATER", "COLD")
 AHEAD = 16
 """Sessions of a trace whose first prompt is made before it is needed."""
-Ids = Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Turn:
 
 
 Sent = tuple[Turn, Request | Awaitable[Message]]
-Session = Generator[Sent, Ids, None]
+Session = Generator[Sent, Sequence[int], None]
 """Its requests; it is sent the answer to the one before, which is empty where that failed."""
 
 

@@ -48,11 +48,6 @@ class Interval(NamedTuple):
     low: float
     high: float
 
-    @property
-    def side(self) -> int:
-        """Of a ratio: -1 below 1, 1 above it, 0 no difference."""
-        return (self.low > 1) - (self.high < 1)
-
 
 def interval(values: Iterable[float], sure: float = 0.95) -> Interval:
     """Of the mean of a few; no bounds of fewer than two."""
@@ -141,10 +136,14 @@ def _cell(run: Run, cell: Cell) -> dict[str, float]:
     span = max(ended - began, 1e-9)
     inside = [o for o in outcomes if began <= o.finished_s <= ended]
     held = [min(o.finished_s, ended) - max(o.started_s, began) for o in outcomes]
+    # An end sorts before a start at the same time.
+    steps = sorted(
+        (at, step) for o in outcomes for at, step in ((o.started_s, 1), (o.finished_s, -1))
+    )
     gaps = [gap for o in counted for gap in o.itl_s]
     good = [met(o, run.study.slo) for o in counted]
     late, lag = ([getattr(o, name) for o in counted] for name in ("late_s", "loop_lag_s"))
-    found = {
+    return {
         "requests": len(counted),
         "failed": sum(o.error is not None for o in counted),
         "requests_per_s": sum(o.error is None for o in inside) / span,
@@ -153,7 +152,7 @@ def _cell(run: Run, cell: Cell) -> dict[str, float]:
         "itl_p99": _quantile(gaps, 0.99),
         "hit_rate": _hit_rate(counted),
         "at_once": sum(max(0.0, each) for each in held) / span,
-        "at_most": _most_open(outcomes),
+        "at_most": int(max(np.cumsum([step for _, step in steps]), default=0)),
         "late_p99": _quantile(late, 0.99),
         "read_late_p99": _quantile(lag, 0.99),
         "loopback_bytes": math.nan if cell.loopback is None else cell.loopback,
@@ -161,18 +160,10 @@ def _cell(run: Run, cell: Cell) -> dict[str, float]:
         **_workers(counted),
         **events(cell),
     }
-    return found
 
 
 def _quantile(values: Sequence[float], p: float) -> float:
     return float(np.quantile(values, p)) if len(values) else math.nan
-
-
-def _most_open(outcomes: Sequence[Outcome]) -> int:
-    """Requests that were under way at once, at most."""
-    steps = [(o.started_s, 1) for o in outcomes] + [(o.finished_s, -1) for o in outcomes]
-    # An end sorts before a start at the same time.
-    return int(max(np.cumsum([step for _, step in sorted(steps)]), default=0))
 
 
 def _hit_rate(counted: Sequence[Outcome]) -> float:

@@ -128,7 +128,9 @@ def page(told: Json, figures: Mapping[str, str]) -> str:
         ),
         "## The load",
         _load(told),
-        _same(told),
+        told["answers"]
+        and "Answers, as token ids: {:,} requests were answered by several arms, {:,} of them "
+        "differently.".format(*told["answers"]),
         *_titled(
             "The client, and each round",
             "*Sent late*: how long after its time a request was sent, p99. *Read late*: how long "
@@ -318,11 +320,3 @@ def _load(told: Json) -> str:
         f"{text} The next turn is sent {think} after the previous answer. A failed request counts "
         f"as {load['timeout_s']:g} s."
     )
-
-
-def _same(told: Json) -> str:
-    if told["answers"] is None:
-        return ""
-    compared, different = told["answers"]
-    same = "all identical" if not different else f"{different} differ"
-    return f"Answers, as token ids: {compared:,} requests were answered by several arms, {same}."

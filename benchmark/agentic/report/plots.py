@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmark.agentic.report.numbers import AGAINST, Interval
 from benchmark.agentic.report.page import Json, three
 from benchmark.agentic.report.verdict import SHOWN, better
-from benchmark.harness import plot
 
+#: The first one is what the others are compared with.
+COLORS = ("#9a9a9a", "#2a7fb8", "#c0504d", "#c9b37e", "#8cc0de", "#55a868")
 BETTER = {1: "#55a868", -1: "#c0504d", 0: "#e8e8e8"}
 DRAWN = {"ttft_mean": "ttft_s", "tpot_mean": "tpot_s", "e2e_mean": None, "goodput": None}
 """Over load; with the SLO's name of each."""
@@ -20,6 +22,7 @@ def draw(told: Json, folder: Path) -> dict[str, str]:
     """Writes SVG; title to file name."""
     import matplotlib
 
+    matplotlib.use("Agg")  # no display
     # Text stays text, and a page that is written again does not change.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "page"})
     if told["study"]["grid"] and len(told["titles"]) > 1:
@@ -34,10 +37,10 @@ def _over_load(told: Json, path: Path) -> None:
     places: Mapping[str, float] = {name: float(name.split(",")[0]) for name in loads}
     if len(set(places.values())) < len(loads):
         places = {name: number for number, name in enumerate(loads)}
-    with plot.panels(path, len(DRAWN), (3.75, 3.6)) as axes:
+    with panels(path, len(DRAWN), (3.75, 3.6)) as axes:
         for axis, (name, bound) in zip(axes, DRAWN.items(), strict=True):
             scale = 1.0 if name == "goodput" else 1e3
-            for (arm, title), color in zip(told["titles"].items(), plot.COLORS * 2, strict=False):
+            for (arm, title), color in zip(told["titles"].items(), COLORS * 2, strict=False):
                 there = [load for load in loads if arm in loads[load]]
                 of = [three(loads[load][arm]["numbers"].get(name)) for load in there]
                 middle = [value * scale for value, _, _ in of]
@@ -70,9 +73,9 @@ def _grid(told: Json, path: Path) -> None:
     across = list(dict.fromkeys((parts[0], *parts[-1:]) for parts in split.values()))
     down = list(dict.fromkeys(tuple(parts[1:-1]) for parts in split.values()))
     size = (0.8 * len(across) + 1.5, 0.45 * len(down) + 1.1)
-    with plot.panels(path, len(others), size, len(SHOWN)) as axes:
-        panels = [(arm, quantity) for quantity in SHOWN for arm in others]
-        for axis, (arm, quantity) in zip(axes, panels, strict=True):
+    with panels(path, len(others), size, len(SHOWN)) as axes:
+        shown = [(arm, quantity) for quantity in SHOWN for arm in others]
+        for axis, (arm, quantity) in zip(axes, shown, strict=True):
             title = f"{told['titles'][arm]}: {AGAINST[quantity]} over {told['titles'][base]}"
             axis.set_title(title)
             for load, parts in split.items():
@@ -93,3 +96,27 @@ def _grid(told: Json, path: Path) -> None:
             axis.set_yticks(range(len(down)), ["\n".join(each).replace("_", " ") for each in down])
             axis.tick_params(length=0)
             axis.spines[:].set_visible(False)
+
+
+@contextmanager
+def panels(
+    path: Path, count: int = 1, size: tuple[float, float] = (7.0, 4.0), rows: int = 1
+) -> Iterator[Any]:
+    """The axes of ``count`` panels side by side, in ``rows``, which are written to ``path``
+    afterwards.
+
+    ``size``: inches of one panel. The format is that of the path's suffix.
+    """
+    from matplotlib import pyplot
+
+    inches = (size[0] * count, size[1] * rows)
+    axes = pyplot.subplots(rows, count, figsize=inches, squeeze=False)[1].ravel()
+    figure = axes[0].figure
+    yield axes
+    for axis in axes:
+        axis.title.set_fontsize(9)
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)

@@ -48,7 +48,10 @@ def answer(run: Run, of: Numbers) -> str:
     points = [point.name for point in run.points]
     if run.study.grid and len(run.titles) > 1:
         return _over_a_grid(run, of, points)
-    sure = confidence(len(points), len(run.titles))
+    # All ratios of the page hold together with 95 % (Bonferroni): equal arms get a verdict on one
+    # page of twenty.
+    pairs = max(1, math.comb(len(run.titles), 2))
+    sure = 1 - 0.05 / (len(AGAINST) * pairs * len(points))
     return " ".join(_headline(run, of, point, sure) for point in points)
 
 
@@ -73,14 +76,8 @@ def _over_a_grid(run: Run, of: Numbers, points: Sequence[str]) -> str:
 
 def better(quantity: str, ratio: Interval) -> int:
     """1 where the first of two arms is better beyond the interval, -1 where it is worse, else 0."""
-    return ratio.side if quantity == "goodput" else -ratio.side
-
-
-def confidence(loads: int, arms: int) -> float:
-    """Of one ratio's interval, so that all ratios of a page hold together with 95 % (Bonferroni):
-    equal arms get a verdict on one page of twenty."""
-    pairs = max(1, arms * (arms - 1) // 2)
-    return 1 - 0.05 / (len(AGAINST) * pairs * max(1, loads))
+    side = (ratio.low > 1) - (ratio.high < 1)
+    return side if quantity == "goodput" else -side
 
 
 def best(arms: Sequence[str], wins: Mapping[tuple[str, str], Sequence[str]]) -> str | None:

@@ -281,7 +281,9 @@ class Router:
     async def _ready(self, request: web.Request) -> web.Response:
         """200 once every worker was looked at and a request would find one, else 503."""
         workers = self.scheduler.workers
-        ready = self.scheduler.can_serve and all(worker.checked for worker in workers)
+        up = {worker.role for worker in workers if worker.up}
+        served = AGGREGATED in up or {PREFILL, DECODE} <= up
+        ready = served and all(worker.checked for worker in workers)
         states = {worker.url: "up" if worker.up else "out" for worker in workers}
         return web.json_response(states, status=200 if ready else 503)
 

@@ -114,12 +114,6 @@ class Scheduler:
     def workers(self) -> list[Worker]:
         return [worker for pool in self.pools.values() for worker in pool]
 
-    @property
-    def can_serve(self) -> bool:
-        """Whether a request that came now would find a worker, or a pair."""
-        up = {role: any(worker.up for worker in pool) for role, pool in self.pools.items()}
-        return up[AGGREGATED] or (up[PREFILL] and up[DECODE])
-
     def route(self, ask: Ask, exclude: Collection[str] = ()) -> dict[str, Half]:
         """Chooses: an aggregated worker, or prefill and decode. The load that the request adds to
         them is theirs until its halves, which are given by role, end.

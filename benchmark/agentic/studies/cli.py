@@ -246,7 +246,8 @@ def _changed(study: Study, fleet: FleetFile, args: argparse.Namespace) -> Study:
         sessions, rate = tuple(args.sessions or ()), tuple(args.rate or ())
         load = change(load, sessions=sessions, rate=rate, speed=())
     rounds, slo = args.rounds or study.rounds, fleet.slo or study.slo
-    return change(study, trace=trace, load=load, rounds=rounds, slo=slo)
+    study = change(study, trace=trace, load=load, rounds=rounds, slo=slo)
+    return msgspec.convert(msgspec.to_builtins(study), Study)  # as strict as of a file
 
 
 def _chosen(arms: dict[str, Arm], pattern: str | None) -> dict[str, Arm]:
@@ -259,22 +260,22 @@ def _chosen(arms: dict[str, Arm], pattern: str | None) -> dict[str, Arm]:
     return found
 
 
-def _described(trace: Trace) -> dict[str, Any]:
+def _described(trace: Trace) -> Any:
     """As `run.json` has it, rounded, so that a page does not change when it is written again."""
-    told: dict[str, Any] = plain(
+    return plain(
         {
             "source": trace.source,
             "described": trace.described,
             "ratio": trace.ratio,
             "left_out": trace.left_out,
-            "classes": str(trace.classes),
+            "classes": f"WARM < {trace.classes.medium:,} new tokens <= MEDIUM <= "
+            f"{trace.classes.heavy:,} < HEAVY",
             "requests": len(trace.records),
             "prompt_tokens": sum(r.input_length for r in trace.records),
             "output_tokens": sum(r.output_length for r in trace.records),
             "largest_tokens": max(r.input_length + r.output_length for r in trace.records),
         }
     )
-    return told
 
 
 def write(run: Run, folder: Path, console: Console) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +12,10 @@ import msgspec
 from benchmark.agentic.fleet.spec import FleetFile
 from benchmark.agentic.load.outcome import Classes
 from benchmark.agentic.studies.spec import LoadSpec, TraceSpec
-from benchmark.traces.describe import Description, describe, wrong_unit
+from benchmark.traces.describe import Description, describe
 from benchmark.traces.generate import AGENTIC, at_rate, generate
-from benchmark.traces.record import Record, fits, left_out, read, scaled
-from benchmark.traces.sample import Plan, Survey, chosen, survey, window_and_thin
+from benchmark.traces.record import Record, left_out, read, scaled
+from benchmark.traces.sample import Plan, chosen, survey, window_and_thin
 from benchmark.traces.sessions import annotate
 
 
@@ -34,7 +34,7 @@ class Trace:
     """Requests that were longer than the fleet takes."""
     classes: Classes
     notes: tuple[str, ...] = ()
-    """What there is to tell: lines left out, times in another unit, requests asked for in vain."""
+    """What there is to tell: lines left out, requests asked for in vain."""
 
     def at(self, load: LoadSpec, level: float) -> list[Record]:
         """The records of a level: their times at its rate or speed."""
@@ -55,19 +55,21 @@ def prepare(spec: TraceSpec, fleet: FleetFile) -> Trace:
     source = "a generated trace" if path is None else path.name
     skipped: list[str] = []
     if path is None:
-        whole = list(generated(spec))
+        rate = spec.generated_per_s
+        shape = AGENTIC if rate is None else at_rate(AGENTIC, rate, spec.seed)
+        whole = list(generate(spec.generated, spec.seed, shape))
     else:
         whole = list(annotate(read(path, skipped if spec.skip_invalid else None)))
-    found, sampled, ratio = survey(whole), whole, 1.0
+    sampled, ratio = whole, 1.0
     if spec.requests:
-        sampled, ratio = sample(whole, found, spec, spec.requests)
+        sampled, ratio = sample(whole, spec, spec.requests)
     sized, most = [_sized(record, fleet) for record in sampled], limit(fleet)
-    records = [record for record in sized if fits(record, most)]
+    records = [r for r in sized if r.input_length + r.output_length <= most]
     if not records:
         raise ValueError(f"no request of {source} has at most {most} tokens")
     described = describe(survey(sampled))
     classes = Classes().scaled(fleet.block_tokens)
-    notes = [*left_out(skipped), *wrong_unit(found, source)]
+    notes = left_out(skipped)
     if spec.requests and len(records) != spec.requests:
         notes.append(
             f"{len(records)} requests are sent where about {spec.requests} were asked for: "
@@ -79,13 +81,6 @@ def prepare(spec: TraceSpec, fleet: FleetFile) -> Trace:
     )
 
 
-def generated(spec: TraceSpec) -> Iterator[Record]:
-    """Traffic in the shape of a published one."""
-    rate = spec.generated_per_s
-    shape = AGENTIC if rate is None else at_rate(AGENTIC, rate, spec.seed)
-    return generate(spec.generated, spec.seed, shape)
-
-
 def limit(fleet: FleetFile) -> int:
     """Tokens of a request at most: half a pool where the file does not say."""
     if fleet.max_request_tokens is not None:
@@ -94,15 +89,14 @@ def limit(fleet: FleetFile) -> int:
     return pool // 2 if pool else 1 << 60
 
 
-def sample(
-    whole: Sequence[Record], found: Survey, spec: TraceSpec, requests: int
-) -> tuple[list[Record], float]:
+def sample(whole: Sequence[Record], spec: TraceSpec, requests: int) -> tuple[list[Record], float]:
     """About so many requests in whole sessions, and the share of sessions kept.
 
     Raises:
         ValueError: so few that no whole session is among them.
     """
     plan = Plan(window_s=spec.window_s, max_single_turn=spec.max_single_turn, seed=spec.seed)
+    found = survey(whole)
     everything = window_and_thin(found, dataclasses.replace(plan, ratio=1.0))
     ratio = min(1.0, requests / everything.requests)
     try:

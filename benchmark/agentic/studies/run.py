@@ -15,7 +15,7 @@ from benchmark.agentic.fleet.servers import Servers
 from benchmark.agentic.fleet.spec import Arm, FleetFile
 from benchmark.agentic.load.outcome import Classes, Outcome
 from benchmark.agentic.load.prepare import Bodies
-from benchmark.agentic.load.run import load
+from benchmark.agentic.load.run import Settings, load
 from benchmark.agentic.load.sessions import by_session, made_sessions, trace_sessions, turns
 from benchmark.agentic.studies import record
 from benchmark.agentic.studies.load import Trace
@@ -104,7 +104,8 @@ def _send(
     """By our client. Each round has sessions of its own, so that intervals over rounds are also
     about which ones were sent: other seeds, or a later part of the trace first."""
     study, how = plan.study, plan.study.load
-    settings = running.settings(
+    settings = Settings(
+        headers=running.about.all_headers,
         think_s=how.think_s,
         timeout_s=how.timeout_s,
         sessions=int(cell.load) if how.sessions else None,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from benchmark.agentic.fleet.spec import Arm, Setup, Slo
+from benchmark.agentic.fleet.spec import Above, Arm, Positive, Setup, Slo
 from benchmark.agentic.load.run import Window
 from benchmark.agentic.load.sessions import Made
 
@@ -26,34 +26,28 @@ class TraceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """In Mooncake's format; None: generated, with the shape of agentic traffic."""
     skip_invalid: bool = False
     """Leave out lines of the file that cannot be read, and say how many."""
-    requests: int | None = 90
+    requests: Positive | None = 90
     """About: sampling keeps whole sessions. None: the whole trace as it is."""
-    window_s: float = 600.0
+    window_s: Above = 600.0
     """Of the trace, its densest."""
     max_single_turn: float = 0.3
     """Most of the sessions that may have a single turn."""
     seed: int = 42
-    generated: int = 20_000
+    generated: Positive = 20_000
     """Requests of a generated trace, before it is sampled."""
-    generated_per_s: float | None = None
+    generated_per_s: Above | None = None
     """Its rate; None: of the traffic that it resembles, about 29. More or fewer people, who are
     as fast."""
-
-    def __post_init__(self) -> None:
-        if (self.requests is not None and self.requests < 1) or not self.window_s > 0:
-            raise ValueError("`requests` and `window_s` must be more than 0")
-        if self.generated < 1 or (self.generated_per_s is not None and self.generated_per_s <= 0):
-            raise ValueError("`generated` and `generated_per_s` must be more than 0")
 
 
 class LoadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How it is sent; each entry is a load of its own."""
 
-    sessions: tuple[int, ...] = ()
+    sessions: tuple[Positive, ...] = ()
     """So many sessions at once; each sends its next turn ``think_s`` after its answer."""
-    rate: tuple[float, ...] = ()
+    rate: tuple[Above, ...] = ()
     """Or: requests/s, with the trace's own times between them."""
-    speed: tuple[float, ...] = ()
+    speed: tuple[Above, ...] = ()
     """Or: the trace's own times, so many seconds of it in a second."""
     think_s: float | None = 0.2
     """None: the recorded gap, at the speed of the load."""
@@ -66,12 +60,6 @@ class LoadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if sum(map(bool, (self.sessions, self.rate, self.speed))) != 1:
             raise ValueError("give one of `sessions`, `rate` and `speed`")
-        if min(self.levels) <= 0:
-            raise ValueError("`sessions`, `rate` and `speed` must be more than 0")
-
-    @property
-    def levels(self) -> tuple[float, ...]:
-        return self.sessions or self.rate or self.speed
 
     @property
     def unit(self) -> str:
@@ -131,7 +119,7 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grid: dict[str, tuple[float, ...]] = {}
     """Fields of ``made``: each combination of these values, at each load."""
     claims: tuple[Claim, ...] = ()
-    rounds: int = 3
+    rounds: Positive = 3
     """Of all arms, in turn. Fewer than three give no verdict."""
     by: Quantity = "e2e"
     """The quantity by whose mean arms are ranked."""
@@ -144,8 +132,6 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not self.arms:
             raise ValueError("`arms` is empty")
-        if self.rounds < 1:
-            raise ValueError("`rounds` must be 1 or more")
         if self.made is not None and self.load.window is None:
             raise ValueError("`made` needs `load: {window: ...}`, as its sessions have no end")
         if unknown := set(self.grid) - set(Made.__struct_fields__):
@@ -169,7 +155,8 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def points(self) -> list[Point]:
         """All loads, in the order in which they are sent."""
         named = [[(name, float(value)) for value in of] for name, of in self.grid.items()]
-        return [Point(float(at), over) for over in product(*named) for at in self.load.levels]
+        levels = self.load.sessions or self.load.rate or self.load.speed
+        return [Point(float(at), over) for over in product(*named) for at in levels]
 
     def at(self, setups: dict[str, Setup]) -> tuple[dict[str, Arm], list[str]]:
         """Its arms with the servers of a fleet by address, and the names of those that it lacks.
@@ -182,7 +169,10 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.every_setup:
             used = {arm.setup or name for name, arm in arms.items()}
             arms |= {name: Arm(title=name) for name in setups if name not in used}
-        arms = {name: arm.by_address(setups[arm.setup or name]) for name, arm in arms.items()}
+        for name, arm in arms.items():
+            there = setups[arm.setup or name]
+            counts = {role: len(getattr(there, role)) for role in arm.servers}
+            arms[name] = msgspec.structs.replace(arm, **counts)
         if not arms:
             raise ValueError(
                 f"the fleet has setups {', '.join(setups)}, and the study asks for "

@@ -1,45 +1,18 @@
-"""A server without a model that speaks SGLang's HTTP, in this process or in one of its own."""
+"""A server without a model that speaks SGLang's HTTP, in this event loop or in a thread."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import os
-import subprocess
-import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 from aiohttp import web
 
-from benchmark.harness.models import REPOSITORY
-from benchmark.harness.ports import allocate_ports
-
-PAGE_TOKENS = 64
 Json = dict[str, Any]
-
-
-class PrefixCache:
-    """Has seen every page of every prompt, and never forgets one."""
-
-    def __init__(self) -> None:
-        self._seen: set[int] = set()
-
-    def cached(self, ids: list[int]) -> int:
-        """Leading tokens of ``ids`` that were seen before, in whole pages."""
-        key, hits, leading = 0, 0, True
-        for end in range(PAGE_TOKENS, len(ids) + 1, PAGE_TOKENS):
-            key = hash((key, *ids[end - PAGE_TOKENS : end]))
-            leading = leading and key in self._seen
-            hits = end if leading else hits
-            self._seen.add(key)
-        return hits
-
-    def clear(self) -> None:
-        self._seen.clear()
 
 
 @dataclass
@@ -60,7 +33,7 @@ class Stub:
     prompt_tokens: int | None = None
     """What it says the prompt has; None: the length of ``input_ids``."""
     cached_tokens: int | None = None
-    """What it says it found in its cache; None: by ``PrefixCache``."""
+    """What it says it found in its cache; None: all of a prompt that was asked before."""
     cumulative: bool = True
     """Events repeat all output ids, as without SGLang's ``--incremental-streaming-output``."""
     worker: str | None = None
@@ -72,7 +45,7 @@ class Stub:
     """``rid`` of each request that it was told to abort."""
 
     def __post_init__(self) -> None:
-        self._cache = PrefixCache()
+        self._asked: set[tuple[int, ...]] = set()
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=1 << 28)
@@ -86,7 +59,6 @@ class Stub:
                 web.get("/metrics", self.metrics),
                 web.get("/server_info", self.server_info),
                 web.post("/flush_cache", self.flush),
-                web.get("/v1/models", self.models),
             ]
         )
         return app
@@ -95,16 +67,13 @@ class Stub:
         return web.Response()
 
     async def flush(self, request: web.Request) -> web.Response:
-        self._cache.clear()
+        self._asked.clear()
         self.flushes += 1
         return web.Response()
 
     async def metrics(self, request: web.Request) -> web.Response:
         text = f"sglang:token_usage 0.25\nsglang:num_running_reqs 1\nstub:served {self.served}\n"
         return web.Response(text=text)
-
-    async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "stub"}]})
 
     async def server_info(self, request: web.Request) -> web.Response:
         return web.json_response({"max_total_num_tokens": self.pool_tokens, "internal_states": []})
@@ -132,7 +101,10 @@ class Stub:
         ids = body.get("input_ids") or []
         count = self._count((body.get("sampling_params") or {}).get("max_new_tokens"))
         prompt = len(ids) if self.prompt_tokens is None else self.prompt_tokens
-        cached = self._cache.cached(ids) if self.cached_tokens is None else self.cached_tokens
+        cached = self.cached_tokens
+        if cached is None:
+            cached = len(ids) if tuple(ids) in self._asked else 0
+        self._asked.add(tuple(ids))
 
         def event(made: int) -> Json:
             meta = {
@@ -191,46 +163,15 @@ async def serve(app: web.Application, port: int = 0) -> AsyncIterator[str]:
 
 
 @contextmanager
-def process(*arguments: str) -> Iterator[str]:
-    """The stub as a process of its own; yields its URL. It ends on exit."""
-    (port,) = allocate_ports(1)
-    command = [sys.executable, __file__, "--port", str(port), *arguments]
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    popen = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+def thread(role: str, gap_s: float = 0.0) -> Iterator[str]:
+    """A stub in an event loop of its own; yields its URL. It ends on exit."""
+    loop, stack = asyncio.new_event_loop(), AsyncExitStack()
+    worker = threading.Thread(target=loop.run_forever)
+    worker.start()
+    served = stack.enter_async_context(serve(Stub(role, gap_s=gap_s).app()))
     try:
-        assert popen.stdout is not None
-        if not popen.stdout.readline():
-            raise RuntimeError(f"the stub ended with status {popen.wait()}")
-        yield f"http://127.0.0.1:{port}"
+        yield asyncio.run_coroutine_threadsafe(served, loop).result()
     finally:
-        popen.terminate()
-        popen.wait(60)
-
-
-def main(argv: list[str]) -> int:
-    """Serves until interrupted."""
-    made = argparse.ArgumentParser(prog="stub")
-    made.add_argument("--port", type=int, required=True)
-    made.add_argument("--role", default="colocated", choices=("colocated", "prefill", "decode"))
-    made.add_argument("--first-ms", type=float, default=0.0, help="to the first token")
-    made.add_argument("--gap-ms", type=float, default=0.0, help="between tokens")
-    made.add_argument("--worker", help="name in the X-Worker header")
-    args = made.parse_args(argv)
-    stub = Stub(
-        args.role, first_s=args.first_ms / 1000, gap_s=args.gap_ms / 1000, worker=args.worker
-    )
-
-    async def forever() -> None:
-        async with serve(stub.app(), args.port) as url:
-            print(url, flush=True)
-            await asyncio.Event().wait()
-
-    try:
-        asyncio.run(forever())
-    except KeyboardInterrupt:
-        return 0
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+        asyncio.run_coroutine_threadsafe(stack.aclose(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        worker.join()

@@ -40,27 +40,6 @@ def test_both_halves_get_one_body_and_decode_answers() -> None:
     run(test, [prefill, decode])
 
 
-@pytest.mark.parametrize("workers", [pair(), (Worker(),)])
-def test_whole_answers_and_chat(workers: tuple[Worker, ...]) -> None:
-    """Guards the routes that are not streamed token ids; a batch reaches no worker."""
-
-    async def test(rig: Rig) -> None:
-        whole = await rig.post({"text": "hello", "stream": False})
-        assert json.loads(whole.text)["output_ids"] == [0, 1, 2]
-        messages = [{"role": "user", "content": "hello"}]
-        chat = await rig.post({"messages": messages, "stream": True}, CHAT)
-        assert chat.whole and len(chat.events) == 4
-        if len(workers) == 1:
-            assert whole.headers["X-Worker"] == workers[0].url
-        batch = await rig.post({"input_ids": [[1], [2]]})
-        assert batch.status == 400 and "batch" in batch.errors[0]
-        assert [len(worker.bodies) for worker in workers] == [2] * len(workers)
-        await until(lambda: not any(rig.load().values()))
-        rig.assert_idle()
-
-    run(test, list(workers))
-
-
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_worker_costs_its_requests_one_error_each(killed: int) -> None:
     """Guards everybody else's requests, the charges, and against a second attempt at work that a
@@ -148,23 +127,6 @@ def test_a_worker_that_refuses_is_passed_over(dead: str) -> None:
     run(test, workers, max_attempts=4)
 
 
-@pytest.mark.parametrize("dead", ["prefill", "decode"])
-def test_without_a_second_half_nothing_is_sent_to_the_first(dead: str) -> None:
-    """Guards the other half against waiting for a peer that never comes."""
-    workers = {"prefill": Worker("prefill"), "decode": Worker("decode")}
-
-    async def test(rig: Rig) -> None:
-        await workers[dead].kill()
-        answer = await rig.ask()
-        assert answer.status == 503
-        assert workers[dead].url in answer.errors[0]
-        assert workers["prefill"].bodies == workers["decode"].bodies == []
-        rig.assert_idle()
-        await workers[dead].start()
-
-    run(test, list(workers.values()))
-
-
 @pytest.mark.parametrize("how", ["killed", "error"])
 def test_a_failed_prefill_ends_decode_too(how: str) -> None:
     """Guards decode against waiting for KV that will not come, and its memory with it."""
@@ -207,25 +169,6 @@ def test_a_prefill_that_dies_after_its_work_costs_nothing() -> None:
         rig.assert_idle()
         assert decode.aborted == []
         await prefill.start()
-
-    run(test, [prefill, decode])
-
-
-def test_a_killed_decode_ends_prefill_too() -> None:
-    """Guards prefill's side of the same."""
-    prefill, decode = pair()
-
-    async def test(rig: Rig) -> None:
-        prefill.hold(0)
-        decode.hold(0)
-        request = rig.ask()
-        await until(lambda: prefill.bodies and decode.bodies)
-        await decode.kill()
-        answer = await request
-        assert answer.status == 502 and decode.url in answer.errors[0]
-        await until(lambda: prefill.aborted == [prefill.bodies[0]["rid"]])
-        rig.assert_idle()
-        await decode.start()
 
     run(test, [prefill, decode])
 
@@ -300,38 +243,6 @@ def test_prefill_may_take_longer_than_decode_but_not_for_ever() -> None:
         rig.assert_idle()
 
     run(test, [prefill, decode], request_timeout=0.3)
-
-
-def test_health_takes_out_and_brings_back() -> None:
-    """Guards the checks, and the shadow index of a worker that was restarted."""
-    one, other = Worker(), Worker()
-    one.pool_tokens = 4096
-
-    async def test(rig: Rig) -> None:
-        state = rig.router.scheduler.workers[0]
-        assert state.up and state.pool_tokens == 4096
-        async with rig.session.get(rig.url + "/readiness") as got:
-            assert (got.status, await got.json()) == (200, {one.url: "up", other.url: "up"})
-        for _ in range(4):
-            assert (await rig.ask([7] * 8)).whole
-        assert len(state.index) > 0
-        one.status = 503
-        await rig.router.check(state)
-        assert state.up
-        await rig.router.check(state)
-        assert not state.up and len(state.index) == 0
-        async with rig.session.get(rig.url + "/readiness") as got:
-            assert (got.status, await got.json()) == (200, {one.url: "out", other.url: "up"})
-        before = len(one.bodies)
-        assert all([(await rig.ask()).whole for _ in range(4)])
-        assert len(one.bodies) == before
-        one.status = 200
-        await rig.router.check(state)
-        assert state.up
-        assert all([(await rig.ask()).whole for _ in range(2)])
-        assert len(one.bodies) == before + 1
-
-    run(test, [one, other], health_fall=2)
 
 
 def test_the_next_turn_goes_where_the_conversation_is() -> None:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from aiohttp import ClientSession, web
 
-from benchmark.agentic.fleet.servers import reach
-from benchmark.agentic.fleet.spec import FleetFile, Setup
-from benchmark.agentic.load.run import replay
 from benchmark.agentic.studies import cli, record
 from benchmark.harness.environment import commit
 from benchmark.traces.generate import generate
-from benchmark.traces.record import Record, write
+from benchmark.traces.record import write
 from component.agentic import stub
 from sglang.srt.patchset.environment import START_METHOD
 
@@ -32,12 +26,11 @@ def start_method(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def urls() -> Iterator[list[str]]:
     """Two aggregated servers, a prefill and a decode server."""
-    slow, fast = ("--gap-ms", "4"), ("--gap-ms", "1")
     with (
-        stub.process("--role", "colocated", *slow) as a,
-        stub.process("--role", "colocated", *slow) as b,
-        stub.process("--role", "prefill") as p,
-        stub.process("--role", "decode", *fast) as d,
+        stub.thread("colocated", 0.004) as a,
+        stub.thread("colocated", 0.004) as b,
+        stub.thread("prefill") as p,
+        stub.thread("decode", 0.001) as d,
     ):
         yield [a, b, p, d]
 
@@ -139,39 +132,6 @@ def test_several_urls_get_a_router_and_openai_endpoints_are_counted(
     assert "No verdict: 1 round" in (out / "page.md").read_text()
 
 
-def test_caches_and_what_the_router_knows_of_them_are_emptied() -> None:
-    """Guards a load against the one before it: a server needs a step after its last token before it
-    empties its cache, and our router would send sessions where their prompts were."""
-
-    class Busy(stub.Stub):
-        async def flush(self, request: web.Request) -> web.Response:
-            """As SGLang: at once, or when it is idle within the time that it is given."""
-            if float(request.query.get("timeout", 0)) < 1:
-                return web.Response(status=400)
-            return await super().flush(request)
-
-    async def go() -> None:
-        one, other = Busy("colocated"), Busy("colocated")
-        async with stub.serve(one.app()) as a, stub.serve(other.app()) as b:
-            setup = Setup(aggregated=(a, b))
-            with ExitStack() as stack:
-                reached = reach(setup, FleetFile(setups={"s": setup}), "linear", ())
-                servers = await asyncio.to_thread(stack.enter_context, reached)
-                records = [Record(0.0, 512, 2, (0,), session_id="s", turn=0)]
-                await replay(servers.target, records, servers.prompts(0))
-                asked = servers.target.url + "/workers"
-                async with ClientSession() as client:
-                    async with client.get(asked) as got:
-                        assert sum(w["believed_blocks"] for w in await got.json()) == 32
-                    assert await asyncio.to_thread(servers.flush) == []
-                    async with client.get(asked) as got:
-                        assert not any(w["believed_blocks"] for w in await got.json())
-                assert one.flushes and other.flushes
-                await asyncio.to_thread(stack.close)
-
-    asyncio.run(asyncio.wait_for(go(), 60))
-
-
 STUDY = """
 title: A grid
 question: Which?
@@ -193,8 +153,8 @@ def test_a_steady_grid_gives_a_page_and_a_picture(tmp_path: Path) -> None:
     study, out = tmp_path / "study.yaml", tmp_path / "run"
     study.write_text(STUDY)
     with (
-        stub.process("--role", "colocated", "--gap-ms", "8") as slow,
-        stub.process("--role", "colocated", "--gap-ms", "1") as fast,
+        stub.thread("colocated", 0.008) as slow,
+        stub.thread("colocated", 0.001) as fast,
     ):
         setups = f"{{slow: {{aggregated: [{slow}]}}, fast: {{aggregated: [{fast}]}}}}"
         file = fleet(tmp_path, f"setups: {setups}\n")
@@ -231,7 +191,7 @@ def test_a_steady_grid_gives_a_page_and_a_picture(tmp_path: Path) -> None:
     )
     assert "\n| 4, cold_share 0.3 | fast | " in text.split("## Per cold prompt")[1]
     assert "grid.svg" in text and (out / "grid.svg").exists()
-    assert "20 requests were answered" not in text and "all identical" in text
+    assert "0 of them differently" in text
 
 
 def test_a_server_that_is_not_there_is_named(

@@ -100,21 +100,3 @@ def test_more_load_never_makes_a_worker_better_nor_a_longer_match_worse(
     assert score(one._replace(**{load: getattr(one, load) + more}), WORK, 5.0, Knobs()).score >= now
     longer = one._replace(matched_tokens=min(1000, one.matched_tokens + more))
     assert score(longer, WORK, 5.0, Knobs()).score <= now
-
-
-@given(st.lists(views_, min_size=1, max_size=8), st.sampled_from(POLICIES), st.integers(0, 10**6))
-def test_every_policy_names_a_candidate(views: list[View], policy: str, turn: int) -> None:
-    """Guards against an index out of range; terms are given for each candidate or for none."""
-    choice = choose(policy, views, WORK, Knobs(), turn, 0)
-    assert 0 <= choice.index < len(views)
-    assert len(choice.terms) in (0, len(views))
-
-
-def test_delta_kv_does_not_pile_a_shared_prompt_on_one_worker() -> None:
-    """Guards the term against piling up: of 32 requests for a prompt that only one of two workers
-    holds, the other gets a fair part."""
-    counts = [0, 0]
-    for turn in range(32):
-        views = [view("a", counts[0], 1000), view("b", counts[1])]
-        counts[choose("delta_kv", views, WORK, Knobs(), turn, None).index] += 1
-    assert counts[0] > counts[1] >= 32 // 6

@@ -119,16 +119,6 @@ def test_the_index_forgets_the_end_of_the_oldest_prompt_first() -> None:
     assert (index.match([1, 2, 13, 14]), index.match([21, 22, 23])) == (2, 3)
 
 
-@given(st.lists(st.lists(st.integers(0, 30), max_size=12, unique=True)), st.integers(1, 20))
-def test_the_index_never_exceeds_its_capacity(prompts: list[list[int]], capacity: int) -> None:
-    """Guards the bound; what was learned last is held as far as it fits."""
-    index = PrefixIndex(capacity)
-    for prompt in prompts:
-        index.learn(prompt)
-        assert len(index) <= capacity
-        assert index.match(prompt) == min(len(prompt), capacity)
-
-
 def test_health_takes_a_worker_out_and_back_with_an_empty_index() -> None:
     """Guards the thresholds, and that nobody believes in the cache of a process that is gone: also
     of one that was restarted between two checks."""
@@ -158,37 +148,6 @@ def test_no_state_grows_with_finished_sessions() -> None:
     for worker in made.workers:
         assert load(worker) == (0, 0, 0, 0)
         assert len(worker.index) == worker.index.entries == 100
-
-
-def test_sessions_stay_and_migrate() -> None:
-    """Guards the pins between requests: a session stays where it was, for so many requests."""
-    made = scheduler(migrate_turns=3)
-    seen = []
-    for _ in range(7):
-        halves = made.route(asking(8, session="s"))
-        seen.append(halves[AGGREGATED].worker.url)
-        end(halves)
-    one, other = seen[0], seen[3]
-    assert one != other and seen == [one] * 3 + [other] * 3 + [one]
-
-
-def test_prefill_and_decode_are_chosen_apart() -> None:
-    """Guards against one pool's policy or cache deciding for the other."""
-    made = scheduler(
-        prefills=(("http://p0", 1), ("http://p1", 2)),
-        decodes=("http://d0", "http://d1"),
-        prefill_policy="round_robin",
-        decode_policy="delta_kv",
-    )
-    request = ask(list(range(64)), "s")
-    made.pools[DECODE][1].index.learn(request.hashes)
-    seen = []
-    for _ in range(2):
-        halves = made.route(request)
-        seen.append((halves[PREFILL].worker.url, halves[DECODE].worker.url))
-        assert halves[DECODE].worker.pending_tokens == 0
-        end(halves)
-    assert seen == [("http://p0", "http://d1"), ("http://p1", "http://d1")]
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,6 @@ H20 = capacity.load_costs("qwen3-coder-30b-h20")
 PR = {"prefix": 50_000, "suffix": 4500, "prefixes": 20}
 
 
-def test_kv_bytes_of_the_reports_models() -> None:
-    """A wrong factor (keys and values, heads, element size) would shift every other number."""
-    assert shapes.load("qwen3-coder-30b-a3b").token_bytes == 98_304
-    assert shapes.load("qwen3-32b", "fp8_e4m3").token_bytes == 64 * 2 * 8 * 128
-    assert shapes.load("deepseek-v3").token_bytes == 61 * 576 * 2
-
-
 def test_shape_from_a_config(tmp_path: Path) -> None:
     """A model folder gives the same as the entry by name; MLA is told by its latent rank."""
     config = {

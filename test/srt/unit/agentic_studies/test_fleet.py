@@ -7,12 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from benchmark.agentic.fleet import rig, spec
 from benchmark.agentic.fleet.servers import Servers, gauges
-from benchmark.agentic.fleet.spec import FleetFile, counted
-from benchmark.agentic.studies.spec import FOLDER, Study, find, titles
+from benchmark.agentic.fleet.spec import FleetFile
+from benchmark.agentic.studies.spec import FOLDER, Study, find
 from benchmark.harness.client import Target
 from benchmark.harness.models import REPOSITORY, TINY_ARITH, kv_bytes_per_token
 
@@ -45,11 +44,12 @@ def test_a_bad_file_is_refused_by_key(text: str, says: str, tmp_path: Path) -> N
     assert "fleet.yaml" in str(error.value)
 
 
-def test_roles_at_the_top_are_setups(tmp_path: Path) -> None:
+def test_roles_at_the_top_are_setups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY", "k")
     path = tmp_path / "fleet.yaml"
     path.write_text(
         "aggregated: [http://a, http://b]\ndecode: [http://d]\nprefill: [{url: http://p}]\n"
-        "setups: {old: {router: http://r}}\napi_key: k\nheaders: {X-Team: t}\n"
+        "setups: {old: {router: http://r}}\napi_key_env: KEY\nheaders: {X-Team: t}\n"
     )
     fleet = spec.load(path, FleetFile)
     setups = fleet.named()
@@ -133,48 +133,6 @@ def test_a_fleet_without_an_arms_servers_says_so() -> None:
         spec.load(find("interference"), Study).at({"x": setup})
     with pytest.raises(ValueError, match="there are: break_even, capacity_wall"):
         find("no-such-study")
-
-
-def test_titles_count_the_servers_that_there_are() -> None:
-    """Guards against a page that calls one aggregated server two, as the rig has; by address the
-    fleet file says how many, and a router may hide them."""
-    study = spec.load(find("worth"), Study)
-    assert [arm.shown for arm in study.arms.values()][:2] == ["2 aggregated", "PD, stock"]
-    one = spec.Setup(aggregated=("http://a",))
-    pair = spec.Setup(prefill=(spec.Prefill("http://p"),), decode=("http://d", "http://e"))
-    hidden = spec.Setup(router="http://r")
-    arms, _ = study.at({"aggregated": one, "pd-radix": pair, "mine": hidden})
-    assert {name: arm.shown for name, arm in arms.items()} == {
-        "aggregated": "1 aggregated",
-        "pd-radix": "PD, radix",
-        "mine": "mine",
-    }
-    assert arms["pd-radix"].servers == {"aggregated": 0, "prefill": 1, "decode": 2}
-    assert [counted(arm.servers) for arm in arms.values()] == [
-        "1 aggregated",
-        "1P 2D",
-        "behind a router",
-    ]
-    both = spec.Setup(aggregated=one.aggregated, prefill=pair.prefill, decode=pair.decode)
-    offloading, _ = spec.load(find("offload"), Study).at({"none": one, "offload": both})
-    assert offloading["none"].shown == "1 aggregated"
-    assert counted(offloading["offload"].servers) == "1 aggregated, 1P 2D"
-
-
-def test_arms_whose_servers_read_the_same_are_told_apart() -> None:
-    """Guards against two arms of one name: setups by address may have equal numbers."""
-    study = spec.load(find("capacity_wall"), Study)
-    again = replace(study.arms["pd-stock"], setup="pd-again")
-    pair = spec.Setup(prefill=(spec.Prefill("http://p"),), decode=("http://d",))
-    arms, _ = replace(study, arms={**study.arms, "pd-again": again}).at(
-        {"pd-stock": pair, "pd-radix": pair, "pd-again": pair}
-    )
-    assert list(titles(arms).values()) == [
-        "1P 1D, stock (pd-stock)",
-        "1P 1D, radix",
-        "1P 1D, stock (pd-again)",
-    ]
-    assert list(titles(study.arms).values())[:2] == ["4 aggregated", "3P 1D, stock"]
 
 
 def test_gauges_are_read_off_a_metrics_page() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from benchmark.harness import servers
 from benchmark.harness.fleet import PairConfig
 from benchmark.harness.servers import Sizes
 
@@ -37,15 +36,3 @@ def test_pairs_differ_in_what_they_say(
     said = " ".join(decode.command)
     assert "--num-reserved-decode-tokens 64" in said and "--tp-size 2" in said and "--x" in said
     assert "--tp-size" not in prefill.command and "--x" not in prefill.command
-
-
-def test_a_router_knows_all_servers_behind_it() -> None:
-    """Guards against a fleet of which one server gets nothing."""
-    *pair, router = PairConfig(Path("m"), router=True, router_port=8123).layout()
-    assert router.url == "http://127.0.0.1:8123" and router.ready_url.endswith("/readiness")
-    where = router.command.index(pair[0].url)
-    assert router.command[where + 1] == str(pair[0].bootstrap_port)
-    assert pair[1].url in router.command
-    workers = [servers.aggregated("m"), servers.aggregated("m")]
-    command = servers.router(workers, policy="cache_aware").command
-    assert {worker.url for worker in workers} < set(command) and "cache_aware" in command

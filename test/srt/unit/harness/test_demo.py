@@ -3,50 +3,14 @@
 from __future__ import annotations
 
 import io
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from benchmark.demo.__main__ import problems
-from benchmark.demo.serve import told
-from benchmark.harness import metrics
 from benchmark.harness.command import RunFailed, status
 from benchmark.harness.process import ServerFailed
-
-
-def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path) -> None:
-    """Guards against a minute of start-up that ends in a bind error."""
-    (tmp_path / "config.json").write_text("{}")
-    with socket.create_server(("127.0.0.1", 0)) as busy:
-        port = busy.getsockname()[1]
-        found = list(problems(port, tmp_path))
-    assert f"port {port} is taken: choose another with --port" in found
-
-
-def test_the_live_view_counts_from_its_start_and_says_what_is_not_known() -> None:
-    """Guards against what a server did before as what it does now, and against a dead server's
-    zeros."""
-    first = {metrics.PROMPT_TOKENS: 1000.0, metrics.HIT_TOKENS: 900.0, "local": 3.0}
-    now = {
-        metrics.PROMPT_TOKENS: 3000.0,
-        metrics.HIT_TOKENS: 1900.0,
-        metrics.REQUESTED_BYTES: 1e6,
-        metrics.RUNNING: 2.0,
-        "local": 5.0,
-        f"{metrics.TTFT}_sum": 1.0,
-        f"{metrics.TTFT}_count": 4.0,
-    }
-    shown = told(None, now, first, token_bytes=1000)
-    assert shown["prefix hits"] == "1,000 of 2,000 tokens"
-    assert shown["KV saved"] == "1.00 of 2.00 MB"
-    assert shown["turns"] == "2 local, 0 remote"
-    assert shown["mean TTFT"] == "250 ms"
-    assert shown["waiting"] == "0 on decode, 0 in transfer, - on prefill"
-    silent = told({}, None, first, token_bytes=1000)
-    assert (silent["running"], silent["turns"]) == ("-", "- local, - remote")
 
 
 def _raises(error: BaseException) -> Callable[[], int]:

@@ -9,16 +9,14 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
 from benchmark.traces import cli, sample
-from benchmark.traces.describe import describe, wrong_unit
-from benchmark.traces.generate import CONVERSATION, generate
+from benchmark.traces.describe import describe
+from benchmark.traces.generate import generate
 from benchmark.traces.record import Record, read, write
 from benchmark.traces.sample import (
-    FEW,
     Plan,
     Survey,
     chosen,
@@ -79,16 +77,6 @@ def test_ids_without_their_prefix_and_of_64_bits() -> None:
     large = [Record(0, 1024, 1, (2**64 - 1, 2**64 - 2), "a")] * 3
     figures = survey(large).blocks
     assert (figures["inconsistent"], figures["distinct"]) == (0, 2)
-
-
-def test_families() -> None:
-    """Who shares a prefix with few is in one family; a prefix of all does not make one of all."""
-    shared = [Record(0, 1300, 1, (0, 1, 10 + i), f"a{i}") for i in range(3)]
-    alone = [Record(0, 900, 1, (0, 100 + i), f"b{i}") for i in range(FEW)]
-    family = survey([*shared, *alone]).sessions["family"]
-    keys = [family[session_key(record)] for record in (*shared, *alone)]
-    assert len(set(keys[:3])) == 1
-    assert len(set(keys)) == 1 + FEW
 
 
 def test_densest_window() -> None:
@@ -161,22 +149,6 @@ def test_wrong_flags_and_empty_samples_are_errors(
         window_and_thin(found, Plan(**flags))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("scale", "unit"), [(1.0, None), (1e-3, "s"), (1e3, "us"), (1e6, "ns")])
-@pytest.mark.parametrize("named", [True, False])
-def test_a_wrong_unit_is_told(scale: float, unit: str | None, named: bool) -> None:
-    """Guards against an hour that is replayed in four seconds or in a month without a word, and
-    against a warning for every trace, which nobody would read."""
-    records = [
-        msgspec.structs.replace(
-            r, timestamp=r.timestamp * scale, session_id=r.session_id if named else f"{i}"
-        )
-        for i, r in enumerate(generate(12_000, 3, CONVERSATION))
-    ]
-    said = wrong_unit(survey(records), "my.jsonl")
-    assert [text.split(":")[0] for text in said] == ["my.jsonl"] * (unit is not None)
-    assert all(text.endswith(f"seem to be {unit} (`timestamp` is in ms)") for text in said)
-
-
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("agentic") / "trace.jsonl"
@@ -216,23 +188,3 @@ def test_a_trace_without_sessions(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert cli.sample([*sampled, "--max-single-turn-ratio", "0.3"]) == 0
     assert [r.turn for r in read(tmp_path / "s")] == [0, 1]
     assert describe(survey(read(tmp_path / "s")))["multi_turn_sessions"] == 1
-
-
-def test_errors_name_the_flag_or_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One line that says what to change, and a status that a script sees; a trace is not
-    overwritten, which would leave neither."""
-    path = tmp_path / "trace"
-    write(path, RECORDS[:5])
-    (tmp_path / "empty").write_text("")
-    for arguments, says in (
-        ([str(path), "--sample-ratio", "2"], "--sample-ratio"),
-        ([str(path), str(path)], "overwrite"),
-        ([str(tmp_path / "empty")], "empty has no requests"),
-        ([str(tmp_path / "missing")], "missing"),
-    ):
-        assert cli.sample(arguments) == 2
-        error = capsys.readouterr().err
-        assert says in error and error.count("\n") == 1
-    assert next(read(path)) == RECORDS[0]

@@ -7,7 +7,7 @@ import pytest
 
 from benchmark.traces.generate import generate
 from benchmark.traces.record import Record
-from benchmark.traces.sessions import annotate, endless_hit_rate
+from benchmark.traces.sessions import annotate
 
 NEW = [(number, 0) for number in range(4)]
 #: A prompt's blocks, the last of which is partial, and how many tokens that has; then for each
@@ -84,11 +84,3 @@ def test_sessions_are_found_again_without_their_names() -> None:
         previous[true.session_id] = name
         taken.add(name)
     assert same / len(records) > 0.95
-
-
-def test_an_endless_cache_hits_leading_blocks_only() -> None:
-    """A cache of prefixes cannot use a block behind one that is new."""
-    prompts = [(0, 1), (0, 2, 1), (0, 2)]
-    records = [Record(0, 512 * len(ids), 1, ids) for ids in prompts]
-    assert endless_hit_rate(records) == pytest.approx((0 + 1 + 2) / 7)
-    assert endless_hit_rate([]) == 0
