@@ -36,8 +36,6 @@ class Stub:
     """What it says it found in its cache; None: all of a prompt that was asked before."""
     cumulative: bool = True
     """Events repeat all output ids, as without SGLang's ``--incremental-streaming-output``."""
-    worker: str | None = None
-    """Sent back as ``X-Worker``."""
     served: int = 0
     """Answers that came to their end."""
     flushes: int = 0
@@ -139,8 +137,6 @@ class Stub:
 
     async def _stream(self, request: web.Request, events: list[Json]) -> web.StreamResponse:
         out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        if self.worker:
-            out.headers["X-Worker"] = self.worker
         await out.prepare(request)
         for number, event in enumerate(events):
             await self.token(number)

@@ -3,14 +3,11 @@
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmark.agentic.router.workers import DECODE, PREFILL
 from component.agentic.router_rig import Rig, Worker, run, until
-
-CHAT = "/v1/chat/completions"
 
 
 def pair() -> tuple[Worker, Worker]:
@@ -71,36 +68,6 @@ def test_a_killed_worker_costs_its_requests_one_error_each(killed: int) -> None:
         await one.start()
 
     run(test, [one, other])
-
-
-def test_only_a_whole_event_is_passed_on_before_an_error() -> None:
-    """Guards a client's JSON parser against half an event with an error glued to it."""
-
-    class Torn(Worker):
-        async def generate(self, request: Any) -> Any:
-            await request.read()
-            from aiohttp import web
-
-            out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await out.prepare(request)
-            await out.write(b'data: {"text": "a"}\n\ndata: {"te')
-            await self.hold(1).wait()
-            request.transport.close()
-            return out
-
-    worker = Torn()
-
-    async def test(rig: Rig) -> None:
-        request, state = rig.ask(), rig.router.scheduler.workers[0]
-        await until(lambda: state.requests and not state.pending_tokens)  # its answer has begun
-        worker.hold(1).set()
-        answer = await request
-        assert answer.events[0] == {"text": "a"} and len(answer.errors) == 1
-        assert len(answer.events) == 3 and answer.errors[0].endswith(
-            "was lost: its answer was cut short"
-        )
-
-    run(test, [worker])
 
 
 @pytest.mark.parametrize("dead", ["prefill", "decode", "colocated"])

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import resource
 
 import orjson
 import pytest
 
 from benchmark.agentic.load.outcome import HEAVY, MEDIUM, WARM, Classes, gaps
 from benchmark.agentic.load.prepare import Endpoint, PromptSource, body
-from benchmark.agentic.load.run import raise_open_files
 from benchmark.harness.stream import Failed, Result, take
 from benchmark.traces.record import Record
 
@@ -89,16 +87,6 @@ def test_openai_chunks_are_counted_by_usage() -> None:
 def test_class_of_a_request(classes: Classes, new_tokens: int, expected: str) -> None:
     """Guards against requests that move between classes at their borders or by a scale."""
     assert classes.of(new_tokens) == expected
-
-
-def test_the_limit_is_raised_or_the_reason_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against connections refused by our own system, which would count as the server's."""
-    raised = []
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1000))
-    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: raised.append(limit))
-    assert raise_open_files(400) == 1000 and raised == [(1000, 1000)]
-    with pytest.raises(OSError, match="900 streams need 1864 open files"):
-        raise_open_files(900)
 
 
 @pytest.mark.parametrize("endpoint", ["generate", "completions", "chat"])

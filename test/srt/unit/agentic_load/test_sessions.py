@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmark.agentic.fleet.spec import Arm, load
+from benchmark.agentic.fleet.spec import load
 from benchmark.agentic.load.outcome import Classes
 from benchmark.agentic.load.run import Counting, Window
 from benchmark.agentic.load.sessions import (
@@ -20,7 +20,7 @@ from benchmark.agentic.load.sessions import (
     made_sessions,
 )
 from benchmark.agentic.load.sessions import turns as turns_of
-from benchmark.agentic.studies.spec import LoadSpec, Point, Study, find
+from benchmark.agentic.studies.spec import Study, find
 from benchmark.traces.record import Record
 
 WORDS = range(16, 5000)
@@ -121,24 +121,6 @@ def test_studies_take_an_hour_and_count_enough(name: str) -> None:
     assert window is not None and loads * study.load_s <= 3600
     assert study.rounds * window.requests >= 200 and study.rounds * window.of_class >= 30
     assert len(study.points) >= (27 if name == "break_even" else 5)
-
-
-def test_a_grid_is_every_combination_at_every_load() -> None:
-    arms = {"a": Arm(title="a", aggregated=1)}
-    grid = {"cold_share": (0.0, 0.5), "turn_tokens": (8.0,)}
-    how = LoadSpec(sessions=(2, 4), window=Window())
-    about = {"title": "t", "question": "q", "arms": arms, "load": how, "made": Made(), "grid": grid}
-    study = Study(**about)
-    names = [point.name for point in study.points]
-    assert names == [
-        f"{many}, cold_share {share}, turn_tokens 8" for share in ("0", "0.5") for many in (2, 4)
-    ]
-    made = study.points[-1].made(Made())
-    assert (made.cold_share, made.turn_tokens) == (0.5, 8) and isinstance(made.turn_tokens, int)
-    assert Point(4.0).made(Made()) == Made()
-    for wrong in ({"made": None}, {"grid": {"nothing": (1.0,)}}, {"load": LoadSpec(sessions=(2,))}):
-        with pytest.raises(ValueError, match="`made`"):
-            Study(**{**about, **wrong})
 
 
 def test_sessions_of_a_trace_keep_their_turns_and_times() -> None:

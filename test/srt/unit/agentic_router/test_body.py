@@ -25,13 +25,6 @@ def test_a_body_is_sent_on_as_it_came_with_our_fields_last() -> None:
     assert sent == {k: v for k, v in body.items() if k != "bootstrap_room"}
 
 
-@pytest.mark.parametrize("body", [b"{}", b' { "text" : "a" } \n', b'{"rid":"mine"}'])
-def test_odd_spacing_and_empty_bodies_stay_json(body: bytes) -> None:
-    """Guards the seam between the client's bytes and ours; a rid of the client's own is kept."""
-    sent = json.loads(read(GENERATE, body).payload())
-    assert sent["rid"] == json.loads(body).get("rid", sent["rid"])
-
-
 @pytest.mark.parametrize(
     ("path", "body", "says"),
     [

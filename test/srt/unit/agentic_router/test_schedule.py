@@ -11,7 +11,6 @@ from benchmark.agentic.router.cli import main, parser, settings
 from benchmark.agentic.router.policies import Work
 from benchmark.agentic.router.schedule import NoWorker, Scheduler, Settings
 from benchmark.agentic.router.workers import AGGREGATED, DECODE, PREFILL, Half, PrefixIndex, Worker
-from effort import tries
 
 
 def ask(ids: list[int], session: str | None = None) -> Ask:
@@ -79,15 +78,6 @@ def test_loads_add_up_and_return_to_zero(steps: list[tuple[str, int, int, int]])
     assert load(worker) == (0, 0, 0, 0)
 
 
-def test_what_a_load_is_made_of() -> None:
-    """Guards the numbers that policies see: cached tokens are neither pending nor added."""
-    worker = Worker(DECODE, "http://a")
-    half = Half(worker, asking(100), 60)
-    assert load(worker) == (1, 40, 110, 50)
-    assert half.take(b"data: 1") and not half.take(b"data: 2")
-    assert load(worker) == (1, 0, 110, 50)
-
-
 @pytest.mark.parametrize(
     ("answer", "failed", "done"),
     [
@@ -135,19 +125,6 @@ def test_health_takes_a_worker_out_and_back_with_an_empty_index() -> None:
     worker.index.learn([1, 2])
     worker.failed("refused", gone=True)
     assert worker.up and len(worker.index) == 0
-
-
-def test_no_state_grows_with_finished_sessions() -> None:
-    """Guards the bounds of the session table and the indices, over many sessions."""
-    made = scheduler(max_sessions=1000)
-    for number in range(tries(20_000)):
-        halves = made.route(asking(32, session=f"s{number}"))
-        halves[AGGREGATED].worker.index.learn(tuple(range(number * 8, number * 8 + 8)))
-        end(halves)
-    assert [len(pins) for pins in made.pins.values()] == [1000, 0, 0]
-    for worker in made.workers:
-        assert load(worker) == (0, 0, 0, 0)
-        assert len(worker.index) == worker.index.entries == 100
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,6 @@ def test_samples_are_summed_over_labels_and_buckets_left_out() -> None:
     }
 
 
-def test_a_counter_that_appears_later_counts_from_zero() -> None:
-    """Guards against losing the first increments: labelled counters appear with them."""
-    assert metrics.gained({"a": 1.0}, {"a": 3.0, "b": 5.0}) == {"a": 2.0, "b": 5.0}
-
-
 def test_cached_tokens_are_counted_by_tier() -> None:
     """Guards the page of a store: the name of its backend is in the label."""
     text = "".join(

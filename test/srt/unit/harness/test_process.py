@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.harness import checks, ports
+from benchmark.harness import ports
 from benchmark.harness.fleet import Fleet
 from benchmark.harness.ports import allocate_ports
 from benchmark.harness.process import ServerFailed, ServerProcess, diagnose
@@ -94,15 +94,6 @@ def test_servers_end_when_their_run_is_killed(tmp_path: Path, name: signal.Signa
     until(lambda: group_members(group) == [])
 
 
-def test_early_death_is_reported_with_the_last_lines_of_the_log(tmp_path: Path) -> None:
-    """Guards against waiting for minutes for a server that has long died, without its reason."""
-    program = "print('first'); raise SystemExit('libfoo.so.1: cannot open shared object file')"
-    with start(tmp_path / "log", program) as server, pytest.raises(ServerFailed) as caught:
-        server.wait_ready(timeout_s=60)
-    assert caught.value.diagnosis == "a system library is missing: libfoo.so.1"
-    assert "first" in caught.value.tail
-
-
 @pytest.mark.parametrize(
     ("log", "status", "line"),
     [
@@ -164,20 +155,6 @@ def test_one_fails_and_all_end(tmp_path: Path) -> None:
         pass
     assert set(fleet.processes) == {"prefill", "decode"}
     assert not any(process.alive for process in fleet.processes.values())
-
-
-@pytest.mark.slow
-def test_every_engine_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a leak on the second server of a role that nobody looked at."""
-    waited: list[str] = []
-    healthy: list[str] = []
-    monkeypatch.setattr(checks, "wait_idle", lambda process, url, timeout_s: waited.append(url))
-    monkeypatch.setattr(checks, "assert_healthy", lambda process: healthy.append(process.name))
-    layout = [dummy(role, tmp_path) for role in ("prefill", "decode", "decode", "router")]
-    with Fleet(layout, tmp_path / "logs") as fleet:
-        fleet.check()
-    assert waited == [layout[1].url, layout[2].url, layout[0].url]
-    assert sorted(healthy) == ["decode-0", "decode-1", "prefill", "router"]
 
 
 ASK = "from benchmark.harness.ports import allocate_ports; print(*allocate_ports(20), flush=True); "

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmark.traces import cli, sample
@@ -20,7 +19,6 @@ from benchmark.traces.sample import (
     Plan,
     Survey,
     chosen,
-    densest,
     session_key,
     survey,
     window_and_thin,
@@ -67,24 +65,6 @@ def test_as_counted_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample, "PART", 1000)
     parts = survey(records)
     assert parts.blocks == expected and parts.sessions.equals(whole.sessions)
-
-
-def test_ids_without_their_prefix_and_of_64_bits() -> None:
-    """A trace that hashes each block alone would seem to share more than a prefix cache can hit;
-    large ids must not be rounded."""
-    records = [Record(0, 1024, 1, (1, 2), "a"), Record(1, 1024, 1, (3, 2), "b")]
-    assert survey(records).blocks["inconsistent"] == 1
-    large = [Record(0, 1024, 1, (2**64 - 1, 2**64 - 2), "a")] * 3
-    figures = survey(large).blocks
-    assert (figures["inconsistent"], figures["distinct"]) == (0, 2)
-
-
-def test_densest_window() -> None:
-    """The window of most requests, not the one after the longest silence; it ends by the end."""
-    seconds = np.array([0, 1, 50, 51, 52, 53, 90, 91, 92, 99.0])
-    assert densest(seconds * 1000, 10) == 50
-    assert densest(seconds * 1000, 1000) == 0
-    assert densest(np.array([7000.0]), 10) == 7
 
 
 def test_the_window_takes_sessions_that_begin_in_it(found: Survey) -> None:
