@@ -208,7 +208,7 @@ def test_second_turn_moves_only_new_pages(
 
     gained = [metrics.gained(b, a) for b, a in zip(before, pair.metrics(), strict=True)]
     assert gained[0][metrics.SENT_BYTES] == len(admitted.pages) * page_bytes
-    assert gained[1][metrics.REQUESTED_BYTES] == len(admitted.pages) * page_bytes
+    assert gained[1]["sglang:kv_transfer_requested_bytes_total"] == len(admitted.pages) * page_bytes
     assert gained[0][metrics.SKIPPED_TOKENS] == gained[1][metrics.HIT_TOKENS] == kept
     # Prefill's cache holds turn one's prompt, not its answer: that is what clients are told.
     assert result.cached_tokens == len(first) // page * page
