@@ -49,7 +49,10 @@ def study(name: str) -> str:
         return f"Not measured yet on this runner: `python -m benchmark run {name}`.\n"
     figures = [path.name for path in sorted((RESULTS / name).glob("*.svg"))]
     shown = [f"![{told['study']['title']}]({_FIGURES}/{name}/{figure})" for figure in figures]
-    where = f"{told['date']}, {told['machine']}, commit {told['commit']}, by\n`{told['command']}`:"
+    where = (
+        f"{told['date']}, {told['machine']}, commit {told['commit']}, by\n`{told['command']}` "
+        f"([page]({_FIGURES}/{name}/page.md)):"
+    )
     parts = [told["answer"], where, pages.results(told).rstrip()]
     parts += [pages.counters(told).rstrip(), *shown]
     return "\n\n".join(filter(None, parts)) + "\n"

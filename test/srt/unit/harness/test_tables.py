@@ -57,7 +57,7 @@ def shown(results: set[Path], monkeypatch: pytest.MonkeyPatch) -> set[Path]:
         table()
     for page in tracked("*.md") - results:
         for name in RESULT.findall(page.read_text()):
-            read.update(page.parent.glob(name))
+            read.update(path.resolve() for path in page.parent.glob(name))
     read &= results
     for page in [path for path in results if path.with_suffix(".jsonl") in read]:
         read.add(page)
