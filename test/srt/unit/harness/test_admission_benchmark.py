@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[4]
 
 
+@pytest.mark.slow
 def test_it_runs(tmp_path: Path) -> None:
     """Guards against a stand-in for the scheduler that lacks what admission has come to read."""
     arguments = ["--steps", "8", "--pages", "16", "--running", "8", "--out", str(tmp_path)]

@@ -97,6 +97,7 @@ def test_sizes_of_the_shapes() -> None:
     assert {name: (shape.token_bytes, shape.buffers) for name, shape in found.items()} == SIZES
 
 
+@pytest.mark.slow
 def test_a_run(tmp_path: Path) -> None:
     """Guards against managers, processes or loops that no test here builds: with both metadata
     ways, and pages that are compared."""
