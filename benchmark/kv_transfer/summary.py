@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmark.harness.report import Verdict
+from benchmark.harness.report import Verdict, percentile
 from benchmark.kv_transfer.runs import Room, Round, Run
 
 #: A quantity -> a number, or several by name; the quantity's name ends with its unit.
@@ -18,9 +18,8 @@ Numbers = dict[str, Any]
 
 def p50_p99(seconds: Iterable[float], unit: float) -> dict[str, float]:
     """In units of so many seconds; NaN of nothing."""
-    values = np.fromiter(seconds, float) / unit
-    p50, p99 = np.percentile(values, (50, 99)) if values.size else (math.nan, math.nan)
-    return {"p50": p50, "p99": p99}
+    values = [each / unit for each in seconds]
+    return {"p50": percentile(values, 50), "p99": percentile(values, 99)}
 
 
 def rooms_of(rounds: Sequence[Round], outcome: str = "") -> list[Room]:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
+from benchmark.agentic.fleet.spec import load
 from benchmark.harness import report
 from benchmark.harness.command import reported
 from benchmark.kv_transfer import shapes
@@ -71,10 +72,7 @@ def load_costs(name: str) -> Costs:
     if not path.is_file():
         names = ", ".join(sorted(p.stem for p in FOLDER.glob("*.yaml")))
         raise ValueError(f"--costs {name}: choose from {names}, or give a file")
-    try:
-        return msgspec.yaml.decode(path.read_bytes(), type=Costs)  # JSON is YAML too
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{path.name}: {error}") from error
+    return load(path, Costs)
 
 
 def holds(
@@ -105,9 +103,9 @@ def main(argv: list[str]) -> int:
             f"{shape.name} has {shape.token_bytes:,}: give the costs of this model"
         )
     pool = args.pool_tokens or math.floor(args.pool_gib * GIB / shape.token_bytes)
-    load = {"prefix": args.prefix, "suffix": args.suffix, "prefixes": args.prefixes}
-    stock = holds(pool, **load, shared=False, reserved=args.reserved)
-    radix = holds(pool, **load, shared=True, reserved=args.reserved)
+    workload = {"prefix": args.prefix, "suffix": args.suffix, "prefixes": args.prefixes}
+    stock = holds(pool, **workload, shared=False, reserved=args.reserved)
+    radix = holds(pool, **workload, shared=True, reserved=args.reserved)
     prompt = args.prefix + args.suffix
     rows = [
         ["KV of a token", f"{shape.token_bytes:,} B"],
@@ -151,7 +149,7 @@ def main(argv: list[str]) -> int:
             "shape": shape,
             "token_bytes": shape.token_bytes,
             "pool_tokens": pool,
-            "workload": load,
+            "workload": workload,
             "holds": {"stock": stock, "radix": radix},
             "isolation": events,
         }

@@ -244,18 +244,10 @@ def load(path: Path, kind: type[T]) -> T:
     Raises:
         ValueError: the file is not one; the message names file and key.
     """
-    import yaml
-
     try:
-        content = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+        return msgspec.yaml.decode(path.read_bytes(), type=kind)  # JSON is YAML too
+    except msgspec.DecodeError as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
-    if not isinstance(content, Mapping):
-        raise ValueError(f"{path}: not a mapping of keys")
-    try:
-        return msgspec.convert(content, kind)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def _url(text: str | None) -> None:

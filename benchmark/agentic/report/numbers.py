@@ -24,6 +24,7 @@ from benchmark.agentic.load.outcome import Outcome
 from benchmark.agentic.report.events import events
 from benchmark.agentic.studies.record import Cell, Run
 from benchmark.harness import metrics
+from benchmark.harness.report import percentile
 
 QUANTITIES = ("ttft", "tpot", "e2e")
 NAMES = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end-to-end time"}
@@ -149,21 +150,17 @@ def _cell(run: Run, cell: Cell) -> dict[str, float]:
         "requests_per_s": sum(o.error is None for o in inside) / span,
         "goodput": sum(met(o, run.study.slo) for o in inside) / span,
         "slo": sum(good) / len(good) if good else math.nan,
-        "itl_p99": _quantile(gaps, 0.99),
+        "itl_p99": percentile(gaps, 99),
         "hit_rate": _hit_rate(counted),
         "at_once": sum(max(0.0, each) for each in held) / span,
         "at_most": int(max(np.cumsum([step for _, step in steps]), default=0)),
-        "late_p99": _quantile(late, 0.99),
-        "read_late_p99": _quantile(lag, 0.99),
+        "late_p99": percentile(late, 99),
+        "read_late_p99": percentile(lag, 99),
         "loopback_bytes": math.nan if cell.loopback is None else cell.loopback,
         **_counters(cell),
         **_workers(counted),
         **events(cell),
     }
-
-
-def _quantile(values: Sequence[float], p: float) -> float:
-    return float(np.quantile(values, p)) if len(values) else math.nan
 
 
 def _hit_rate(counted: Sequence[Outcome]) -> float:
@@ -180,7 +177,7 @@ def _counters(cell: Cell) -> dict[str, float]:
     found: dict[str, float] = {}
     for name in {name for row in cell.samples for name in row} - {"at", "server"}:
         values = [row[name] for row in cell.samples if name in row]
-        found |= {f"{name}_p50": _quantile(values, 0.5), f"{name}_max": max(values)}
+        found |= {f"{name}_p50": percentile(values, 50), f"{name}_max": max(values)}
     engines, store = (cell.gained.get(role, {}) for role in ("aggregated", "store"))
     if MEMORY in engines:
         found |= {"host_bytes": engines[MEMORY], "store_bytes": store.get(MEMORY, 0.0)}
