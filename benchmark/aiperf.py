@@ -103,7 +103,7 @@ def profile(
     if ended.returncode or not export.exists():
         raise RunFailed(f"aiperf ended with {ended.returncode}: {ended.stdout[-2000:]}")
     found = outcomes(export, turns)
-    return (found, None) if window is None else counted(found, window)
+    return counted(found, window)
 
 
 def outcomes(export: Path, turns: Sequence[Turn] | None) -> list[Outcome]:
@@ -161,8 +161,10 @@ def outcomes(export: Path, turns: Sequence[Turn] | None) -> list[Outcome]:
     return sorted(found, key=lambda outcome: outcome.finished_s)
 
 
-def counted(found: Sequence[Outcome], window: Window) -> tuple[list[Outcome], tuple[float, float]]:
-    """Those that began while the window was open, as a steady load of ours counts them."""
+def counted(
+    found: Sequence[Outcome], window: Window | None
+) -> tuple[list[Outcome], tuple[float, float] | None]:
+    """Which of them count, and when the window was open, as in a load of ours."""
     load, counts = Counting(window, ()), dict[int, bool]()
     steps = [(o.started_s, 1, n) for n, o in enumerate(found)]
     steps += [(o.finished_s, 0, n) for n, o in enumerate(found)]
@@ -171,9 +173,8 @@ def counted(found: Sequence[Outcome], window: Window) -> tuple[list[Outcome], tu
             counts[number] = load.begins(found[number].request_class, at)
         else:
             load.ended(counts.get(number, False))
-    closed = load.closed or max((o.finished_s for o in found), default=0.0)
     of = [msgspec.structs.replace(o, counted=counts[n]) for n, o in enumerate(found)]
-    return of, (load.opened, closed)
+    return of, load.span(max((o.finished_s for o in found), default=0.0))
 
 
 def _seconds(milliseconds: float | None) -> float | None:

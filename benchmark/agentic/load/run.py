@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
+import math
 import resource
 import time
 from collections import Counter
@@ -129,7 +130,6 @@ async def load(
             turn, request = following
             message = await request if inspect.isawaitable(request) else request
             due = clock.now() if due is None else due
-            await clock.until(due)
             mark, counts = lag.mark(), counting.begins(turn.kind, clock.now())
             result = await send(http, target, message)
             counting.ended(counts)
@@ -144,6 +144,7 @@ async def load(
             if pause is None:
                 pause = following[0].at_s - turn.at_s
             due = clock.of(result.finished_at) + max(pause, least)
+            await clock.until(due)
 
     async def slot() -> None:
         while not counting.over and (following := next(sessions, None)) is not None:
@@ -167,7 +168,7 @@ async def load(
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-    return window and (counting.opened, counting.closed or clock.now())
+    return counting.span(clock.now())
 
 
 class Counting:
@@ -177,8 +178,7 @@ class Counting:
         self._window, self._classes = window, classes
         self._ended = self._open = 0
         self._begun: Counter[str] = Counter()
-        self._is_open = False
-        self.opened = 0.0
+        self._opened = math.inf
         self.closed = 0.0
         """0 while it is open."""
 
@@ -191,14 +191,14 @@ class Counting:
         """A request is sent; whether it counts."""
         if (window := self._window) is None:
             return True
-        if not self._is_open and self._ended >= window.warm_up:
-            self._is_open, self.opened = True, now
+        if self._opened > now and self._ended >= window.warm_up:
+            self._opened = now
         enough = self._begun.total() >= window.requests and all(
             self._begun[name] >= window.of_class for name in self._classes
         )
         if not self.closed and (enough or now > window.limit_s):
             self.closed = now
-        if self.closed or not self._is_open:
+        if self.closed or self._opened > now:
             return False
         self._begun[kind] += 1
         self._open += 1
@@ -208,6 +208,12 @@ class Counting:
         """A request has its answer or failed."""
         self._ended += 1
         self._open -= counts
+
+    def span(self, end: float) -> tuple[float, float] | None:
+        """From when to when the window was open, which the ``end`` of the load closes too. It has
+        no length where it never was: what began before it is not what was asked for."""
+        closed = self.closed or end
+        return self._window and (min(self._opened, closed), closed)
 
 
 def outcome(

@@ -135,7 +135,7 @@ def _cell(run: Run, cell: Cell) -> dict[str, float]:
     outcomes, counted = cell.outcomes, cell.counted
     began, ended = cell.span
     span = max(ended - began, 1e-9)
-    inside = [o for o in outcomes if began <= o.finished_s <= ended]
+    inside = [o for o in outcomes if began < o.finished_s <= ended]
     held = [min(o.finished_s, ended) - max(o.started_s, began) for o in outcomes]
     # An end sorts before a start at the same time.
     steps = sorted(

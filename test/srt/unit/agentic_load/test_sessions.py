@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -32,14 +33,11 @@ def played(made: Made, sessions: int) -> list[list[tuple[object, list[int]]]]:
     source = made_sessions(made, WORDS)
     for _ in range(sessions):
         (_, session), sent = next(source), []
-        following = next(session, None)
-        while following is not None:
-            turn, request = following
-            sent.append((turn, list(request.prompt)))
-            try:
-                following = session.send([turn.turn or 0] * 3)
-            except StopIteration:
-                following = None
+        with suppress(StopIteration):
+            turn, request = next(session)
+            while True:
+                sent.append((turn, list(request.prompt)))
+                turn, request = session.send([turn.turn or 0] * 3)
         found.append(sent)
     return found
 
@@ -105,9 +103,10 @@ def test_a_window_closes_in_the_end() -> None:
     assert not load.begins(FIRST, 12.0) and load.closed == 12.0 and not load.over
     load.ended(True)
     load.ended(True)
-    assert load.over
+    assert load.over and load.span(20.0) == (1.0, 12.0)
     load = Counting(Window(warm_up=9, limit_s=10), [])
     assert not load.begins(FIRST, 1.0) and not load.begins(FIRST, 12.0) and load.over
+    assert load.span(20.0) == (12.0, 12.0), "the warm-up is no window"
     load = Counting(None, [])
     assert load.begins(FIRST, 1e9) and not load.over, "a whole trace counts"
 
