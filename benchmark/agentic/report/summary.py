@@ -16,10 +16,10 @@ from benchmark.agentic.report.numbers import (
     numbers,
 )
 from benchmark.agentic.report.verdict import (
-    GRID_SURE,
     answer,
     answers,
     claims,
+    grid_sure,
     holds,
     measured,
     warnings,
@@ -61,7 +61,7 @@ def summary(run: Run) -> dict[str, Any]:
 def _arm(run: Run, of: Numbers, point: str, arm: str, base: str) -> dict[str, Any]:
     cells = of.cells.loc[point, arm]
     mine = of.requests[(of.requests["point"] == point) & (of.requests["arm"] == arm)]
-    sure = GRID_SURE if run.study.grid else 0.95
+    sure = grid_sure(run) if run.study.grid else 0.95
     ratios = {name: of.ratio(point, (arm, base), name, sure=sure) for name in COMPARED}
     kinds = described(mine.groupby("kind")).join(mine["kind"].value_counts().rename("requests"))
     return {

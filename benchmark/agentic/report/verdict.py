@@ -17,12 +17,16 @@ ROUNDS = 3
 """Fewer give no verdict: what lies between two runs of one arm is not known then."""
 SHOWN = ("ttft_mean", "itl_p99", "goodput")
 """Of a grid."""
-GRID_SURE = 1 - 0.05 / len(AGAINST)
-"""Of the intervals of one load of a grid, so that all of them hold with 95 %."""
 SHARE = 0.9
 """Of requests that must meet the SLO for an arm to hold a load."""
 LATE_S = 0.05
 """Above this the client is called the bottleneck."""
+
+
+def grid_sure(run: Run) -> float:
+    """Of the intervals of one load of a grid, so that all of them hold with 95 %: of each arm over
+    the first one in each quantity."""
+    return 1 - 0.05 / (len(AGAINST) * max(1, len(run.titles) - 1))
 
 
 def said(run: Run, point: str) -> str:
@@ -57,20 +61,20 @@ def answer(run: Run, of: Numbers) -> str:
 
 def _over_a_grid(run: Run, of: Numbers, points: Sequence[str]) -> str:
     """At how many loads each arm is better and worse than the first one."""
-    base, *others = run.titles
+    (base, *others), sure = run.titles, grid_sure(run)
     parts = []
     for arm in others:
         there = [point for point in points if {base, arm} <= set(measured(run, of, point))]
         each = []
         for quantity in SHOWN:
-            ratios = (of.ratio(point, (arm, base), quantity, sure=GRID_SURE) for point in there)
+            ratios = (of.ratio(point, (arm, base), quantity, sure=sure) for point in there)
             found = Counter(better(quantity, ratio) for ratio in ratios)
             each.append(f"{AGAINST[quantity]} at {found[1]}, worse at {found[-1]}")
         parts.append(f"**{run.titles[arm]}** is better in {'; in '.join(each)}")
     return (
         f"Of {len(points)} loads, against {run.titles[base]}: {'. '.join(parts)}. At the others "
         "there is no verdict. Each load is compared by itself, at 95 % over its "
-        f"{len(AGAINST)} quantities."
+        f"{len(AGAINST)} quantities of each arm."
     )
 
 

@@ -129,7 +129,8 @@ def test_a_grid_says_at_how_many_loads(tmp_path: Path) -> None:
     sides = {1: Interval(0.5, 0.4, 0.6), -1: Interval(2, 1.5, 3), 0: Interval(0.9, 0.8, 1.1)}
     assert all(better("itl_p99", of) == side for side, of in sides.items())
     assert all(better("goodput", of) == -side for side, of in sides.items())
-    made = run(cells("a", 1.0), cells("b", 0.5), cells("a", 1.0, load=8), cells("b", 1.0, load=8))
+    scales = {("a", 4): 1.0, ("b", 4): 0.5, ("c", 4): 1.0} | {(arm, 8): 1.0 for arm in "abc"}
+    made = run(*(cells(arm, scale, load=load) for (arm, load), scale in scales.items()))
     made.study = msgspec.structs.replace(
         made.study, made=Made(), grid={"turns": (2,)}, load=LoadSpec((4, 8), window=Window())
     )
@@ -140,6 +141,11 @@ def test_a_grid_says_at_how_many_loads(tmp_path: Path) -> None:
     told = msgspec.to_builtins(summary(made), enc_hook=lambda n: n.item())
     assert list(draw(told, tmp_path).values()) == ["grid.svg"]
     assert "cold share 0.4" in (tmp_path / "grid.svg").read_text()
+    # They hold together: five quantities of two arms over the first one.
+    times = [arms["b"]["of_first_arm"]["e2e_mean"] for arms in told["loads"].values()]
+    assert times == [
+        numbers(made).ratio(load, ("b", "a"), "e2e_mean", sure=0.995) for load in told["loads"]
+    ]
 
 
 def test_equal_arms_get_a_verdict_on_one_page_of_twenty() -> None:
