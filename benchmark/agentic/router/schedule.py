@@ -133,18 +133,7 @@ class Scheduler:
             missing = [f"{role} worker" for role, pool in pools if pool and role not in picks]
             attempted = f" (attempted: {', '.join(exclude)})" if exclude else ""
             raise NoWorker(f"no {' and no '.join(missing)} is available{attempted}")
-        halves = {}
-        for role, pick in picks.items():
-            if role == AGGREGATED and offload == "offloaded":
-                continue
-            self._turns[role] += 1
-            if ask.session is not None:
-                before, stayed = self.pins[role].get(ask.session, ("", 0))
-                url = pick.worker.url
-                self.pins[role].note(ask.session, (url, stayed + 1 if before == url else 1))
-            halves[role] = Half(pick.worker, ask, pick.matched_tokens)
-        if offload == "offloaded":
-            self._offloaded.append(halves[DECODE])
+        taken = {r: p for r, p in picks.items() if r != AGGREGATED or offload != "offloaded"}
         if self._log is not None:
             line = {
                 "at": time.time(),
@@ -155,10 +144,21 @@ class Scheduler:
                 "reserve_tokens": ask.work.reserve_tokens,
                 "attempt": len(exclude),
                 "offload": offload,
-                "taken": list(halves),
+                "taken": list(taken),
                 "pools": {role: self._told(role, pick) for role, pick in picks.items()},
             }
+            # Before the load is added: a full disk fails the request.
             self._log.write(msgspec.json.encode(line) + b"\n")
+        halves = {}
+        for role, pick in taken.items():
+            self._turns[role] += 1
+            if ask.session is not None:
+                before, stayed = self.pins[role].get(ask.session, ("", 0))
+                url = pick.worker.url
+                self.pins[role].note(ask.session, (url, stayed + 1 if before == url else 1))
+            halves[role] = Half(pick.worker, ask, pick.matched_tokens)
+        if offload == "offloaded":
+            self._offloaded.append(halves[DECODE])
         return halves
 
     def _picks(self, ask: Ask, exclude: Collection[str]) -> Iterator[tuple[str, Pick]]:

@@ -1,5 +1,7 @@
 """Where requests go, what the router believes of a worker, all of it bounded; its command line."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -159,6 +161,15 @@ def test_without_a_pair_requests_stay_and_without_anyone_they_are_refused() -> N
     with pytest.raises(NoWorker, match=r"no aggregated worker and no decode worker is available "):
         made.route(ask([1]), ["http://a", "http://d"])
     assert load(made.pools[PREFILL][0]) == (0, 0, 0, 0)
+
+
+def test_a_decision_that_cannot_be_written_leaves_no_load() -> None:
+    """Guards the counts of a router whose disk is full: each request that it fails would stay."""
+    made = Scheduler(Settings(workers=("http://a",)), Path("/dev/full"))
+    made.workers[0].passed()
+    with pytest.raises(OSError, match="space"):
+        made.route(ask([1]))
+    assert load(made.workers[0]) == (0, 0, 0, 0)
 
 
 def test_the_harness_starts_what_the_command_line_understands() -> None:
