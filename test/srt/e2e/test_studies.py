@@ -43,9 +43,8 @@ def test_a_study_of_a_fleet_by_address(endpoint: str, tmp_path: Path) -> None:
             "max_answer_tokens: 20\npool_tokens: 8800\n"
         )
         words = ["worth", "--fleet", str(tmp_path / "fleet.yaml"), "--trace", str(trace)]
-        words += ["--requests", "12", "--sessions", "3"]
-        words += ["--rounds", "3", "--out", str(out)]
-        assert cli.run(words) == 0
+        sizes = ("--requests", "12", "--sessions", "3", "--rounds", "3")
+        assert cli.run([*words, *sizes, "--out", str(out)]) == 0
         pd.check()
     run = record.load(out)
     assert list(run.titles) == ["aggregated", "pd"] and len(run.cells) == 6

@@ -49,7 +49,6 @@ class Worker(Stub):
         return web.Response(status=self.status)
 
     async def start(self) -> None:
-        """Again on the same port after ``kill``."""
         self._runner = web.AppRunner(self.app(), handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port)
@@ -57,12 +56,12 @@ class Worker(Stub):
         self.port = self._runner.addresses[0][1]
 
     async def kill(self) -> None:
-        """Stops listening and cuts every connection, as the end of a process does."""
+        """Stops listening and cuts every connection, as the end of a process does. A second time
+        does nothing."""
         for site in list(self._runner.sites):
             await site.stop()
         server = self._runner.server
-        assert server is not None
-        for connection in list(server.connections):
+        for connection in list(server.connections if server else ()):
             if connection.transport is not None:
                 connection.transport.abort()
         await self._runner.cleanup()

@@ -41,9 +41,7 @@ class Stub:
     flushes: int = 0
     aborted: list[str] = field(default_factory=list)
     """``rid`` of each request that it was told to abort."""
-
-    def __post_init__(self) -> None:
-        self._asked: set[tuple[int, ...]] = set()
+    _asked: set[tuple[int, ...]] = field(default_factory=set, init=False)
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=1 << 28)

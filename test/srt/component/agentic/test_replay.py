@@ -142,12 +142,10 @@ def _says(body: bytes) -> Handler:
 def test_errors_by_kind(handler: Handler, kind: str, text: str) -> None:
     """Guards against one word for all failures, and against one failure that ends the replay: the
     request after it is answered."""
-    calls = 0
+    handlers = iter([handler, fine])
 
     async def first_fails(request: web.Request) -> web.StreamResponse:
-        nonlocal calls
-        calls += 1
-        return await (handler if calls == 1 else fine)(request)
+        return await next(handlers)(request)
 
     bad, good = send([first_fails], turns(2), Settings(0.0, timeout_s=1.0))
     assert bad.error == kind

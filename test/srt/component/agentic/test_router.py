@@ -65,7 +65,6 @@ def test_a_killed_worker_costs_its_requests_one_error_each(killed: int) -> None:
         rig.assert_idle()
         # The next ones go where somebody listens.
         assert all([(await rig.ask()).whole for _ in range(4)])
-        await one.start()
 
     run(test, [one, other])
 
@@ -89,7 +88,6 @@ def test_a_worker_that_refuses_is_passed_over(dead: str) -> None:
         assert all(worker.aborted == [] for worker in workers)
         await until(lambda: not any(rig.load().values()))
         rig.assert_idle()
-        await first.start()
 
     run(test, workers, max_attempts=4)
 
@@ -114,8 +112,6 @@ def test_a_failed_prefill_ends_decode_too(how: str) -> None:
         assert prefill.url in answer.errors[0]
         await until(lambda: decode.aborted == [decode.bodies[0]["rid"]])
         rig.assert_idle()
-        if how == "killed":
-            await prefill.start()
 
     run(test, [prefill, decode])
 
@@ -135,7 +131,6 @@ def test_a_prefill_that_dies_after_its_work_costs_nothing() -> None:
         assert (await request).whole
         rig.assert_idle()
         assert decode.aborted == []
-        await prefill.start()
 
     run(test, [prefill, decode])
 
@@ -210,6 +205,26 @@ def test_prefill_may_take_longer_than_decode_but_not_for_ever() -> None:
         rig.assert_idle()
 
     run(test, [prefill, decode], request_timeout=0.3)
+
+
+def test_health_takes_a_worker_out_and_brings_it_back() -> None:
+    """Guards the checks over HTTP: who answers badly, or whose port is closed, is counted, and who
+    comes back says how much it holds."""
+    one, other = Worker(), Worker()
+
+    async def test(rig: Rig) -> None:
+        state, one.pool_tokens = rig.router.scheduler.workers[0], 8192
+        for status, up in ((503, True), (503, False), (200, True)):
+            one.status = status
+            await rig.router.check(state)
+            assert state.up is up
+        assert state.pool_tokens == 8192
+        state.index.learn([1])
+        await one.kill()
+        await rig.router.check(state)
+        assert state.up and len(state.index) == 0, "its cache went with its process"
+
+    run(test, [one, other], health_fall=2)
 
 
 def test_the_next_turn_goes_where_the_conversation_is() -> None:

@@ -59,8 +59,8 @@ def test_three_urls_and_a_trace_give_a_page(
         f"prefill: [{{url: {urls[2]}, bootstrap_port: 8998}}]\n",
     )
     out = tmp_path / "run"
-    words = ["worth", "--fleet", file, "--trace", trace, "--requests", "16", "--sessions", "4"]
-    words += ["--rounds", "3"]
+    sizes = ("--requests", "16", "--sessions", "4", "--rounds", "3")
+    words = ["worth", "--fleet", file, "--trace", trace, *sizes]
     assert cli.run([*words, "--out", str(out)]) == 0
 
     text = (out / "page.md").read_text()
@@ -108,20 +108,10 @@ def test_several_urls_get_a_router_and_openai_endpoints_are_counted(
 ) -> None:
     """Guards fleets that speak OpenAI's API, and policies that are compared on one setup."""
     file = fleet(tmp_path, f"endpoint: chat\naggregated: [{urls[0]}, {urls[1]}]\n")
-    words = [
-        "linear_lmetric",
-        "--fleet",
-        file,
-        "--trace",
-        trace,
-        "--requests",
-        "8",
-        "--rounds",
-        "1",
-    ]
     out = tmp_path / "run"
-    words += ["--sessions", "4", "--arms", "^(linear|lmetric)$"]
-    assert cli.run([*words, "--out", str(out)]) == 0
+    words = ["linear_lmetric", "--fleet", file, "--trace", trace, "--out", str(out)]
+    sizes = ("--requests", "8", "--rounds", "1", "--sessions", "4")
+    assert cli.run([*words, *sizes, "--arms", "^(linear|lmetric)$"]) == 0
     run = record.load(out)
     assert list(run.titles) == ["linear", "lmetric"]
     for cell in run.cells:

@@ -59,8 +59,7 @@ def test_openai_chunks_are_counted_by_usage() -> None:
     answer = Result("", 0.0)
     take(answer, b'{"choices":[{"delta":{"role":"assistant"}}]}', 0.5)
     take(answer, b'{"choices":[{"delta":{"content":"a"}}]}', 1.0)
-    end = b'{"choices":[{"delta":{"content":"b c"},"finish_reason":"length"}]}'
-    take(answer, end, 2.0)
+    take(answer, b'{"choices":[{"delta":{"content":"b c"},"finish_reason":"length"}]}', 2.0)
     assert (answer.token_times, answer.totals, answer.ended) == ([1.0, 2.0], [1, 2], True)
     usage = {"prompt_tokens": 9, "completion_tokens": 5}
     usage_line = {"choices": [], "usage": {**usage, "prompt_tokens_details": {"cached_tokens": 4}}}

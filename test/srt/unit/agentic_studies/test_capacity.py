@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from benchmark.agentic import capacity
-from benchmark.agentic.capacity import GIB, Costs
+from benchmark.agentic.capacity import GIB
 from benchmark.kv_transfer import shapes
 
 H20 = capacity.load_costs("qwen3-coder-30b-h20")
@@ -44,17 +45,12 @@ def test_transfer_follows_the_measured_curve(tokens: int, seconds: float) -> Non
     assert H20.transfer_s(tokens) == pytest.approx(seconds)
 
 
-def costs(**changed: object) -> Costs:
-    fields = {name: getattr(H20, name) for name in H20.__struct_fields__}
-    return Costs(**{**fields, **changed})  # type: ignore[arg-type]
-
-
 def test_transfer_between_and_beyond_its_points() -> None:
     """Guards interpolation, and the bandwidth below the first point and beyond the last."""
-    curve = costs(kv_token_bytes=1, transfer=((100.0, 1.0), (300.0, 5.0)))
+    curve = replace(H20, kv_token_bytes=1, transfer=((100.0, 1.0), (300.0, 5.0)))
     assert [curve.transfer_s(n) for n in (0, 50, 100, 200, 600)] == [0, 0.5, 1.0, 3.0, 10.0]
     with pytest.raises(ValueError, match="increasing"):
-        costs(transfer=((2.0, 1.0), (1.0, 1.0)))
+        replace(H20, transfer=((2.0, 1.0), (1.0, 1.0)))
 
 
 def test_what_pools_hold() -> None:

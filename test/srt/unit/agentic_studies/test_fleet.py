@@ -106,8 +106,7 @@ def test_arms_of_a_store_differ_in_memory_and_mode() -> None:
     measured instead of the mode."""
     arms = [arm for arm in spec.load(find("hicache"), Study).arms.values() if arm.store]
     cache, buffer_only = (rig.layout(arm, spec.Rig(), TINY_ARITH)[1].command for arm in arms)
-    size, page = kv_bytes_per_token(TINY_ARITH), 16
-    hosts, segments = [], []
+    size, page, segments = kv_bytes_per_token(TINY_ARITH), 16, []
     for arm, command in zip(arms, (cache, buffer_only), strict=True):
         about = json.loads(command[command.index("--hicache-storage-backend-extra-config") + 1])
         assert about["prefetch_threshold"] == page
@@ -115,8 +114,8 @@ def test_arms_of_a_store_differ_in_memory_and_mode() -> None:
         assert segments[-1] == arm.store.shared_tokens * size
     # SGLang cuts the product to a token and then to a page, and adds a page.
     ratio = float(cache[cache.index("--hicache-ratio") + 1])
-    hosts.append((int(ratio * spec.Rig().pool_tokens) // page + 1) * page)
-    hosts.append(int(buffer_only[buffer_only.index("--hicache-buffer-pages") + 1]) * page)
+    pages = int(buffer_only[buffer_only.index("--hicache-buffer-pages") + 1])
+    hosts = [(int(ratio * spec.Rig().pool_tokens) // page + 1) * page, pages * page]
     assert hosts == [arm.store.host_tokens for arm in arms]
     one, other = (host * size + segment for host, segment in zip(hosts, segments, strict=True))
     assert one == other

@@ -30,8 +30,7 @@ def test_pairs_differ_in_what_they_say(
     config = PairConfig(Path("m"), decode_sizes=SMALL, decode_tp=2, decode_args=("--x",), **changes)
     prefill, decode = config.layout()
     assert RADIX not in prefill.command and (RADIX in decode.command) == radix
-    switches = tuple(str(1 - int(s.env["SGLANG_PATCHSET"])) for s in (prefill, decode))
-    assert switches == stock
+    assert tuple(str(1 - int(s.env["SGLANG_PATCHSET"])) for s in (prefill, decode)) == stock
     assert all(server.environment()["SGLANG_CPU_STANDIN"] == "1" for server in (prefill, decode))
     said = " ".join(decode.command)
     assert "--num-reserved-decode-tokens 64" in said and "--tp-size 2" in said and "--x" in said

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 
 from benchmark.harness.command import RunFailed, status
 from benchmark.harness.process import ServerFailed
-
-
-def _raises(error: BaseException) -> Callable[[], int]:
-    def run() -> int:
-        raise error
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -35,5 +28,5 @@ def test_what_ends_a_run_is_one_line_and_a_status(
 ) -> None:
     """Guards against a traceback for what the user can put right, and against status 0 for it."""
     text = io.StringIO()
-    assert status(_raises(error), Console(file=text, width=200)) == code
+    assert status(Mock(side_effect=error), Console(file=text, width=200)) == code
     assert said in text.getvalue() and text.getvalue().count("\n") <= 1

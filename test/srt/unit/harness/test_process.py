@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.harness import ports
+from benchmark.harness import checks, ports
 from benchmark.harness.fleet import Fleet
 from benchmark.harness.ports import allocate_ports
 from benchmark.harness.process import ServerFailed, ServerProcess, diagnose
@@ -130,31 +130,40 @@ def test_diagnosis(log: str, status: int | None, line: str) -> None:
     assert diagnose(log, status) == line
 
 
-SERVER = Path(http.server.__file__)
-
-
-def dummy(role: str, folder: Path) -> ServerConfig:
-    """A file server whose folder answers the readiness checks."""
-    for name in ("health", "readiness"):
-        (folder / name).touch()
-    (port,) = allocate_ports(1)
-    command = (sys.executable, str(SERVER), str(port), "--bind", "127.0.0.1", "-d", str(folder))
-    return ServerConfig(role, port, command)
-
-
-def broken(role: str) -> ServerConfig:
-    return ServerConfig(role, 1, (sys.executable, "-c", "raise SystemExit('no such model')"))
+BROKEN = (sys.executable, "-c", "raise SystemExit('no such model')")
 
 
 @pytest.mark.slow
 def test_one_fails_and_all_end(tmp_path: Path) -> None:
     """A server that cannot start ends the others, also those that wait to be ready, and no load
     balancer is started for nothing."""
-    fleet = Fleet([dummy("prefill", tmp_path), broken("decode"), broken("router")], tmp_path / "l")
+    (tmp_path / "health").touch()  # a file server answers the readiness check
+    (port,) = allocate_ports(1)
+    serve = (http.server.__file__, str(port), "--bind", "127.0.0.1", "-d", str(tmp_path))
+    layout = [
+        ServerConfig("prefill", port, (sys.executable, *serve)),
+        ServerConfig("decode", 1, BROKEN),
+        ServerConfig("router", 1, BROKEN),
+    ]
+    fleet = Fleet(layout, tmp_path / "logs")
     with pytest.raises(ServerFailed, match="decode"), fleet:
         pass
     assert set(fleet.processes) == {"prefill", "decode"}
     assert not any(process.alive for process in fleet.processes.values())
+
+
+def test_every_engine_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a leak on the second server of a role that nobody looked at."""
+    seen: list[str] = []
+    monkeypatch.setattr(checks, "wait_idle", lambda server, url, timeout_s: seen.append(server))
+    monkeypatch.setattr(checks, "assert_healthy", seen.append)
+    roles = ("prefill", "decode", "decode", "router", "store")
+    fleet = Fleet([ServerConfig(role, 1, ()) for role in roles], tmp_path)
+    fleet.processes = {
+        name: name for name in ("prefill", "decode-0", "decode-1", "router", "store")
+    }
+    fleet.check()
+    assert seen == ["decode-0", "decode-1", "prefill", *fleet.processes]
 
 
 ASK = "from benchmark.harness.ports import allocate_ports; print(*allocate_ports(20), flush=True); "

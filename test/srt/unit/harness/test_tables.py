@@ -59,8 +59,7 @@ def shown(results: set[Path], monkeypatch: pytest.MonkeyPatch) -> set[Path]:
         for name in RESULT.findall(page.read_text()):
             read.update(path.resolve() for path in page.parent.glob(name))
     read &= results
-    for page in [path for path in results if path.with_suffix(".jsonl") in read]:
-        read.add(page)
+    read |= {path for path in results if path.with_suffix(".jsonl") in read}
     for page in [path for path in read if path.suffix == ".md"]:
         read.update((page.with_suffix(".jsonl"), page.parent / "summary.json"))
         read.update(page.parent / image for image in IMAGE.findall(page.read_text()))

@@ -107,8 +107,7 @@ def test_a_record_that_is_not_there(lost: object, missing: str, unknown: set[str
 
 def test_reading_what_the_servers_write(tmp_path: Path) -> None:
     """Guards against a reader that does not know what the writer writes, and drops it."""
-    lines = [msgspec.json.encode(record) for record in whole_room()]
-    (tmp_path / "prefill-1.jsonl").write_bytes(b"\n".join(lines))
+    (tmp_path / "prefill-1.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, whole_room())))
     assert read(tmp_path) == whole_room()
     (tmp_path / "prefill-2.jsonl").write_text('{"type": "unheard of"}\n')
     with pytest.raises(msgspec.DecodeError):

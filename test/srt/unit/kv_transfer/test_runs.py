@@ -102,19 +102,11 @@ def test_a_run(tmp_path: Path) -> None:
     """Guards against managers, processes or loops that no test here builds: with both metadata
     ways, and pages that are compared."""
     command = [
-        "-m",
-        "benchmark",
-        "kv_transfer",
-        "fleet",
-        "--arms",
-        "ours,radix",
-        "--sizes",
-        "32,64",
+        *(sys.executable, "-m", "benchmark", "kv_transfer", "fleet", "--out", str(tmp_path)),
+        *("--arms", "ours,radix", "--sizes", "32,64"),
+        *("--passes", "1", "--rounds", "1", "--rooms", "4"),
     ]
-    command += ["--passes", "1", "--rounds", "1", "--rooms", "4", "--out", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (tmp_path / "fleet-nixl.json").exists(), done.stdout + done.stderr
     results = json.loads((tmp_path / "fleet-nixl.json").read_text())["results"]
     loads = [(arm, tokens) for tokens in (32, 64) for arm in ("ours", "radix")]

@@ -141,9 +141,8 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_the_sample_keeps_what_random_sampling_destroys(trace: Path, tmp_path: Path) -> None:
     """What the sampler is for: as many requests, nine tenths of the sharing against half."""
     out = tmp_path / "figures.json"
-    window = ["--window-seconds", "300", "--window-start", "200"]
-    arguments = [str(trace), str(tmp_path / "sample"), "--compare", *window, "--json", str(out)]
-    assert cli.sample(arguments) == 0
+    window = ("--compare", "--window-seconds", "300", "--window-start", "200")
+    assert cli.sample([str(trace), str(tmp_path / "sample"), *window, "--json", str(out)]) == 0
     figures = json.loads(out.read_text())
     assert figures["keeps"]["window and thin"] > 0.9
     assert figures["keeps"]["random"] < 0.5

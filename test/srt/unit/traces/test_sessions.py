@@ -58,8 +58,7 @@ def test_what_names_its_session_keeps_it() -> None:
         Record(2, 1300, 1, (1, 3, 4), "a"),
         Record(3, 1300, 1, (1, 3, 4), "b", 7),
     ]
-    got = list(annotate(records))
-    assert [(r.session_id, r.turn) for r in got] == [
+    assert [(r.session_id, r.turn) for r in annotate(records)] == [
         ("a", 0),
         ("derived-0", 0),
         ("a", 1),
