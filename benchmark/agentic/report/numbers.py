@@ -34,6 +34,8 @@ STAGES = ("queue", "build", "post", "wire")
 TIERS = ("device", "host", "storage")
 """Of a hierarchical cache."""
 CELL = ["point", "arm", "round"]
+ROUNDS = 3
+"""Fewer give no verdict: what lies between two runs of one arm is not known then."""
 AGAINST = {
     **{f"{quantity}_mean": name for quantity, name in NAMES.items()},
     "itl_p99": "ITL p99",
@@ -64,8 +66,12 @@ def interval(values: Iterable[float], sure: float = 0.95) -> Interval:
 
 
 def ratio(ratios: Iterable[float], sure: float = 0.95) -> Interval:
-    """Of those of each round; what is 0 or unknown in one of the two has none."""
-    found = interval((math.log(each) for each in ratios if each > 0 and math.isfinite(each)), sure)
+    """Of those of each round; what is 0 or unknown in one of the two has none. No bounds, and so no
+    verdict, of fewer than ``ROUNDS``."""
+    logs = [math.log(each) for each in ratios if each > 0 and math.isfinite(each)]
+    found = interval(logs, sure)
+    if len(logs) < ROUNDS:
+        found = Interval(found.value, math.nan, math.nan)
     return Interval(*map(math.exp, found))
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from benchmark.agentic.fleet.spec import counted
 from benchmark.agentic.report.numbers import AGAINST, NAMES, QUANTITIES, STAGES, STATISTICS, TIERS
 from benchmark.agentic.report.summary import COMPARED
-from benchmark.agentic.report.verdict import ROUNDS, SHARE, percent, share, spread
+from benchmark.agentic.report.verdict import SHARE, percent, share, spread
 from benchmark.harness.report import markdown
 from benchmark.traces.record import BLOCK_TOKENS
 
@@ -177,16 +177,16 @@ def ratios(told: Json) -> str:
 
     def row(of: Json) -> Iterator[list[str]]:
         if of["of_first_arm"]:
-            yield [_ratio(of["of_first_arm"][name], len(of["rounds"])) for name in COMPARED]
+            yield [_ratio(of["of_first_arm"][name]) for name in COMPARED]
 
     return _table(told, [f"{names[name]}" for name in COMPARED], row)
 
 
-def _ratio(of: Any, rounds: int) -> str:
+def _ratio(of: Any) -> str:
     value, low, high = three(of)
     if math.isnan(value):
         return "-"
-    bold = "**" if rounds >= ROUNDS and (low > 1 or high < 1) else ""
+    bold = "**" if low > 1 or high < 1 else ""
     return f"{bold}{share((value, low, high))}{bold}"
 
 
@@ -201,7 +201,7 @@ def ratio(of: Json | None) -> str:
     if not of or not ratios:
         return "-"
     shown = ("ttft_mean", "e2e_mean", "goodput")
-    return "; ".join(_ratio(ratios[name], len(of["rounds"])) for name in shown)
+    return "; ".join(_ratio(ratios[name]) for name in shown)
 
 
 def claim_rows(found: Sequence[Json]) -> list[list[str]]:

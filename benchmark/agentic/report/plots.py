@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmark.agentic.report.numbers import AGAINST, Interval
 from benchmark.agentic.report.page import Json, three
-from benchmark.agentic.report.verdict import SHOWN, better
+from benchmark.agentic.report.verdict import SHOWN, better, share
 
 #: The first one is what the others are compared with.
 COLORS = ("#9a9a9a", "#2a7fb8", "#c0504d", "#c9b37e", "#8cc0de", "#55a868")
@@ -86,7 +86,7 @@ def _grid(told: Json, path: Path) -> None:
                 color = BETTER[better(quantity, ratio)]
                 cell = Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=color, edgecolor="white")
                 axis.add_patch(cell)
-                text = f"{ratio.value:.2f}\n[{ratio.low:.2f}, {ratio.high:.2f}]"
+                text = share(ratio).replace(" [", "\n[")
                 axis.text(x, y, text, ha="center", va="center", fontsize=6)
             axis.set_xlim(-0.5, len(across) - 0.5)
             axis.set_ylim(len(down) - 0.5, -0.5)

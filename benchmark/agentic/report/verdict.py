@@ -9,12 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, permutations
 from typing import Any
 
-from benchmark.agentic.report.numbers import AGAINST, Interval, Numbers, interval
+from benchmark.agentic.report.numbers import AGAINST, ROUNDS, Interval, Numbers, interval
 from benchmark.agentic.studies.record import Run
 from benchmark.agentic.studies.spec import Point
 
-ROUNDS = 3
-"""Fewer give no verdict: what lies between two runs of one arm is not known then."""
 SHOWN = ("ttft_mean", "itl_p99", "goodput")
 """Of a grid."""
 SHARE = 0.9
@@ -224,7 +222,7 @@ def _few(run: Run) -> Iterator[str]:
 
 def claims(run: Run, of: Numbers) -> list[dict[str, Any]]:
     """Those whose arms and load were measured, each with ``ours`` and ``verdict``: *agrees*, *does
-    not agree*, or *no verdict* where the interval holds the bound."""
+    not agree*, or *no verdict* where the interval holds the bound, or there is none."""
     columns = {name.partition("_")[0]: name for name in AGAINST}
     found = []
     for claim in run.study.claims:
