@@ -1,7 +1,7 @@
 """Paged allocation without Triton.
 
 SGLang's paged allocator keeps free page numbers, and two Triton kernels turn them into token
-slots. Here the two are numpy: on CPU tensors that costs microseconds, whatever the batch.
+slots. Here the two are numpy, without a loop over the requests of a batch.
 """
 
 from __future__ import annotations

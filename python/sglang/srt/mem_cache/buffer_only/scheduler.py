@@ -74,7 +74,7 @@ class BufferOnlyScheduler(Scheduler):
         self.tree_cache.forward_stream = getattr(self, "forward_stream", None)
         self.tree_cache.room = self._admission_room
         # Python's first full collection would look through all that the start left, while every
-        # request stands still: for the better part of a second on two cores.
+        # request stands still.
         gc.collect()
         gc.freeze()
         super().run_event_loop()

@@ -64,7 +64,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
     @cached_property
     def _limits(self) -> step.Limits:
-        """The settings, read once: each step would spend a tenth of its time on the environment."""
+        """The settings, read once: a step has no time to spend on reading the environment."""
         return step.Limits.read(self._page, self.tree_cache.is_eagle)
 
     @cached_property

@@ -37,8 +37,8 @@ def key_pairs(req: Req, length: int) -> list[tuple[int, int]]:
     one behind it, so one pair less. The list is not to be changed.
 
     They are made once: those of a prompt at its first match, and kept until the tree has them.
-    SGLang's own methods make them anew at each match and each insert, for 100,000 tokens about
-    25 ms in which nothing else is scheduled.
+    SGLang's own methods make them anew at each match and each insert, for each token of the text,
+    and nothing else is scheduled meanwhile.
     """
     from sglang.srt.mem_cache.utils import convert_to_bigram_key
 

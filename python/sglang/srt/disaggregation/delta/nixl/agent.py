@@ -41,7 +41,8 @@ _AGENT = (
     "send_notif",
     "transfer",
 )
-#: What NIXL's threads of a sending agent get of a core beside a thread at work: a tenth.
+#: How nice NIXL's threads of a sending agent are. By Linux' weights they get a tenth of a core
+#: beside a thread at work.
 _NICE = 10
 
 

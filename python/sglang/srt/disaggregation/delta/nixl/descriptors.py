@@ -282,7 +282,7 @@ def _check_selectable(pool: Pool) -> None:
 
 
 #: Microseconds of building and posting a chunk, and what of its wire time depends on the number of
-#: its descriptors: a fixed part, and one for each of them. Measured once, on a 2-core CPU. NIXL
+#: its descriptors: a fixed part, and one for each of them. Fitted once, on a 2-core CPU. NIXL
 #: merges neighbours of a selection itself, so what is posted is the same in either form; but it
 #: looks at every page for that, and ranges only at every run.
 RANGES_US, SELECTED_US = (75.0, 0.064), (15.0, 0.0028)

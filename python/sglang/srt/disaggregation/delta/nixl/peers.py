@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds for which a change of NIXL's peers waits for the posts under way. (One takes
-#: milliseconds, with a million descriptors a second or two.)
+#: Seconds for which a change of NIXL's peers waits for the posts under way. (The more descriptors
+#: one has, the longer it takes.)
 PATIENCE_S = 5.0
 #: NIXL's name for the side that starts transfers.
 OURS = "NIXL_INIT_AGENT"

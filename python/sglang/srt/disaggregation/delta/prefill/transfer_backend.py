@@ -141,8 +141,8 @@ def use_batch_scheduling(thread: int = 0) -> None:
     """From now on this thread (or ``thread``, by Linux' number), and those that it starts, take no
     core from a running thread when they wake up; they wait for a free one, or for their turn.
 
-    Without that, waking a worker may cost the scheduler its core for milliseconds, in the middle of
-    ``send``. (Linux' SCHED_BATCH; elsewhere, or where it is forbidden, nothing happens.)
+    Without that, waking a worker may cost the scheduler its core in the middle of ``send``.
+    (Linux' SCHED_BATCH; elsewhere, or where it is forbidden, nothing happens.)
     """
     with contextlib.suppress(AttributeError, OSError):
         os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
