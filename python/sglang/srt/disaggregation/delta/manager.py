@@ -151,9 +151,11 @@ class DeltaManager(CommonKVManager):
         (prefill) or servers (decode), SGLang's own kinds for ``take_other``. ``tick`` is called
         every second or so."""
         side = self.decode_ranks or self.servers
-        reader = MessageReader(side.take, take_other)
         threading.Thread(
-            target=reader.serve, args=(self.server_socket, tick), name="pd-reader", daemon=True
+            target=MessageReader(side.take, take_other).serve,
+            args=(self.server_socket, tick),
+            name="pd-reader",
+            daemon=True,
         ).start()
 
     def start_decode(self, take_other: Callable[[list[bytes]], None] | None = None) -> None:

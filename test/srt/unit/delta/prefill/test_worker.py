@@ -331,6 +331,21 @@ def test_a_window_that_is_full() -> None:
     assert len(bench.transport.under_way()) == 4 and bench.end(3) == "delivered"
 
 
+@pytest.mark.hazard("slow-peer")
+def test_a_place_that_an_overdue_transfer_leaves() -> None:
+    """Guards against chunks that wait on while the window has a place again, until something else
+    happens: nothing may for long."""
+    bench = Bench(window=2, quota=2)
+    bench.open(1, peers=["dead"])
+    bench.open(2, peers=["slow"])
+    bench.submit(1, within=1.0)
+    for _ in range(2):
+        bench.submit(2)
+    for seconds, posted in ((0.0, ["dead", "slow"]), (2.0, ["dead", "slow", "slow"])):
+        bench.run(seconds)
+        assert [peer for _, peer in bench.transport.posts] == posted
+
+
 @pytest.mark.hazard("slow-peer", "peer-lost-for-ever")
 def test_a_dead_peer_that_comes_back() -> None:
     """Guards against overdue transfers that take a worker's window or a peer's quota for good, and

@@ -310,8 +310,7 @@ class Claims:
             return Refusal("no_tokens", cost)
         whole = page_ceil(length, self.page)
         need = page_ceil(expected_length(req, length, self.step), self.page) - whole
-        private = whole - prefix.length
-        if not self.everyone_can_finish(prefix.node, private, need, self.total):
+        if not self.everyone_can_finish(prefix.node, whole - prefix.length, need, self.total):
             return Refusal("cannot_finish", cost)
         return None
 

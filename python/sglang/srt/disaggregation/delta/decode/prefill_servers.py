@@ -185,8 +185,9 @@ class Connections:
     def forget_unwanted(self, addresses: Container[str]) -> None:
         """Only requests for ``addresses`` wait: drop what was answered to others that went away."""
         self.refusals = {it: why for it, why in self.refusals.items() if it in addresses}
-        asked = self._asked.items()
-        self._asked = {it: each for it, each in asked if it in addresses or not each.done()}
+        self._asked = {
+            it: each for it, each in self._asked.items() if it in addresses or not each.done()
+        }
         with self._lock:
             for key, future in list(self._ranks.items()):
                 if key[0] not in addresses and future.done():

@@ -247,8 +247,7 @@ class DisaggScheduler(Scheduler):
         to."""
         if not self.enable_lora:
             return True
-        manager = self.tp_worker.model_runner.lora_manager
-        return bool(manager.validate_lora_batch(adapters))
+        return bool(self.tp_worker.model_runner.lora_manager.validate_lora_batch(adapters))
 
     @override
     def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: Any = None) -> Any:

@@ -179,8 +179,7 @@ class Progress:
 
     def is_drained(self, writers: int) -> bool:
         """Whether each of ``writers`` ranks has delivered everything or stopped, or is gone."""
-        delivered = len(self.done_writers | self.stopped_writers)
-        return self.writers_are_gone or delivered >= writers
+        return self.writers_are_gone or len(self.done_writers | self.stopped_writers) >= writers
 
 
 # ---- transfers that ended early ----

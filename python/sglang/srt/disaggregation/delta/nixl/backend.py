@@ -284,8 +284,7 @@ class NixlBackend:
             )
         if not handle:
             raise TransferError(Reason.TRANSPORT, f"NIXL made no transfer to {peer.name}")
-        built = self._clock()
-        transfer.build_s += built - began
+        transfer.build_s += self._clock() - began
         posted = _Posted(handle, self._peers.share(peer), transfer, (ours, theirs))
         transfer.open += 1
         # First: what is in flight is waited for and released, also if posting raises half way.

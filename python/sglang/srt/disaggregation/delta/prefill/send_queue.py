@@ -100,6 +100,9 @@ class SendQueue:
         self.waiting = 0
         #: Posted transfers that are neither over nor overdue: they take a place in the window.
         self.in_window = 0
+        #: Nothing was found to post, and nothing has changed since: a worker asks in each step, and
+        #: there may be hundreds of peers.
+        self._stuck = False
 
     def __len__(self) -> int:
         """Peers for which anything waits or is under way."""
@@ -109,7 +112,7 @@ class SendQueue:
         """It waits, behind all others for its peer."""
         self._queue.setdefault(transfer.peer, _PeerQueue()).waiting[transfer] = None
         self._turns.setdefault(transfer.peer)
-        self.waiting += 1
+        self._changed(transfer.peer, 1)
 
     def drop(self, transfer: Transfer) -> None:
         """It waits no more, and is not posted."""
@@ -118,6 +121,8 @@ class SendQueue:
 
     def take(self) -> Transfer | None:
         """The next transfer to post, which takes its slots; None where nothing may be posted."""
+        if self._stuck:
+            return None
         window_full = self.in_window >= self._window
         for peer in self._turns:
             queue = self._queue[peer]
@@ -130,6 +135,7 @@ class SendQueue:
             self._turns.move_to_end(peer)
             self._changed(peer, -1)
             return transfer
+        self._stuck = True
         return None
 
     def mark_overdue(self, transfer: Transfer) -> None:
@@ -138,6 +144,7 @@ class SendQueue:
         queue.posted -= 1
         queue.overdue.add(transfer)
         self.in_window -= 1
+        self._changed(transfer.peer)
 
     def finish(self, transfer: Transfer, delivered: bool = False) -> None:
         """A posted transfer is over, or not waited for any more. Harmless for one that is."""
@@ -156,6 +163,7 @@ class SendQueue:
     def _changed(self, peer: str, waiting: int = 0) -> None:
         queue = self._queue[peer]
         self.waiting += waiting
+        self._stuck = False
         if not queue.waiting:
             self._turns.pop(peer, None)
             if not queue.posted and not queue.overdue:
