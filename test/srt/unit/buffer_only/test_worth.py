@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -57,6 +58,21 @@ def test_who_is_first(tokens: int, tokens_ahead: int, choice: Choice):
 def test_a_hit_a_part_of_which_is_first(call_us: int, pages: int, asks: bool):
     """Four pages come in one round, and save as long as it takes; five take two rounds."""
     assert chooser(call_us=call_us).asks(pages, 0, 0, queries=0) is asks
+
+
+@pytest.mark.parametrize("calls_ahead", range(5))
+@pytest.mark.parametrize("tokens_ahead", [0, 60, 400])
+def test_any_part_of_a_hit_may_be_first(calls_ahead: int, tokens_ahead: int):
+    """Guards against a hit that the store is not asked for, although a part of it would be there
+    before it could be computed: of those of full calls two are looked at."""
+    found = set()
+    for pages, call_us in product(range(1, 30), (1_000, 9_000, 20_000, 30_000, 400_000)):
+        choosing = replace(chooser(call_us=call_us), piece_pages=2, page_size=50)
+        known = calls_ahead, tokens_ahead, 1
+        each = any(choosing.is_faster(part, *known) for part in (pages, *range(2, pages, 2)))
+        assert choosing.asks(pages, *known) is each
+        found.add(each)
+    assert found == {True, False}
 
 
 @pytest.mark.parametrize("missing", ["call_bytes", "tokens_per_s"])

@@ -111,10 +111,15 @@ class Chooser:
         return self.fetch_seconds(pages, calls_ahead, queries) <= in_time / tokens_per_s
 
     def asks(self, pages: int, calls_ahead: int, tokens_ahead: int, queries: int) -> bool:
-        """Whether the store is asked for ``pages`` pages: it may have any number of them. A call
-        that is not full takes as long as a full one, and brings less."""
-        parts = (pages, *range(self.piece_pages, pages, self.piece_pages))
-        return any(self.is_faster(part, calls_ahead, tokens_ahead, queries) for part in parts)
+        """Whether the store is asked for ``pages`` pages: it may have any number of them. A round
+        that is not full takes as long as a full one, and brings less. Each full round adds the
+        same, so that the first or the last of them is the best, or all pages are."""
+        whole = SIDE_BY_SIDE * self.piece_pages
+        rounds = range(whole - calls_ahead % SIDE_BY_SIDE * self.piece_pages, pages, whole)
+        return any(
+            self.is_faster(part, calls_ahead, tokens_ahead, queries)
+            for part in (pages, *rounds[:1], *rounds[-1:])
+        )
 
     @property
     def trial_is_due(self) -> bool:
