@@ -210,6 +210,26 @@ def test_memory_is_released_beside_requests_that_are_paused(
     assert len(late.output_ids) == 4 and (len(req.output_ids) == ANSWER) == (not all_leave)
 
 
+def test_memory_is_released_in_parts(decoder: Decoder) -> None:
+    """Guards against a trainer that releases memory part by part, and waits for ever: a request
+    that came in between gets no pages before all of it is back."""
+    answers = with_saver(decoder)
+    assert decoder.release_memory_occupation(RELEASE) is not None
+    late = decoder.submit(PROMPT, new=4)
+    tick(decoder, 3)
+    assert decoder.queued == [late]
+    more = ReleaseMemoryOccupationReqInput(tags=["cuda_graph"])
+    assert decoder.release_memory_occupation(more) is not None and answers == []
+    for tag in ("kv_cache", "cuda_graph"):
+        assert decoder.queued == [late]
+        decoder.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[tag]))
+        assert tag not in decoder.offload_tags
+        tick(decoder)
+    assert decoder.in_transfer == [late]
+    finish(decoder)
+    assert len(late.output_ids) == 4
+
+
 @pytest.mark.parametrize("stage", ["taken", "between chunks"])
 def test_a_turn_that_a_pause_holds(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against health checks that are left to the next batch while a pause holds all there

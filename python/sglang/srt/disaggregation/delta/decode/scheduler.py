@@ -393,12 +393,12 @@ class DisaggScheduler(Scheduler):
         """Release memory if no rank owns or is about to take any, else None; one collective, for
         all ranks get a release in the same step. With data parallel attention their requests
         differ, and SGLang has them wait for each other while memory is released."""
-        queue, paused = self.disagg_decode_prealloc_queue, self._engine_paused
-        resumes = bool(queue.retracted_queue) and not paused  # in one of the next steps
-        # Paused, a server may have requests that get no pages until it goes on: whoever releases
-        # memory in between would wait for ever if they counted.
+        # Paused, or without other memory, a server may have requests that get no pages until it
+        # goes on: whoever releases memory in between would wait for ever if they counted.
+        queue, held = self.disagg_decode_prealloc_queue, self._engine_paused or self.offload_tags
+        resumes = bool(queue.retracted_queue) and not held  # in one of the next steps
         waiting = queue.queue
-        queue.queue = [] if paused else waiting
+        queue.queue = [] if held else waiting
         try:
             owns_nothing = self.is_fully_idle() and not self._deferred and not resumes
             if minimum([int(owns_nothing)], self.tp_cpu_group) == [0]:
