@@ -132,11 +132,17 @@ def test_a_decode_rank_has_no_threads() -> None:
     assert threading.active_count() <= before
 
 
-@pytest.mark.parametrize("registers_again", [False, True])
-def test_a_decode_rank_that_hangs_leaves_threads_to_others(registers_again: bool) -> None:
+@pytest.mark.parametrize(
+    ("threads", "at_once", "registers_again"),
+    [(2, 1, False), (2, 1, True), (2, 2, False), (1, 1, False)],
+)
+def test_a_decode_rank_that_hangs_leaves_threads_to_others(
+    threads: int, at_once: int, registers_again: bool
+) -> None:
     """Guards against other decode ranks that wait behind one whose calls hang, also if it takes
-    more threads with each registration."""
-    ranks = Ranks(threads=2)
+    more threads with each registration, and where a queue has all threads, or as many as there are
+    cores."""
+    ranks = Ranks(threads=threads, at_once=at_once)
     for peer in ("hangs", "lives"):
         ranks.register(peer)
     stuck = [ranks.post("hangs") for _ in range(8)]

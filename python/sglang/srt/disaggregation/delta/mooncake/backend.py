@@ -92,16 +92,17 @@ class _Line:
 
 
 class Callers:
-    """Threads that make calls. Daemons: a process that ends does not wait for a call that hangs, as
-    it would for an executor's. Decode ranks take turns, each with so many calls at once whatever it
-    registers meanwhile, so that one whose calls hang leaves threads to the others."""
+    """Threads that make calls, two at least. Daemons: a process that ends does not wait for a call
+    that hangs, as it would for an executor's. Decode ranks take turns, each with so many calls at
+    once whatever it registers meanwhile, and never with one on each thread, so that one whose calls
+    hang leaves threads to the others."""
 
     def __init__(self, threads: int, at_once: int) -> None:
-        self._at_once = at_once
+        self._at_once = max(min(at_once, threads - 1), 1)
         self._lock = threading.Lock()
         self._lines: dict[str, _Line] = {}
         self._turns: SimpleQueue[str] = SimpleQueue()
-        for _ in range(threads):
+        for _ in range(max(threads, 2)):
             threading.Thread(target=self._run, name="kv-mooncake", daemon=True).start()
 
     def submit(self, peer: str, call: Callable[..., State], *arguments: Any) -> Future[State]:
