@@ -57,9 +57,11 @@ def _number(parse: Callable[[str], Any], least: float, most: float) -> Callable[
     return within
 
 
-def _seconds(name: str, group: str, default: float, text: str) -> Variable[float]:
-    parse = _number(float, 0, math.inf)
-    allowed = "a number of seconds of at least 0"
+def _seconds(
+    name: str, group: str, default: float, text: str, *, least: float = 0
+) -> Variable[float]:
+    parse = _number(float, least, math.inf)
+    allowed = f"a number of seconds of at least {least:g}"
     return Variable(name, group, text, default, allowed, parse, f"{default:g} s")
 
 
@@ -234,13 +236,16 @@ STORE_DEADLINE = _seconds(
     "SGLANG_HICACHE_STORE_DEADLINE", "store", 10.0,
     "Longest time of a store call. After that, the store counts as down until it answers a probe.",
 )  # fmt: skip
+# A probe that hangs keeps a thread: without a pause, each step of the scheduler would start one.
 STORE_FIRST_RETRY = _seconds(
     "SGLANG_HICACHE_STORE_FIRST_RETRY", "store", 1.0,
     "A store that is down is probed after this time, then after twice that, and so on.",
+    least=0.1,
 )  # fmt: skip
 STORE_LONGEST_RETRY = _seconds(
     "SGLANG_HICACHE_STORE_LONGEST_RETRY", "store", 60.0,
     "Longest time between two probes.",
+    least=0.1,
 )  # fmt: skip
 STORE_MAX_CALLS = _integer(
     "SGLANG_HICACHE_STORE_MAX_CALLS", "store", 16,

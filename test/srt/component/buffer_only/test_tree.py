@@ -207,7 +207,9 @@ def test_without_the_mode_everything_is_sglangs():
         ("SGLANG_HICACHE_STORE_MAX_CALLS", "0"),
         ("SGLANG_HICACHE_STORE_MAX_CALLS", "2.5"),
         ("SGLANG_HICACHE_STORE_FIRST_RETRY", "inf"),
+        ("SGLANG_HICACHE_STORE_FIRST_RETRY", "0"),
         ("SGLANG_HICACHE_STORE_LONGEST_RETRY", ""),
+        ("SGLANG_HICACHE_STORE_LONGEST_RETRY", "0"),
     ],
 )
 def test_variables_are_refused_at_start(monkeypatch: pytest.MonkeyPatch, name: str, value: str):
