@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmark.harness.models import REPOSITORY, on_current
 from benchmark.harness.ports import allocate_ports
+from sglang.srt.hardware_backend.cpu_standin import gpu_device_node
 from sglang.srt.patchset.status import installed_version
 from sglang.srt.patchset.table import CURRENT_VERSION
 
@@ -18,11 +19,12 @@ HOST = "127.0.0.1"
 LEAN = ("--skip-tokenizer-init", "--incremental-streaming-output")
 """Token ids in and out, each once: helper processes share the cores with the schedulers."""
 
-# SGLang on a machine with no GPU; the CPU stand-in provides the names it misses there.
-_CPU_ARGS = (
-    *("--device", "cpu", "--dtype", "float32"),
-    *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-    "--disable-cuda-graph",
+_ON_GPU = gpu_device_node() is not None
+# Without a GPU the CPU stand-in provides the names that SGLang misses. Several servers share one.
+_DEVICE_ARGS = (
+    ("--device", "cuda", "--attention-backend", "triton", "--mem-fraction-static", "0.2")
+    if _ON_GPU
+    else ("--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph")
 )
 HICACHE = (
     *("--enable-hierarchical-cache", "--hicache-write-policy", "write_through"),
@@ -91,7 +93,7 @@ _BASE_ENV = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",
-    "SGLANG_CPU_STANDIN": "1",
+    "SGLANG_CPU_STANDIN": str(int(not _ON_GPU)),
 }
 
 
@@ -131,7 +133,8 @@ def engine(
     command += ["--host", HOST, "--port", str(http)]
     if "--dp-size" not in extra_args:  # else SGLang picks one for each rank
         command += ["--nccl-port", str(nccl)]
-    command += [*_CPU_ARGS, "--enable-metrics", *sizes.arguments()]
+    command += [*_DEVICE_ARGS, "--dtype", "float32", "--sampling-backend", "pytorch"]
+    command += ["--enable-metrics", *sizes.arguments()]
     if role == "decode" and sizes.reserved_decode_tokens is not None:
         command += ["--num-reserved-decode-tokens", str(sizes.reserved_decode_tokens)]
     command += extra_args
