@@ -14,6 +14,8 @@ from benchmark.harness.report import markdown
 from benchmark.traces.record import BLOCK_TOKENS
 
 Json = Mapping[str, Any]
+CLASS = 30
+"""Requests of a class at a load, at least, for the page to show it."""
 
 
 class Column(NamedTuple):
@@ -123,7 +125,7 @@ def page(told: Json, figures: Mapping[str, str]) -> str:
         *_titled("Per cold prompt", _ABOUT_EVENTS, _columns(told, EVENTS)),
         *_titled(
             "By class",
-            f"{told['trace']['classes']}.",
+            f"{told['trace']['classes']}. Classes with fewer than {CLASS} requests are left out.",
             _table(told, ["class", "requests", *(c.head for c in TIMES)], _by_class),
         ),
         "## The load",
@@ -143,7 +145,8 @@ def page(told: Json, figures: Mapping[str, str]) -> str:
 
 _ABOUT_RATIOS = (
     "Geometric means of the rounds' ratios, with intervals by Student's t; of a grid each load's "
-    "hold together. Bold: the interval excludes 1."
+    "hold together. Bold: the interval excludes 1. The sentences at the top have wider intervals, "
+    "which all hold together."
 )
 _ABOUT_COUNTED = (
     "Of a round. *KV moved*: from prefill to decode. *Tokens that decode hit*: prompt tokens in "
@@ -213,9 +216,13 @@ def claim_rows(found: Sequence[Json]) -> list[list[str]]:
 
 
 def _columns(told: Json, columns: Sequence[Column]) -> str:
-    """Those that any arm has a number for."""
+    """Those that any arm has a number but 0 for."""
     every = [of["numbers"] for arms in told["loads"].values() for of in arms.values()]
-    there = [c for c in columns if any(c.shown(each) != "-" for each in every)]
+    there = [
+        column
+        for column in columns
+        if any(abs(three(each.get(name))[0]) > 0 for each in every for name in column.names)
+    ]
 
     def row(of: Json) -> Iterator[list[str]]:
         yield [column.shown(of["numbers"]) for column in there]
@@ -238,7 +245,8 @@ def _table(
 
 def _by_class(of: Json) -> Iterator[list[str]]:
     for kind, times in of["classes"].items():
-        yield [kind, str(times["requests"]), *(column.shown(times) for column in TIMES)]
+        if times["requests"] >= CLASS:
+            yield [kind, str(times["requests"]), *(column.shown(times) for column in TIMES)]
 
 
 def _rounds(of: Json) -> Iterator[list[str]]:

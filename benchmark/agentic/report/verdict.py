@@ -30,7 +30,8 @@ def grid_sure(run: Run) -> float:
 def said(run: Run, point: str) -> str:
     """A load as a sentence names it."""
     head, *over = point.split(", ")
-    return ", ".join((f"{head} {run.study.load.unit}", *over))
+    unit = run.study.load.unit
+    return ", ".join((f"{head} {unit.replace('s at', ' at') if head == '1' else unit}", *over))
 
 
 def measured(run: Run, of: Numbers, point: str) -> list[str]:
@@ -54,7 +55,8 @@ def answer(run: Run, of: Numbers) -> str:
     # page of twenty.
     pairs = max(1, math.comb(len(run.titles), 2))
     sure = 1 - 0.05 / (len(AGAINST) * pairs * len(points))
-    return " ".join(_headline(run, of, point, sure) for point in points)
+    told = [_headline(run, of, point, sure) for point in points]
+    return told[0] if len(told) == 1 else "\n".join(f"- {each}" for each in told)
 
 
 def _over_a_grid(run: Run, of: Numbers, points: Sequence[str]) -> str:
