@@ -199,11 +199,11 @@ def counters(told: Json) -> str:
 
 
 def ratio(of: Json | None) -> str:
-    """An arm over the first one, in three quantities."""
+    """An arm over the first one."""
     ratios = of and of["of_first_arm"]
     if not of or not ratios:
         return "-"
-    shown = ("ttft_mean", "e2e_mean", "goodput")
+    shown = ("ttft_mean", "e2e_mean", "itl_p99", "goodput")
     return "; ".join(_ratio(ratios[name]) for name in shown)
 
 

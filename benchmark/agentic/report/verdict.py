@@ -55,8 +55,7 @@ def answer(run: Run, of: Numbers) -> str:
     # page of twenty.
     pairs = max(1, math.comb(len(run.titles), 2))
     sure = 1 - 0.05 / (len(AGAINST) * pairs * len(points))
-    told = [_headline(run, of, point, sure) for point in points]
-    return told[0] if len(told) == 1 else "\n".join(f"- {each}" for each in told)
+    return "\n".join("- " * (len(points) > 1) + _headline(run, of, point, sure) for point in points)
 
 
 def _over_a_grid(run: Run, of: Numbers, points: Sequence[str]) -> str:
@@ -127,7 +126,8 @@ def _headline(run: Run, of: Numbers, point: str, sure: float) -> str:
         head = f"{titles[name]} is best"
     elif any(wins[a, b] and wins[b, a] for a, b in wins):
         head = "a trade"
-    return f"{at}, **{head}**: {'; '.join(parts)}."
+    told = f" {parts[0]}." if len(parts) == 1 else "".join(f"\n  - {each}." for each in parts)
+    return f"{at}, **{head}**:{told}"
 
 
 def holds(run: Run, of: Numbers) -> Iterator[str]:
@@ -225,7 +225,7 @@ def _few(run: Run) -> Iterator[str]:
 def claims(run: Run, of: Numbers) -> list[dict[str, Any]]:
     """Those whose arms and load were measured, each with ``ours`` and ``verdict``: *agrees*, *does
     not agree*, or *no verdict* where the interval holds the bound, or there is none."""
-    columns = {name.partition("_")[0]: name for name in AGAINST}
+    columns = {name.partition("_")[0]: name for name in (*AGAINST, "requests_per_s")}
     found = []
     for claim in run.study.claims:
         for point in (each for each in run.points if each.load == claim.at):

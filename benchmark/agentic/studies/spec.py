@@ -95,7 +95,8 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arm: str
     over: str
     """The arm that it is divided by."""
-    of: Literal["ttft", "tpot", "e2e", "itl", "goodput"]
+    of: Literal["ttft", "tpot", "e2e", "itl", "goodput", "requests"]
+    """The last one: requests/s, in time or not."""
     at: float
     """The load."""
     at_most: float | None = None
