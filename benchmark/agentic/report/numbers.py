@@ -162,7 +162,7 @@ def _cell(run: Run, cell: Cell) -> dict[str, float]:
         "at_most": int(max(np.cumsum([step for _, step in steps]), default=0)),
         "late_p99": percentile(late, 99),
         "read_late_p99": percentile(lag, 99),
-        "loopback_bytes": math.nan if cell.loopback is None else cell.loopback,
+        "loopback_bytes": (math.nan if cell.loopback is None else cell.loopback) / len(outcomes),
         **_counters(cell),
         **_workers(counted),
         **events(cell),
@@ -179,7 +179,7 @@ def _hit_rate(counted: Sequence[Outcome]) -> float:
 
 
 def _counters(cell: Cell) -> dict[str, float]:
-    """What the servers counted, and what was seen of their gauges."""
+    """What the servers counted, by request, and what was seen of their gauges."""
     found: dict[str, float] = {}
     for name in {name for row in cell.samples for name in row} - {"at", "server"}:
         values = [row[name] for row in cell.samples if name in row]
@@ -193,15 +193,16 @@ def _counters(cell: Cell) -> dict[str, float]:
     if "prefill" not in cell.gained:
         return found
     prefill, decode = (cell.gained.get(role, {}) for role in ("prefill", "decode"))
+    sent = len(cell.outcomes)
     # The stock release counts the pages of each whole prompt, which is what it sends.
     stock = prefill.get(metrics.STOCK_TRANSFER_MB, 0.0) * 2**20
-    found["bytes_moved"] = prefill.get(metrics.SENT_BYTES, stock)
-    found["hit_tokens"] = decode.get(metrics.HIT_TOKENS, 0.0)
-    found["local_tokens"] = decode.get(metrics.LOCAL_TOKENS, 0.0)
+    found["bytes_moved"] = prefill.get(metrics.SENT_BYTES, stock) / sent
+    found["hit_tokens"] = decode.get(metrics.HIT_TOKENS, 0.0) / sent
+    found["local_tokens"] = decode.get(metrics.LOCAL_TOKENS, 0.0) / sent
     for stage in STAGES:
         name = f"sglang:kv_transfer_{stage}_seconds"
         if count := prefill.get(f"{name}_count", 0.0):
-            found |= {"transfers": count, stage: prefill.get(f"{name}_sum", 0.0) / count}
+            found |= {"transfers": count / sent, stage: prefill.get(f"{name}_sum", 0.0) / count}
     return found
 
 

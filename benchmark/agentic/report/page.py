@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -65,17 +66,17 @@ RESULTS = [
     Column("concurrent: mean / max", ("at_once", "at_most"), ",.1f"),
 ]
 COUNTED = [
-    Column("KV moved", ("bytes_moved",), ",.1f", 1e-6, " MB", spread=True),
+    Column("KV moved", ("bytes_moved",), ",.0f", 1e-3, " KB", spread=True),
     Column("tokens that decode hit", ("hit_tokens",)),
     Column("tokens that decode computed", ("local_tokens",)),
-    Column("loopback interface", ("loopback_bytes",), ",.1f", 1e-6, " MB"),
+    Column("loopback interface", ("loopback_bytes",), ",.0f", 1e-3, " KB"),
     Column("tokens a draft step", ("accept_p50",), ".2f"),
     Column("requests that run: p50 / max", ("running_p50", "running_max")),
     Column("KV pool: p50 / max", ("usage_p50", "usage_max"), ".0%"),
     Column("cached on: device / host / store", TIERS, ".1%"),
     Column("host memory: pools / store", ("host_bytes", "store_bytes"), ",.1f", 1e-6, " MB"),
     Column("imbalance", ("imbalance",), ".2f"),
-    Column("transfers", ("transfers",)),
+    Column("transfers", ("transfers",), ".2f"),
     Column(f"stages: {' / '.join(STAGES)}", STAGES, ".2f", 1e3, " ms"),
 ]
 EVENTS = [
@@ -108,13 +109,16 @@ def page(told: Json, figures: Mapping[str, str]) -> str:
         *_titled(
             "Claims",
             "Ratios, with 95 % intervals.",
-            markdown(["claim", "load", "theirs", "ours", ""], claim_rows(told["claims"]))
+            markdown(
+                ["claim", "load", "theirs, or our bound", "ours", "verdict"],
+                claim_rows(told["claims"]),
+            )
             if told["claims"]
             else "",
         ),
         "## Before believing a number" if told["warnings"] else "",
         "\n".join(f"- {text}" for text in told["warnings"]),
-        *_titled("Results", "", results(told)),
+        *_titled("Results", _ABOUT_RESULTS, results(told)),
         *_titled("Against the first arm", _ABOUT_RATIOS, ratios(told)),
         "## Service level objective (SLO)",
         f"A request meets the SLO with TTFT at most {slo['ttft_s']:g} s and TPOT at most "
@@ -143,17 +147,24 @@ def page(told: Json, figures: Mapping[str, str]) -> str:
     return "\n\n".join(part.rstrip() for part in parts if part) + "\n"
 
 
+_ABOUT_RESULTS = (
+    "*Hit rate*: cached share of the prompt tokens, as the servers' answers say. *Concurrent*: "
+    "requests under way at the client. Latency is lower, requests/s and goodput higher where it is "
+    "better."
+)
 _ABOUT_RATIOS = (
     "Geometric means of the rounds' ratios, with intervals by Student's t; of a grid each load's "
     "hold together. Bold: the interval excludes 1. The sentences at the top have wider intervals, "
     "which all hold together."
 )
 _ABOUT_COUNTED = (
-    "Of a round. *KV moved*: from prefill to decode. *Tokens that decode hit*: prompt tokens in "
-    "its radix cache. *Loopback interface*: all that the kernel carried on this machine, requests "
-    "and answers included. *Imbalance*: the busiest decoding server's share of prompt tokens over "
-    "an even one. *Stages* of a transfer: from submission until a worker takes it; making its "
-    "descriptors; the transport's calls; until it is seen complete. The stock release counts none."
+    "*KV moved* from prefill to decode, *tokens that decode hit* in its radix cache and computed, "
+    "*loopback interface* (all that the kernel carried, requests and answers included; NIXL's "
+    "shared memory is not) and *transfers*: a request. *Requests that run* and *KV pool*: of a "
+    "decoding server, sampled each second. *Imbalance*: the busiest decoding server's share of "
+    "prompt tokens over an even one. *Stages* of a transfer: from submission until a worker takes "
+    "it; making its descriptors; the transport's calls; until it is seen complete. The stock "
+    "release counts none."
 )
 _ABOUT_EVENTS = (
     "From sending a prompt of class COLD to its first token. *Running answers*: how many are under "
@@ -176,7 +187,7 @@ def results(told: Json) -> str:
 
 def ratios(told: Json) -> str:
     """Of each arm but the first, at each load."""
-    names = {name: name.replace("_", " ") for name in COMPARED} | AGAINST
+    names = {f"{q}_p90": f"{NAMES[q]} p90" for q in QUANTITIES} | AGAINST
 
     def row(of: Json) -> Iterator[list[str]]:
         if of["of_first_arm"]:
@@ -199,12 +210,11 @@ def counters(told: Json) -> str:
 
 
 def ratio(of: Json | None) -> str:
-    """An arm over the first one."""
-    ratios = of and of["of_first_arm"]
-    if not of or not ratios:
+    """An arm over the first one, without intervals."""
+    if not of or not (ratios := of["of_first_arm"]):
         return "-"
     shown = ("ttft_mean", "e2e_mean", "itl_p99", "goodput")
-    return "; ".join(_ratio(ratios[name]) for name in shown)
+    return re.sub(r" \[.*?\]", "", "; ".join(_ratio(ratios[name]) for name in shown))
 
 
 def claim_rows(found: Sequence[Json]) -> list[list[str]]:

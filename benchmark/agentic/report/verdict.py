@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations, permutations
+from itertools import permutations
 from typing import Any
 
 from benchmark.agentic.report.numbers import AGAINST, ROUNDS, Interval, Numbers, interval
@@ -83,12 +83,14 @@ def better(quantity: str, ratio: Interval) -> int:
     return side if quantity == "goodput" else -side
 
 
-def best(arms: Sequence[str], wins: Mapping[tuple[str, str], Sequence[str]]) -> str | None:
-    """The arm to which no other is better in anything, and which is better than each in something.
-    ``wins``: for each ordered pair, in what the first is better than the second."""
+def best(
+    arms: Sequence[str], wins: Mapping[tuple[str, str], Any], loses: Mapping[tuple[str, str], Any]
+) -> str | None:
+    """The arm that is worse than no other in anything, and better than each in something. Of each
+    ordered pair: in what the first is better than the second, and whether it is worse in anything.
+    """
     for arm in arms:
-        others = [other for other in arms if other != arm]
-        if others and all(wins[arm, o] and not wins[o, arm] for o in others):
+        if all(wins[arm, o] and not loses[arm, o] for o in arms if o != arm):
             return arm
     return None
 
@@ -96,38 +98,35 @@ def best(arms: Sequence[str], wins: Mapping[tuple[str, str], Sequence[str]]) -> 
 def _headline(run: Run, of: Numbers, point: str, sure: float) -> str:
     """A sentence or two about one load."""
     titles, at, by = run.titles, f"At {said(run, point)}", f"{run.study.by}_mean"
-    means = {arm: interval(of.cells.loc[point, arm][by]) for arm in measured(run, of, point)}
-    arms = list(means)
-    if len(arms) < 2:
-        of_it = spread([x * 1e3 for x in means[arms[0]]], ",.0f", " ms")
-        return f"{at}, {titles[arms[0]]} has a mean {AGAINST[by]} of {of_it}."
-    wins, ratios = {}, {}
+    if len(arms := measured(run, of, point)) < 2:
+        mean = interval(of.cells.loc[point, arms[0]][by])
+        return (
+            f"{at}, {titles[arms[0]]} has a mean {AGAINST[by]} of "
+            f"{spread([x * 1e3 for x in mean], ',.0f', ' ms')}."
+        )
+    wins, loses, ratios = {}, {}, {}
     for pair in permutations(arms, 2):
         ratios[pair] = {q: of.ratio(point, pair, q, sure=sure) for q in AGAINST}
         wins[pair] = [q for q, x in ratios[pair].items() if better(q, x) > 0]
-    parts = []
-    for a, b in combinations(arms, 2):
-        each = [
-            f"{titles[one]} has "
-            + " and ".join(f"{share(ratios[one, two][q])} times the {AGAINST[q]}" for q in found)
-            + f" of {titles[two]}"
-            for one, two in ((a, b), (b, a))
-            if (found := wins[one, two])
-        ]
-        parts += [", and ".join(each)] if each else []
-    if not parts:
+        loses[pair] = any(better(q, of.ratio(point, pair, q)) < 0 for q in AGAINST)
+    if not any(wins.values()):
         each = [f"{titles[a]} {share(ratios[a, arms[0]][by])}" for a in arms[1:]]
         return (
             f"{at}, **no verdict**: no arm differs from another by more than the interval. "
             f"{AGAINST[by]} over that of {titles[arms[0]]}: {', '.join(each)}."
         )
-    head = "no arm is best"
-    if (name := best(arms, wins)) is not None:
+    found: dict[tuple[str, str], list[str]] = {}
+    for q in AGAINST:
+        of_q = of.cells.loc[point][q].groupby(level="arm").mean()
+        one, other, *_ = sorted(arms, key=of_q.get, reverse=q == "goodput")
+        pair = (one, other if one == arms[0] else arms[0])
+        if q in wins[pair]:
+            found.setdefault(pair, []).append(f"{share(ratios[pair][q])} times the {AGAINST[q]}")
+    parts = [f"*{titles[a]}* has {', '.join(x)} of *{titles[b]}*" for (a, b), x in found.items()]
+    head = "a trade" if any(wins[a, b] and wins[b, a] for a, b in wins) else "no arm is best"
+    if name := best(arms, wins, loses):
         head = f"{titles[name]} is best"
-    elif any(wins[a, b] and wins[b, a] for a, b in wins):
-        head = "a trade"
-    told = f" {parts[0]}." if len(parts) == 1 else "".join(f"\n  - {each}." for each in parts)
-    return f"{at}, **{head}**:{told}"
+    return ": ".join(filter(None, (f"{at}, **{head}**", "; ".join(parts)))) + "."
 
 
 def holds(run: Run, of: Numbers) -> Iterator[str]:
@@ -206,7 +205,7 @@ def _few(run: Run) -> Iterator[str]:
     if (window := run.study.load.window) is None:
         return
     sent, found = {o.request_class for cell in run.cells for o in cell.outcomes}, {}
-    for cell in run.cells:
+    for cell in sorted(run.cells, key=lambda cell: len(cell.counted)):
         made = run.study.made and cell.key[2].made(run.study.made)
         counts = Counter(o.request_class for o in cell.counted)
         lacking = [n for n in (made.classes if made else sent) if counts[n] < window.of_class]
@@ -217,8 +216,8 @@ def _few(run: Run) -> Iterator[str]:
     if found:
         yield (
             f"**Fewer requests of a round than asked for** ({window.requests}, and "
-            f"{window.of_class} of each class) began within {window.limit_s:g} s: "
-            f"{'; '.join(found.values())}."
+            f"{window.of_class} of each class) began within {window.limit_s:g} s "
+            f"(here the fewest of a round): {'; '.join(found.values())}."
         )
 
 
@@ -253,7 +252,7 @@ def share(of: Sequence[float]) -> str:
 
 def percent(of: Sequence[float]) -> str:
     value, low, high = of
-    return spread((value, max(0.0, low), min(1.0, high)), ".0%")
+    return spread((value, max(low, 0.0), min(high, 1.0)), ".0%")
 
 
 def spread(of: Sequence[float], form: str, unit: str = "") -> str:

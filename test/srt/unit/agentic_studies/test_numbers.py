@@ -106,9 +106,9 @@ def test_a_difference_is_one_beyond_its_interval() -> None:
     """Guards against a page that names a winner of noise, or none where there is one: requests vary
     sevenfold, which pairs of rounds take out."""
     text = said(run(cells("a", 1.0), cells("b", 0.8), cells("c", 0.81)))
-    assert "**no arm is best**" in text and "b has 0.80 [" in text
-    assert "end-to-end time of a" in text and "of c" not in text
-    assert "**b is best**: b has 0.80 [" in said(run(cells("a", 1.0), cells("b", 0.8)))
+    assert "**no arm is best**" in text and "*b* has 0.80 [" in text
+    assert "end-to-end time of *a*" in text and "of *c*" not in text
+    assert "**b is best**: *b* has 0.80 [" in said(run(cells("a", 1.0), cells("b", 0.8)))
     assert "**b is best**" in said(run(cells("a", 1.0), cells("b", 0.9)))
     assert "**no verdict**" in said(run(cells("a", 1.0), cells("b", 1.0)))
     few = run(cells("a", 1.0, rounds=2), cells("b", 0.1, rounds=2), rounds=2)
@@ -120,8 +120,10 @@ def test_an_arm_that_wins_by_one_quantity_is_not_best() -> None:
     made = run(cells("a", 1.0), cells("b", 1.0))
     change(made, "b", lambda o: {"tpot_s": 0.005, "ttft_s": o.ttft_s * 5})
     text = said(made)
-    assert "**a trade**: a has 0.2" in text and "is best" not in text
-    assert re.search(r"times the TTFT.* of b, and b has 0\.50 \[.*\] times the TPOT of a\.$", text)
+    assert "**a trade**: *a* has 0.2" in text and "is best" not in text
+    assert re.search(
+        r"the TTFT.* of \*b\*; \*b\* has 0\.50 \[.*\] times the TPOT of \*a\*\.$", text
+    )
 
 
 def test_a_grid_says_at_how_many_loads(tmp_path: Path) -> None:
@@ -303,7 +305,7 @@ def test_the_page_is_well_formed_and_holds_the_summary(tmp_path: Path) -> None:
     for table in tables:
         assert len({line.count("|") for line in table.strip().splitlines()}) == 1
     assert "load.svg" in text and "sessions at once" in (tmp_path / "load.svg").read_text()
-    counted = "| 5.0 MB [5.0, 5.0] | 7.0 MB | 2 / 2 | 38% / 50% | 1.50 | 10 "
+    counted = "| 122 KB [122, 122] | 171 KB | 2 / 2 | 38% / 50% | 1.50 | 0.24 "
     assert counted + "| 1.00 / 2.00 / 3.00 / 4.00 ms |" in text
     value, low, high = told["of_first_arm"]["e2e_mean"]
     assert f"| **{value:.2f} [{low:.2f}, {high:.2f}]** |" in text
