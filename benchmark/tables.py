@@ -83,8 +83,11 @@ def _gained(name: str, arms: Sequence[str]) -> list[list[str]]:
     loads = list(told["loads"].items())[-5::2]
     base, page = next(iter(told["titles"].values())), f"[{name}]({_FIGURES}/{name}/page.md)"
     return [
-        [page, f"{told['titles'][arm]} / {base}"]
-        + [f"{load}: {pages.ratio(of.get(arm))}" for load, of in loads]
+        (
+            [page, f"{told['titles'][arm]} / {base}"]
+            + [f"{load}: {pages.ratio(of.get(arm))}" for load, of in loads]
+            + ["-"] * 3
+        )[:5]
         for arm in arms
         if arm in told["titles"]
     ]

@@ -212,14 +212,17 @@ def test_memory_is_released_beside_requests_that_are_paused(
 
 def test_memory_is_released_in_parts(decoder: Decoder) -> None:
     """Guards against a trainer that releases memory part by part, and waits for ever: a request
-    that came in between gets no pages before all of it is back."""
+    that came in between gets no pages before all of it is back; nor does one without a grammar."""
     answers = with_saver(decoder)
     assert decoder.release_memory_occupation(RELEASE) is not None
     late = decoder.submit(PROMPT, new=4)
     tick(decoder, 3)
     assert decoder.queued == [late]
-    more = ReleaseMemoryOccupationReqInput(tags=["cuda_graph"])
+    more, compiling = ReleaseMemoryOccupationReqInput(tags=["cuda_graph"]), ["a request"]
+    decoder.grammar_manager.grammar_queue = compiling
     assert decoder.release_memory_occupation(more) is not None and answers == []
+    assert decoder.grammar_manager.grammar_queue is compiling
+    decoder.grammar_manager.grammar_queue = []
     for tag in ("kv_cache", "cuda_graph"):
         assert decoder.queued == [late]
         decoder.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[tag]))

@@ -397,15 +397,17 @@ class DisaggScheduler(Scheduler):
         # goes on: whoever releases memory in between would wait for ever if they counted.
         queue, held = self.disagg_decode_prealloc_queue, self._engine_paused or self.offload_tags
         resumes = bool(queue.retracted_queue) and not held  # in one of the next steps
-        waiting = queue.queue
-        queue.queue = [] if held else waiting
+        grammars = self.grammar_manager
+        waiting = queue.queue, grammars.grammar_queue
+        if held:
+            queue.queue, grammars.grammar_queue = [], []
         try:
             owns_nothing = self.is_fully_idle() and not self._deferred and not resumes
             if minimum([int(owns_nothing)], self.tp_cpu_group) == [0]:
                 return None
             return super().release_memory_occupation(recv_req)
         finally:
-            queue.queue = waiting
+            queue.queue, grammars.grammar_queue = waiting
 
 
 class RadixTokenizer(TokenizerManager):
