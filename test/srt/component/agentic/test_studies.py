@@ -99,8 +99,8 @@ def test_three_urls_and_a_trace_give_a_page(
     assert cli.report([str(out), "--page", str(tmp_path / "again")]) == 0
     assert (tmp_path / "again" / "page.md").read_text() == text
     assert cli.compare([str(out), str(out), "--page", str(tmp_path / "both")]) == 0
-    both = (tmp_path / "both" / "page.md").read_text().split("\n\n")[1]
-    assert "before: pd" in both and "after: pd" in both
+    both = (tmp_path / "both" / "page.md").read_text()
+    assert "| 4 | before: pd |" in both and "| 4 | after: pd |" in both
 
 
 def test_several_urls_get_a_router_and_openai_endpoints_are_counted(
