@@ -103,7 +103,7 @@ def claims() -> str:
                 [path.stem, claim.text, f"{claim.at:g}", claim.theirs, "-", "not measured yet"]
             )
         rows += [[path.stem, *row] for row in pages.claim_rows(told["claims"] if told else ())]
-    return markdown(["study", "claim", "load", "theirs", "ours", ""], rows)
+    return markdown(["study", *pages.CLAIMS], rows)
 
 
 def _told(name: str) -> Any:

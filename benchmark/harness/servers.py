@@ -143,8 +143,8 @@ def engine(
         command.append("--disable-piecewise-cuda-graph")
     if ranks > 1:
         command += ["--tp-size", str(ranks)]
-        binding = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(ranks))
     if ranks > 1 and not _ON_GPU:
+        binding = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(ranks))
         of_process |= {"SGLANG_CPU_OMP_THREADS_BIND": binding, "SGLANG_NCCL_SO_PATH": "none"}
     if role != "aggregated":
         command += ["--disaggregation-mode", role, "--disaggregation-transfer-backend", backend]

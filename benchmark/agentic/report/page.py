@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from benchmark.harness.report import markdown
 from benchmark.traces.record import BLOCK_TOKENS
 
 Json = Mapping[str, Any]
+CLAIMS = ("claim", "load", "theirs, or our bound", "ours", "verdict")
 CLASS = 30
 """Requests of a class at a load, at least, for the page to show it."""
 
@@ -66,17 +66,17 @@ RESULTS = [
     Column("concurrent: mean / max", ("at_once", "at_most"), ",.1f"),
 ]
 COUNTED = [
-    Column("KV moved", ("bytes_moved",), ",.0f", 1e-3, " KB", spread=True),
-    Column("tokens that decode hit", ("hit_tokens",)),
-    Column("tokens that decode computed", ("local_tokens",)),
-    Column("loopback interface", ("loopback_bytes",), ",.0f", 1e-3, " KB"),
+    Column("KV moved a request", ("bytes_moved",), ",.0f", 1e-3, " KB", spread=True),
+    Column("tokens a request that decode hit", ("hit_tokens",)),
+    Column("that decode computed", ("local_tokens",)),
+    Column("loopback interface a request", ("loopback_bytes",), ",.0f", 1e-3, " KB"),
     Column("tokens a draft step", ("accept_p50",), ".2f"),
     Column("requests that run: p50 / max", ("running_p50", "running_max")),
     Column("KV pool: p50 / max", ("usage_p50", "usage_max"), ".0%"),
     Column("cached on: device / host / store", TIERS, ".1%"),
     Column("host memory: pools / store", ("host_bytes", "store_bytes"), ",.1f", 1e-6, " MB"),
     Column("imbalance", ("imbalance",), ".2f"),
-    Column("transfers", ("transfers",), ".2f"),
+    Column("transfers a request", ("transfers",), ".2f"),
     Column(f"stages: {' / '.join(STAGES)}", STAGES, ".2f", 1e3, " ms"),
 ]
 EVENTS = [
@@ -109,12 +109,7 @@ def page(told: Json, figures: Mapping[str, str]) -> str:
         *_titled(
             "Claims",
             "Ratios, with 95 % intervals.",
-            markdown(
-                ["claim", "load", "theirs, or our bound", "ours", "verdict"],
-                claim_rows(told["claims"]),
-            )
-            if told["claims"]
-            else "",
+            markdown(CLAIMS, claim_rows(told["claims"])) if told["claims"] else "",
         ),
         "## Before believing a number" if told["warnings"] else "",
         "\n".join(f"- {text}" for text in told["warnings"]),
@@ -153,18 +148,17 @@ _ABOUT_RESULTS = (
     "better."
 )
 _ABOUT_RATIOS = (
-    "Geometric means of the rounds' ratios, with intervals by Student's t; of a grid each load's "
-    "hold together. Bold: the interval excludes 1. The sentences at the top have wider intervals, "
-    "which all hold together."
+    "Geometric means of the rounds' ratios, with intervals by Student's t. Bold: the interval "
+    "excludes 1. Of a grid, all intervals of a load hold together. Else each holds by itself; the "
+    "sentences at the top have wider ones, which all hold together."
 )
 _ABOUT_COUNTED = (
-    "*KV moved* from prefill to decode, *tokens that decode hit* in its radix cache and computed, "
-    "*loopback interface* (all that the kernel carried, requests and answers included; NIXL's "
-    "shared memory is not) and *transfers*: a request. *Requests that run* and *KV pool*: of a "
-    "decoding server, sampled each second. *Imbalance*: the busiest decoding server's share of "
-    "prompt tokens over an even one. *Stages* of a transfer: from submission until a worker takes "
-    "it; making its descriptors; the transport's calls; until it is seen complete. The stock "
-    "release counts none."
+    "*KV moved*: from prefill to decode. *Decode hit*: in its radix cache. *Loopback interface*: "
+    "all that the kernel carried, requests and answers included, but not NIXL's shared memory. "
+    "*Requests that run* and *KV pool*: of a decoding server, sampled each second. *Imbalance*: "
+    "the busiest decoding server's share of prompt tokens over an even one. *Stages* of a "
+    "transfer: from submission until a worker takes it; making its descriptors; the transport's "
+    "calls; until it is seen complete. The stock release counts none."
 )
 _ABOUT_EVENTS = (
     "From sending a prompt of class COLD to its first token. *Running answers*: how many are under "
@@ -196,12 +190,12 @@ def ratios(told: Json) -> str:
     return _table(told, [f"{names[name]}" for name in COMPARED], row)
 
 
-def _ratio(of: Any) -> str:
+def _ratio(of: Any, bounds: bool = True) -> str:
     value, low, high = three(of)
     if math.isnan(value):
         return "-"
     bold = "**" if low > 1 or high < 1 else ""
-    return f"{bold}{share((value, low, high))}{bold}"
+    return f"{bold}{share((value, low, high)) if bounds else f'{value:.2f}'}{bold}"
 
 
 def counters(told: Json) -> str:
@@ -213,8 +207,10 @@ def ratio(of: Json | None) -> str:
     """An arm over the first one, without intervals."""
     if not of or not (ratios := of["of_first_arm"]):
         return "-"
-    shown = ("ttft_mean", "e2e_mean", "itl_p99", "goodput")
-    return re.sub(r" \[.*?\]", "", "; ".join(_ratio(ratios[name]) for name in shown))
+    return "; ".join(
+        _ratio(ratios[name], bounds=False)
+        for name in ("ttft_mean", "e2e_mean", "itl_p99", "goodput")
+    )
 
 
 def claim_rows(found: Sequence[Json]) -> list[list[str]]:

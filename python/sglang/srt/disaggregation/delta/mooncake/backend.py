@@ -98,11 +98,12 @@ class Callers:
     hang leaves threads to the others."""
 
     def __init__(self, threads: int, at_once: int) -> None:
-        self._at_once = max(min(at_once, threads - 1), 1)
+        threads = max(threads, 2)
+        self._at_once = min(at_once, threads - 1)
         self._lock = threading.Lock()
         self._lines: dict[str, _Line] = {}
         self._turns: SimpleQueue[str] = SimpleQueue()
-        for _ in range(max(threads, 2)):
+        for _ in range(threads):
             threading.Thread(target=self._run, name="kv-mooncake", daemon=True).start()
 
     def submit(self, peer: str, call: Callable[..., State], *arguments: Any) -> Future[State]:
