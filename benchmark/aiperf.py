@@ -2,7 +2,7 @@
 
 AIPerf (https://github.com/ai-dynamo/aiperf; read with 0.13.0) has trace formats, sessions and an
 OpenAI client of its own. It runs from an environment of its own, so that it pins nothing of ours:
-``python -m venv aiperf && aiperf/bin/pip install aiperf``. Its prompts are text by its tokenizer.
+``python -m venv aiperf && aiperf/bin/pip install aiperf``.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from typing import Any
 
 import msgspec
 
-from benchmark.agentic.load.outcome import Classes, Outcome
+from benchmark.agentic.load.outcome import Outcome
+from benchmark.agentic.load.prepare import PromptSource, body
 from benchmark.agentic.load.run import Counting, Window
 from benchmark.agentic.load.sessions import Turn
-from benchmark.agentic.load.sessions import turns as turns_of
 from benchmark.harness.command import RunFailed
-from benchmark.traces.record import Record, write
-from benchmark.traces.sessions import annotate
 
 EXPORT = "profile_export.jsonl"
 MOONCAKE = "mooncake_trace"
@@ -39,7 +37,6 @@ class Program(msgspec.Struct, frozen=True):
 def command(
     program: Program,
     url: str,
-    trace: Path,
     out: Path,
     *,
     model: str,
@@ -60,7 +57,7 @@ def command(
         how += ["--request-count", str(requests)]
     words = [str(program.path), "profile", "--model-names", model, "--url", url]
     words += ["--endpoint-type", endpoint, "--streaming", "--use-server-token-count"]
-    words += ["--custom-dataset-type", program.format, "--input-file", str(trace)]
+    words += ["--custom-dataset-type", program.format, "--input-file", str(program.file)]
     words += ["--prompt-input-tokens-block-size", str(block_tokens), "--tokenizer", tokenizer]
     words += [*how, "--extra-inputs", "ignore_eos:true"]
     words += ["--request-timeout-seconds", f"{timeout_s:g}", "--ui", "none"]
@@ -71,30 +68,44 @@ def command(
 def profile(
     program: Program,
     url: str,
-    records: Sequence[Record],
+    turns: Sequence[Turn] | None,
+    source: PromptSource,
     out: Path,
-    classes: Classes,
     window: Window | None,
+    think_s: float,
     **how: Any,
 ) -> tuple[list[Outcome], tuple[float, float] | None]:
-    """Sends the records once; with a ``window`` what of them counts, and when it was open.
+    """Sends the turns once, each with the body that our client sends; with a ``window`` what of
+    them counts, and when it was open.
 
-    ``how``: the rest of ``command``.
+    ``turns``: in order, of a trace; None: those of the program's own file. ``think_s``: between
+    two turns. ``how``: the rest of ``command``.
 
     Raises:
         RunFailed: AIPerf cannot be run, or has no result; the message has the end of its log.
     """
     out.mkdir(parents=True, exist_ok=True)
-    file, turns, requests = program.file, None, None
-    if file is None:
-        file, named = out / "trace.jsonl", list(annotate(records, how["block_tokens"]))
-        write(file, named)
-        turns = list(turns_of(named, how["block_tokens"], classes))
-        requests = len(named)
+    requests = None
+    if turns is not None:
+        # Not lengths and hash ids: of those AIPerf makes a turn that is added to the ones before,
+        # where a trace's prompts are whole; and on `completions` it refuses a second turn.
+        file, prompts, requests = out / "trace.jsonl", source.make(), len(turns)
+        lines = (
+            {
+                "session_id": _session(turn),
+                "timestamp": 1000 * turn.at_s,
+                "delay": 1000 * think_s if turn.turn else 0,
+                "payload": msgspec.Raw(body(prompts, turn.record, source)),
+            }
+            for turn in turns
+            if turn.record is not None
+        )
+        file.write_bytes(msgspec.json.Encoder().encode_lines(lines))
+        program = msgspec.structs.replace(program, file=file)
     if window is not None:  # those that keep up the load while the last that count end
         more = window.warm_up + window.requests + 2 * (how["sessions"] or 0)
         requests = min(requests or more, more)
-    words = command(program, url, file, out, requests=requests, **how)
+    words = command(program, url, out, requests=requests, **how)
     try:
         ended = subprocess.run(words, capture_output=True, text=True)
     except OSError as error:
@@ -102,8 +113,12 @@ def profile(
     export = out / EXPORT
     if ended.returncode or not export.exists():
         raise RunFailed(f"aiperf ended with {ended.returncode}: {ended.stdout[-2000:]}")
-    found = outcomes(export, turns)
-    return counted(found, window)
+    return counted(outcomes(export, turns), window, how["sessions"] or 0)
+
+
+def _session(turn: Turn) -> str:
+    """Its name; a request without one is a session of its own."""
+    return turn.session_id or f"i{turn.index}"
 
 
 def outcomes(export: Path, turns: Sequence[Turn] | None) -> list[Outcome]:
@@ -117,7 +132,7 @@ def outcomes(export: Path, turns: Sequence[Turn] | None) -> list[Outcome]:
     lines = [x for x in lines if x["metadata"].get("benchmark_phase", "profiling") == "profiling"]
     lines.sort(key=lambda line: line["metadata"]["request_start_ns"])
     zero = lines[0]["metadata"]["request_start_ns"] if lines else 0
-    sent = {(turn.session_id or f"i{turn.index}", turn.turn or 0): turn for turn in turns or ()}
+    sent = {(_session(turn), turn.turn or 0): turn for turn in turns or ()}
     found = []
     for index, line in enumerate(lines):
         about, error = line["metadata"], line.get("error")
@@ -149,7 +164,7 @@ def outcomes(export: Path, turns: Sequence[Turn] | None) -> list[Outcome]:
                 started_s=started,
                 first_token_s=None if ttft is None else started + ttft,
                 finished_s=finished,
-                late_s=0.0,
+                late_s=started - (about["credit_issued_ns"] - zero) / 1e9,
                 ttft_s=ttft,
                 tpot_s=_seconds(of.get("inter_token_latency")),
                 e2e_s=_seconds(of.get("request_latency")) or finished - started,
@@ -162,10 +177,10 @@ def outcomes(export: Path, turns: Sequence[Turn] | None) -> list[Outcome]:
 
 
 def counted(
-    found: Sequence[Outcome], window: Window | None
+    found: Sequence[Outcome], window: Window | None, sessions: int = 0
 ) -> tuple[list[Outcome], tuple[float, float] | None]:
     """Which of them count, and when the window was open, as in a load of ours."""
-    load, counts = Counting(window, ()), dict[int, bool]()
+    load, counts = Counting(window, (), sessions), dict[int, bool]()
     steps = [(o.started_s, 1, n) for n, o in enumerate(found)]
     steps += [(o.finished_s, 0, n) for n, o in enumerate(found)]
     for at, begins, number in sorted(steps):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmark.agentic.fleet.servers import ROUTED, Servers, direct, routed
-from benchmark.agentic.fleet.spec import NONE, SGLANG, Arm, FleetFile, Prefill, Rig, Setup, Store
+from benchmark.agentic.fleet.spec import NONE, Arm, FleetFile, Prefill, Rig, Setup, Store
 from benchmark.harness import servers
 from benchmark.harness.client import Target
 from benchmark.harness.fleet import Fleet
@@ -63,11 +63,8 @@ def layout(arm: Arm, rig: Rig, model: Path, page_tokens: int = 16) -> list[Serve
         for _ in range(arm.servers[role])
     ]
     engines = [replace(each, command=(*BEHIND, *each.command)) for each in engines]
-    name, _, policy = arm.policy.partition(": ")
-    if name == NONE:
+    if arm.policy == NONE:
         return [*before, *engines]
-    if name == SGLANG:
-        return [*before, *engines, servers.router(engines, policy=policy)]
     blocks = ("--block-tokens", str(page_tokens), "--reserve-tokens", str(page_tokens))
     more = (*blocks, *arm.routing(page_tokens))
     return [*before, *engines, routed(_setup(engines), arm.policy, more)]
@@ -106,8 +103,7 @@ def started(arm: Arm, about: FleetFile, rig: Rig, model: Path, logs: Path) -> It
     setup, last = _setup(configs), configs[-1]
     target, via = direct(setup), "directly"
     if last.role == "router":
-        target = Target(last.url)
-        via = arm.policy if ":" in arm.policy else f"{ROUTED}, {arm.policy}"
+        target, via = Target(last.url), f"{ROUTED}, {arm.policy}"
     assert target is not None, "several servers of a role and no router"
     with Fleet(configs, logs) as fleet:
         size = kv_bytes_per_token(model)

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
-from benchmark.agentic.fleet.spec import FleetFile, Setup
+from benchmark.agentic.fleet.spec import NONE, FleetFile, Setup
 from benchmark.agentic.load.prepare import PromptSource
 from benchmark.agentic.load.run import Settings, replay
 from benchmark.harness import fleet, metrics
@@ -26,16 +26,14 @@ from benchmark.harness.ports import allocate_ports
 from benchmark.harness.servers import HOST, ServerConfig
 from benchmark.traces.record import Record
 
-GAUGES = {"usage": "token_usage", "running": "num_running_reqs", "accept": "spec_accept_length"}
-"""That are sampled: of the KV pool, requests that run, tokens of a step with drafts."""
+GAUGES = {"usage": "token_usage", "accept": "spec_accept_length"}
+"""That are sampled: of the KV pool, tokens of a step with drafts."""
 SAMPLE_S = 1.0
 FLUSH_S = 10.0
 """That a server may take to become idle before it empties its cache."""
 ROUTED = "our router"
 MEMORY = "sglang:host_memory_bytes"
 """Of the engines' host pools or staging buffers; of the store, what its clients give it."""
-OURS = {"sglang-router: cache_aware": "linear", "none": "round_robin"}
-"""What stands for an arm's policy of the rig where servers by address need a router."""
 
 
 class Servers:
@@ -169,7 +167,7 @@ def reach(
     setup: Setup, about: FleetFile, policy: str, router_args: Sequence[str]
 ) -> Iterator[Servers]:
     """Servers that run already. Several of a role get our router, which ends with the context, also
-    where the rig has SGLang's or none: ``via`` says so.
+    where the rig has none: ``via`` says so.
 
     Raises:
         RunFailed: nobody listens at an address; the message names it.
@@ -187,7 +185,7 @@ def reach(
         return
     if about.headers:
         raise RunFailed("our router does not forward `headers`: give your own router as `router`")
-    policy = OURS.get(policy, policy.removeprefix("sglang-router: "))
+    policy = "round_robin" if policy == NONE else policy
     config = routed(setup, policy, router_args)
     with TemporaryDirectory() as folder, fleet.Fleet([config], Path(folder)) as running:
         via = f"{ROUTED}, {policy}"

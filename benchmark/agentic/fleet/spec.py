@@ -18,7 +18,7 @@ T = TypeVar("T")
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 Above = Annotated[float, msgspec.Meta(gt=0)]
 RIG = Path(__file__).with_name("rig.yaml")
-SGLANG, NONE = "sglang-router", "none"
+NONE = "none"
 SERVERS = "{servers}"
 """In an arm's title: how many servers of which role."""
 
@@ -113,8 +113,9 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Folder of the environment of SGLang 0.5.23 in the repository, whose servers are measured."""
     store: Store | None = None
     policy: str = "linear"
-    """Of our router, ``sglang-router: POLICY``, or ``none``; by address, of our router where it is
-    needed."""
+    """Of our router, or ``none``; by address, of our router where it is needed. Not SGLang's: it
+    keeps what it believes of the workers' caches when they are flushed, and sends several tokens
+    at once."""
     heavy_tokens: int | None = None
     """Of our router, with a pair beside aggregated servers: requests with more uncached tokens go
     to the pair. As long as in the trace, before scaling."""
@@ -123,9 +124,8 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.variant == "local" and self.local_tokens < 1:
             raise ValueError("`local_tokens` must be 1 or more")
-        if not self.policy.startswith(f"{SGLANG}: ") and self.policy not in (*POLICIES, NONE):
-            choices = ", ".join((*POLICIES, NONE, f"{SGLANG}: POLICY"))
-            raise ValueError(f"`policy` is one of {choices}")
+        if self.policy not in (*POLICIES, NONE):
+            raise ValueError(f"`policy` is one of {', '.join((*POLICIES, NONE))}")
         if bool(self.prefill) != bool(self.decode):
             raise ValueError("`prefill` and `decode` must be given together")
 

@@ -37,7 +37,8 @@ class Window(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What of a steady load counts."""
 
     warm_up: int = 30
-    """Requests that end before the window opens."""
+    """Requests that end before the window opens; at least as many as there are sessions at once, so
+    that the burst that begins the load is over."""
     requests: int = 200
     """That begin in it, at least."""
     of_class: int = 30
@@ -104,7 +105,7 @@ async def load(
         ValueError: a record is not valid. Errors of ``on_outcome`` pass through. Either ends the
             load; what servers do never does.
     """
-    counting, clock = Counting(window, classes), Clock()
+    counting, clock = Counting(window, classes, settings.sessions or 0), Clock()
     running: set[asyncio.Task[None]] = set()
     over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -174,8 +175,8 @@ async def load(
 class Counting:
     """When the window opens and closes, and when the load is over. Seconds of the load's clock."""
 
-    def __init__(self, window: Window | None, classes: Sequence[str]) -> None:
-        self._window, self._classes = window, classes
+    def __init__(self, window: Window | None, classes: Sequence[str], sessions: int = 0) -> None:
+        self._window, self._classes, self._burst = window, classes, sessions
         self._ended = self._open = 0
         self._begun: Counter[str] = Counter()
         self._opened = math.inf
@@ -191,7 +192,7 @@ class Counting:
         """A request is sent; whether it counts."""
         if (window := self._window) is None:
             return True
-        if self._opened > now and self._ended >= window.warm_up:
+        if self._opened > now and self._ended >= max(window.warm_up, self._burst):
             self._opened = now
         enough = self._begun.total() >= window.requests and all(
             self._begun[name] >= window.of_class for name in self._classes

@@ -1,9 +1,10 @@
 """Numbers of a run: a table of requests, one of cells, and ratios with intervals.
 
-A cell is an arm at a load in one round. What differs between rounds is what else the machine did
-and which sessions were sent; all arms of a round get the same ones. A number of an arm is the mean
-over its rounds; of two arms, the geometric mean of the rounds' ratios. Both have the interval of
-Student's t over the rounds, a ratio's of their logarithms.
+A cell is an arm at a load in one round. Rounds differ in what else the machine did and in which
+sessions were sent. All arms of a round get the same ones; what began in the window counts, and in
+the same time a slower arm begins fewer. A number of an arm is the mean over its rounds; of two
+arms, the geometric mean of the rounds' ratios. Both have the interval of Student's t over the
+rounds, a ratio's of their logarithms.
 """
 
 from __future__ import annotations
@@ -66,9 +67,12 @@ def interval(values: Iterable[float], sure: float = 0.95) -> Interval:
 
 
 def ratio(ratios: Iterable[float], sure: float = 0.95) -> Interval:
-    """Of those of each round; what is 0 or unknown in one of the two has none. No bounds, and so no
-    verdict, of fewer than ``ROUNDS``."""
-    logs = [math.log(each) for each in ratios if each > 0 and math.isfinite(each)]
+    """Of those of each round; none where one of the two has 0 or nothing in any of them, as the
+    others would tell of the better rounds alone. No bounds, and so no verdict, of fewer than
+    ``ROUNDS``."""
+    logs = [math.log(each) if each > 0 else math.nan for each in ratios]
+    if not all(map(math.isfinite, logs)):
+        logs = []
     found = interval(logs, sure)
     if len(logs) < ROUNDS:
         found = Interval(found.value, math.nan, math.nan)
@@ -92,8 +96,9 @@ class Numbers:
         if kind:
             of = described(self.requests[self.requests["kind"] == kind].groupby(CELL))
         there = of[of.index.get_level_values("point") == point][column].unstack("arm")
-        one, other = (there.get(arm, pd.Series(dtype=float)) for arm in arms)
-        return ratio(one / other.where(other != 0), sure)
+        of_arms = (there.get(arm, pd.Series(dtype=float)) for arm in arms)
+        both = pd.concat(of_arms, axis=1).dropna()  # rounds that both have
+        return ratio(both.iloc[:, 0] / both.iloc[:, 1], sure)
 
 
 def numbers(run: Run) -> Numbers:

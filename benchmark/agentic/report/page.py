@@ -71,7 +71,6 @@ COUNTED = [
     Column("that decode computed", ("local_tokens",)),
     Column("loopback interface a request", ("loopback_bytes",), ",.0f", 1e-3, " KB"),
     Column("tokens a draft step", ("accept_p50",), ".2f"),
-    Column("requests that run: p50 / max", ("running_p50", "running_max")),
     Column("KV pool: p50 / max", ("usage_p50", "usage_max"), ".0%"),
     Column("cached on: device / host / store", TIERS, ".1%"),
     Column("host memory: pools / store", ("host_bytes", "store_bytes"), ",.1f", 1e-6, " MB"),

@@ -54,9 +54,6 @@ class Knobs:
     overload_factor: float = option(
         2.0, "linear: ratio of the load to the others' mean above which a session moves"
     )
-    migrate_turns: int = option(
-        0, "linear: requests after which a session moves to another worker; 0: never"
-    )
 
 
 class Terms(NamedTuple):
@@ -73,7 +70,7 @@ class Choice(NamedTuple):
     """Into the candidates."""
     reason: str
     """``score``, ``turn``, ``pinned`` (the session's worker), ``overloaded`` (the session's worker
-    was passed over), ``migrated`` (it has had the session for long enough)."""
+    was passed over)."""
     terms: Sequence[Terms] = ()
     """One for each candidate; empty for a policy that looks at no state."""
 
@@ -140,7 +137,6 @@ def choose(
     knobs: Knobs,
     turn: int,
     pinned: int | None,
-    stayed: int = 0,
 ) -> Choice:
     """Chooses among at least one candidate. Of equal scores the fewest requests win; of those each
     in turn.
@@ -148,27 +144,21 @@ def choose(
     Args:
         turn: number of this decision in its pool; rotates ties.
         pinned: index of the session's worker, if it is a candidate; only ``linear`` heeds it.
-        stayed: requests that the session has sent to that worker in a row.
     """
     count = len(views)
     if policy == "round_robin":
         return Choice(turn % count, "turn")
     mean_requests = sum(view.requests for view in views) / count
     terms = [SCORES[policy](view, work, mean_requests, knobs) for view in views]
-
-    def best(scores: Mapping[int, float]) -> int:
-        return min(scores, key=lambda i: (scores[i], views[i].requests, (i - turn) % count))
-
     reason = "score"
     if policy == "linear" and pinned is not None:
-        others = {i: view.ongoing_tokens for i, view in enumerate(views) if i != pinned}
-        if others and 0 < knobs.migrate_turns <= stayed:
-            return Choice(best(others), "migrated", terms)
+        others = [view.ongoing_tokens for i, view in enumerate(views) if i != pinned]
         # With this request its worker is held against the mean of the others with the request. A
         # mean over all workers could never be exceeded twofold by one of two.
         mine = work.tokens + work.reserve_tokens
-        mean = sum(others.values()) / max(1, len(others)) + mine
+        mean = sum(others) / max(1, len(others)) + mine
         if not others or views[pinned].ongoing_tokens + mine <= knobs.overload_factor * mean:
             return Choice(pinned, "pinned", terms)
         reason = "overloaded"
-    return Choice(best({i: each.score for i, each in enumerate(terms)}), reason, terms)
+    best = min(range(count), key=lambda i: (terms[i].score, views[i].requests, (i - turn) % count))
+    return Choice(best, reason, terms)

@@ -99,7 +99,7 @@ class Scheduler:
             PREFILL: s.prefill_policy,
             DECODE: s.decode_policy,
         }
-        self.pins: dict[str, Recent[str, tuple[str, int]]] = {
+        self.pins: dict[str, Recent[str, str]] = {
             role: Recent(s.max_sessions) for role in self.pools
         }
         """By role and session: the worker that it last went to, and how many requests in a row."""
@@ -153,9 +153,7 @@ class Scheduler:
         for role, pick in taken.items():
             self._turns[role] += 1
             if ask.session is not None:
-                before, stayed = self.pins[role].get(ask.session, ("", 0))
-                url = pick.worker.url
-                self.pins[role].note(ask.session, (url, stayed + 1 if before == url else 1))
+                self.pins[role].note(ask.session, pick.worker.url)
             halves[role] = Half(pick.worker, ask, pick.matched_tokens)
         if offload == "offloaded":
             self._offloaded.append(halves[DECODE])
@@ -167,10 +165,10 @@ class Scheduler:
             up = [worker for worker in pool if worker.up and worker.url not in exclude]
             if up:
                 views = [worker.view(ask.hashes, ask.work) for worker in up]
-                pin, stayed = self.pins[role].get(ask.session or "", ("", 0))
+                pin = self.pins[role].get(ask.session or "", "")
                 pinned = next((i for i, worker in enumerate(up) if worker.url == pin), None)
                 policy, turn = self._policies[role], self._turns[role]
-                choice = choose(policy, views, ask.work, self.settings, turn, pinned, stayed)
+                choice = choose(policy, views, ask.work, self.settings, turn, pinned)
                 yield role, Pick(up[choice.index], views, choice)
 
     def _offload(self, ask: Ask, picks: Mapping[str, Pick]) -> str | None:

@@ -81,7 +81,10 @@ class Run(msgspec.Struct):
 
 
 def begin(folder: Path, earlier: Run | None) -> IO[bytes]:
-    """The file of requests, with those of a run that goes on and no others."""
+    """The file of requests, with those of a run that goes on and no others; what the folder says of
+    another run goes, as its requests do."""
+    if earlier is None:
+        (folder / RUN).unlink(missing_ok=True)
     out = (folder / REQUESTS).open("wb")
     for cell in earlier.cells if earlier else ():
         for outcome in cell.outcomes:

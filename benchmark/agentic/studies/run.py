@@ -13,10 +13,10 @@ import msgspec
 from benchmark.agentic.fleet import rig, servers
 from benchmark.agentic.fleet.servers import Servers
 from benchmark.agentic.fleet.spec import Arm, FleetFile
-from benchmark.agentic.load.outcome import Classes, Outcome
+from benchmark.agentic.load.outcome import Outcome
 from benchmark.agentic.load.prepare import Bodies
 from benchmark.agentic.load.run import Settings, load
-from benchmark.agentic.load.sessions import by_session, made_sessions, trace_sessions, turns
+from benchmark.agentic.load.sessions import Turn, by_session, made_sessions, trace_sessions, turns
 from benchmark.agentic.studies import record
 from benchmark.agentic.studies.load import Trace
 from benchmark.agentic.studies.record import Cell, Run
@@ -102,7 +102,7 @@ def _send(
     plan: Plan, cell: Cell, running: Servers, ended: Callable[[Outcome], None]
 ) -> tuple[float, float] | None:
     """By our client. Each round has sessions of its own, so that intervals over rounds are also
-    about which ones were sent: other seeds, or a later part of the trace first."""
+    about which ones were sent: other seeds, or `_replayed`."""
     study, how = plan.study, plan.study.load
     settings = Settings(
         headers=running.about.all_headers,
@@ -117,23 +117,28 @@ def _send(
             made = msgspec.structs.replace(made, seed=made.seed + cell.round)
             sessions = made_sessions(made, running.vocabulary)
         else:
-            assert plan.trace is not None
-            prompts, records = running.prompts(study.trace.seed), plan.trace.at(how, cell.load)
-            found = by_session(turns(records, prompts.block_tokens, plan.trace.classes))
+            found, prompts = _replayed(plan, cell), running.prompts(study.trace.seed)
             classes = list({turn.kind for session in found for turn in session})
-            if how.sessions:
-                first = cell.round * len(found) // study.rounds
-                found = found[first:] + found[:first]
             sessions = trace_sessions(found, stack.enter_context(Bodies(prompts)))
         work = load(running.target, sessions, settings, ended, how.window, classes)
         return asyncio.run(work)
+
+
+def _replayed(plan: Plan, cell: Cell) -> list[list[Turn]]:
+    """The trace's sessions, a later part of them first in each round."""
+    assert plan.trace is not None
+    how = plan.study.load
+    records, classes = plan.trace.at(how, cell.load), plan.trace.classes
+    found = by_session(turns(records, plan.fleet.block_tokens, classes))
+    first = cell.round * len(found) // plan.study.rounds if how.sessions else 0
+    return found[first:] + found[:first]
 
 
 def _profile(
     plan: Plan, cell: Cell, running: Servers, ended: Callable[[Outcome], None]
 ) -> tuple[float, float] | None:
     """By AIPerf."""
-    about, how, trace = running.about, plan.study.load, plan.trace
+    about, how = running.about, plan.study.load
     assert plan.aiperf is not None
     if running.target.prefill_url is not None:
         raise RunFailed("AIPerf knows no bootstrap rooms: give the pair's `router`")
@@ -141,10 +146,11 @@ def _profile(
     found, window = profile(
         plan.aiperf,
         running.target.url,
-        trace.at(how, cell.load) if trace else (),
+        [turn for session in _replayed(plan, cell) for turn in session] if plan.trace else None,
+        running.prompts(plan.study.trace.seed),
         plan.out / "aiperf" / f"{cell.arm}-{cell.load:g}-{cell.round}",
-        trace.classes if trace else Classes(),
         how.window,
+        how.think_s or 0.0,
         model=about.model,
         endpoint=about.endpoint,
         block_tokens=about.block_tokens,

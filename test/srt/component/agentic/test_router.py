@@ -274,7 +274,7 @@ def test_flushing_caches_flushes_beliefs_and_readiness_needs_a_pair() -> None:
         await rig.ask([1] * 40)
         await until(lambda: not any(rig.load().values()))
         assert len(rig.router.scheduler.pools[PREFILL][0].index) == 10
-        rig.router.scheduler.pins[PREFILL].note("s", (prefill.url, 1))
+        rig.router.scheduler.pins[PREFILL].note("s", prefill.url)
         async with rig.session.post(rig.url + "/flush_cache") as got:
             assert got.status == 200
         assert [len(w.index) for w in rig.router.scheduler.workers] == [0, 0]

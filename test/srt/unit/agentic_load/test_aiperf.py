@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from benchmark.agentic.load.outcome import Classes
+from benchmark.agentic.load.prepare import PromptSource
 from benchmark.agentic.load.run import Window
 from benchmark.agentic.load.sessions import Turn
 from benchmark.agentic.load.sessions import turns as turns_of
@@ -49,7 +51,7 @@ def test_a_recorded_export_is_read() -> None:
     assert (of.ttft_s, of.tpot_s, of.e2e_s) == pytest.approx((0.0142, 0.0057, 0.0257), abs=1e-4)
     assert of.itl_s == pytest.approx((0.006, 0.0054), abs=1e-4) and of.prompt_tokens == 233
     assert of.started_s < (of.first_token_s or 0) < of.finished_s and of.error is None
-    assert of.output_tokens == of.wanted_tokens == 3
+    assert of.output_tokens == of.wanted_tokens == 3 and 0 < of.late_s < 0.1
     assert found["s5"].tpot_s is None and found["s5"].itl_s == ()
     failed = found["s1"]
     assert failed.error == "aiperf" and failed.ttft_s is None and failed.e2e_s > 0
@@ -60,7 +62,7 @@ def test_a_recorded_export_is_read() -> None:
 
 def test_the_command_is_one_of_sessions_or_of_times(tmp_path: Path) -> None:
     how = {"model": "m", "endpoint": "chat", "block_tokens": 16, "timeout_s": 60.0}
-    paths = (Program(tmp_path / "aiperf"), "http://a", tmp_path / "t.jsonl", tmp_path)
+    paths = (Program(tmp_path / "aiperf", tmp_path / "t.jsonl"), "http://a", tmp_path)
     words = command(*paths, **how, requests=9, sessions=4, headers={"X-Team": "t"})
     text = " ".join(words)
     assert "--no-fixed-schedule --concurrency 4 --request-count 9" in text
@@ -70,8 +72,13 @@ def test_the_command_is_one_of_sessions_or_of_times(tmp_path: Path) -> None:
     assert "--fixed-schedule --request-count 9" in " ".join(
         command(*paths, **how, requests=9, sessions=None)
     )
+    sent, source = turns("s1", "s2"), PromptSource(range(9), 16, endpoint="completions", model="m")
     with pytest.raises(RunFailed, match="--aiperf"):
-        profile(paths[0], "http://a", records("s2"), tmp_path, Classes(), None, sessions=1, **how)
+        profile(*paths[:2], sent, source, tmp_path, None, 0.2, sessions=1, **how)
+    lines = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    assert [(x["session_id"], len(x["payload"]["prompt"])) for x in lines] == [
+        (name, SENT[name][0]) for name in ("s1", "s2")
+    ]
 
 
 def test_what_only_aiperf_knows_is_counted_in_a_window() -> None:

@@ -75,14 +75,14 @@ def test_a_share_of_the_requests_is_cold(share: float) -> None:
 def test_what_counts_began_in_the_window_and_is_waited_for(kinds: list[str], many: int) -> None:
     """Guards against counting the start, the end, or only what was short enough to end in time."""
     window = Window(warm_up=5, requests=20, of_class=6, limit_s=1e9)
-    load = Counting(window, [FIRST, LATER])
+    load = Counting(window, [FIRST, LATER], many)
     under_way: list[bool] = []
     counted, ended = Counter[str](), 0
     for now, kind in enumerate(kinds):
         if load.over:
             break
         counts = load.begins(kind, float(now))
-        assert not (counts and ended < 5), "the warm-up counts"
+        assert not (counts and ended < max(5, many)), "the warm-up counts, or the burst"
         assert not (counts and load.closed), "the end counts"
         counted[kind] += counts
         under_way.append(counts)

@@ -66,13 +66,3 @@ def test_linear_keeps_a_session_on_its_worker_until_it_is_overloaded() -> None:
     for policy in set(POLICIES) - {"linear"}:
         for turn in range(2):
             assert pick(policy, loaded, turn, 0) == pick(policy, loaded, turn, None)
-
-
-def test_a_session_migrates_after_so_many_turns() -> None:
-    """Guards the count, and that it goes to another worker, the least loaded one."""
-    views = [view("a", matched=900), view("b", 2, ongoing=500), view("c", 1, ongoing=50)]
-    knobs = Knobs(migrate_turns=3)
-    assert choose("linear", views, WORK, knobs, 0, 0, stayed=2)[:2] == (0, "pinned")
-    assert choose("linear", views, WORK, knobs, 0, 0, stayed=3)[:2] == (2, "migrated")
-    assert choose("linear", views[:1], WORK, knobs, 0, 0, stayed=9).index == 0
-    assert choose("linear", views, WORK, Knobs(), 0, 0, stayed=9).reason == "pinned"

@@ -131,7 +131,7 @@ def test_a_fleet_without_an_arms_servers_says_so() -> None:
     assert list(arms) == ["aggregated", "mine"]
     assert missing == ["pd-stock", "pd-radix", "pd-local"]
     with pytest.raises(ValueError, match="the fleet has setups x, and the study asks for agg"):
-        spec.load(find("interference"), Study).at({"x": setup})
+        spec.load(find("prefill_events"), Study).at({"x": setup})
     with pytest.raises(ValueError, match="there are: break_even, capacity_wall"):
         find("no-such-study")
 
@@ -142,7 +142,7 @@ def test_gauges_are_read_off_a_metrics_page() -> None:
         'sglang:token_usage{model_name="m",tp_rank="0"} 0.25\n'
         'sglang:num_running_reqs{model_name="m"} 3.0\nsglang:num_running_reqs_offline_batch 9\n'
     )
-    assert gauges(text) == {"usage": 0.25, "running": 3.0}
+    assert gauges(text) == {"usage": 0.25}
     assert gauges("vllm:num 1\n") == {}
     ranks = "".join(
         f'sglang:token_usage{{dp_rank="{rank}",model_name="m"}} {share}\n'
