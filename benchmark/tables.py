@@ -44,18 +44,18 @@ _FIGURES = "RESULTS"
 
 
 def study(name: str) -> str:
-    """benchmark/agentic/studies: what a study showed."""
+    """benchmark/agentic/studies: what a study showed; tables of several loads are on its page."""
     if (told := _told(name)) is None:
         return f"Not measured yet on this runner: `python -m benchmark run {name}`.\n"
     figures = [path.name for path in sorted((RESULTS / name).glob("*.svg"))]
     shown = [f"![{told['study']['title']}]({_FIGURES}/{name}/{figure})" for figure in figures]
     where = (
-        f"{told['date']}, {told['machine']}, commit {told['commit']}, by\n`{told['command']}` "
-        f"([page]({_FIGURES}/{name}/page.md)):"
+        f"{told['date']}, {told['machine']}, commit {told['commit']}, by\n`{told['command']}`; "
+        f"all numbers are on [its page]({_FIGURES}/{name}/page.md)."
     )
-    parts = [told["answer"], where, pages.results(told).rstrip()]
-    parts += [pages.counters(told).rstrip(), *shown]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    if len(told["loads"]) == 1:
+        shown = [pages.results(told).rstrip(), pages.counters(told).rstrip(), *shown]
+    return "\n\n".join(filter(None, [told["answer"], where, *shown])) + "\n"
 
 
 #: Of these studies README.md shows these arms, at the first, third and last of the five last loads.
