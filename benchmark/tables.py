@@ -71,9 +71,10 @@ def gains() -> str:
     rows = [row for name, arms in GAINS.items() for row in _gained(name, arms)]
     return (
         "Arms over the first one, on two cores: mean TTFT; mean end-to-end time; ITL p99; goodput, "
-        "at so many sessions at once. In bold: the interval excludes 1. Less is better, but for "
-        "goodput; a dash: the first arm had none. *Radix*: the decode radix cache. Stock's NIXL "
-        "thread polls, and takes much of a core; *polling* is this package with such a thread.\n\n"
+        "at so many sessions at once. In bold: the interval excludes 1, each by itself. Less is "
+        "better, but for goodput; a dash: one of the two had none in a round. *Radix*: the decode "
+        "radix cache. Stock's NIXL thread polls, and takes much of a core; *polling* is this "
+        "package with such a thread.\n\n"
     ) + markdown(["study", "arms", "few sessions", "more", "most"], rows)
 
 

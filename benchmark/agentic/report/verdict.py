@@ -112,7 +112,7 @@ def _headline(run: Run, of: Numbers, point: str, sure: float) -> str:
     if not any(wins.values()):
         each = [f"{titles[a]} {share(ratios[a, arms[0]][by])}" for a in arms[1:]]
         return (
-            f"{at}, **no verdict**: no arm differs from another by more than the interval. "
+            f"{at}, **no verdict**: no arm differs from another by more than the interval; "
             f"{AGAINST[by]} over that of {titles[arms[0]]}: {', '.join(each)}."
         )
     found: dict[tuple[str, str], list[str]] = {}
