@@ -22,7 +22,7 @@ trap 'rm -rf "$said"' EXIT
 libraries=(aiohttp build hatchling hypothesis msgspec numpy packaging prometheus-client pytest pytest-timeout pyzmq requests
     typing-extensions)
 # Of benchmarks, documents, models and the runs themselves.
-others=(agentic_\* chaos documents harness hicache_benchmark kv_transfer\* models traces test_\*.py)
+others=(agentic_\* chaos documents harness kv_transfer\* models traces test_\*.py)
 
 make_environment() { # VERSION FOLDER
     "$uv" venv --quiet --clear --python "$1" "$2" &&

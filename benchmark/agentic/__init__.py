@@ -1,6 +1,5 @@
 """Replay agentic traffic against SGLang servers, and see what disaggregation is worth for it.
 
-traces     what a trace holds, and a smaller trace that holds the same
 load       send a trace, measure each request
 fleet      the servers that are measured: by address, or started on this machine
 router     route to aggregated workers, or to prefill and decode pools, by policy

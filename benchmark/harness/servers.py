@@ -164,25 +164,19 @@ def of_role(layout: Sequence[ServerConfig], role: str) -> list[ServerConfig]:
     return [config for config in layout if config.role == role]
 
 
-def router(
-    engines: Sequence[ServerConfig], *, policy: str = "round_robin", port: int | None = None
-) -> ServerConfig:
-    """SGLang's own load balancer in front of prefill and decode servers, or of aggregated workers.
+def router(engines: Sequence[ServerConfig], *, port: int | None = None) -> ServerConfig:
+    """SGLang's own load balancer in front of prefill and decode servers.
 
-    ``policy``: for every pool. ``port``: None takes a free one.
+    ``port``: None takes a free one.
     """
     free, its_metrics = allocate_ports(2)
-    command = [sys.executable, "-m", "sglang_router.launch_router"]
-    if workers := of_role(engines, "aggregated"):
-        command += ["--worker-urls", *(worker.url for worker in workers)]
-    else:
-        command.append("--pd-disaggregation")
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
     for server in of_role(engines, "prefill"):
         command += ["--prefill", server.url, str(server.bootstrap_port)]
     for server in of_role(engines, "decode"):
         command += ["--decode", server.url]
     command += ["--host", HOST, "--port", str(port or free), "--prometheus-port", str(its_metrics)]
-    command += ["--policy", policy, "--worker-startup-check-interval", "1"]
+    command += ["--policy", "round_robin", "--worker-startup-check-interval", "1"]
     return ServerConfig("router", port or free, tuple(command))
 
 

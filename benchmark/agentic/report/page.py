@@ -154,7 +154,7 @@ _ABOUT_RATIOS = (
 _ABOUT_COUNTED = (
     "*KV moved*: from prefill to decode. *Decode hit*: in its radix cache. *Loopback interface*: "
     "all that the kernel carried, requests and answers included, but not NIXL's shared memory. "
-    "*Requests that run* and *KV pool*: of a decoding server, sampled each second. *Imbalance*: "
+    "*KV pool*: of a decoding server, sampled each second. *Imbalance*: "
     "the busiest decoding server's share of prompt tokens over an even one. *Stages* of a "
     "transfer: from submission until a worker takes it; making its descriptors; the transport's "
     "calls; until it is seen complete. The stock release counts none."

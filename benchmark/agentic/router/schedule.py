@@ -102,7 +102,7 @@ class Scheduler:
         self.pins: dict[str, Recent[str, str]] = {
             role: Recent(s.max_sessions) for role in self.pools
         }
-        """By role and session: the worker that it last went to, and how many requests in a row."""
+        """By role and session: the worker that it last went to."""
         self._turns = dict.fromkeys(self.pools, 0)
         self._offloaded: list[Half] = []
         self._log = None
