@@ -221,7 +221,7 @@ def claim_rows(found: Sequence[Json]) -> list[list[str]]:
 
 
 def _columns(told: Json, columns: Sequence[Column]) -> str:
-    """Those that any arm has a number but 0 for."""
+    """Those that any arm has a number but 0 for; no row without any."""
     every = [of["numbers"] for arms in told["loads"].values() for of in arms.values()]
     there = [
         column
@@ -230,7 +230,9 @@ def _columns(told: Json, columns: Sequence[Column]) -> str:
     ]
 
     def row(of: Json) -> Iterator[list[str]]:
-        yield [column.shown(of["numbers"]) for column in there]
+        shown = [column.shown(of["numbers"]) for column in there]
+        if set(shown) != {"-"}:
+            yield shown
 
     return _table(told, [column.head for column in there], row) if there else ""
 
