@@ -118,5 +118,5 @@ def panels(
         axis.tick_params(labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, metadata={"Date": None})
     pyplot.close(figure)
