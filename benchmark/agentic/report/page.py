@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from benchmark.agentic.fleet.spec import counted
 from benchmark.agentic.report.numbers import AGAINST, NAMES, QUANTITIES, STAGES, STATISTICS, TIERS
-from benchmark.agentic.report.summary import COMPARED
 from benchmark.agentic.report.verdict import SHARE, percent, share, spread
 from benchmark.harness.report import markdown
 from benchmark.traces.record import BLOCK_TOKENS
@@ -38,7 +37,10 @@ class Column(NamedTuple):
         scaled = [[x * self.scale for x in each] for each in of]
         if self.spread:
             return spread(scaled[0], self.form, self.unit)
-        return " / ".join(f"{each[0]:{self.form}}" for each in scaled) + self.unit
+        return (
+            " / ".join("-" if math.isnan(each[0]) else f"{each[0]:{self.form}}" for each in scaled)
+            + self.unit
+        )
 
 
 def three(of: Any) -> list[float]:
@@ -180,13 +182,12 @@ def results(told: Json) -> str:
 
 def ratios(told: Json) -> str:
     """Of each arm but the first, at each load."""
-    names = {f"{q}_p90": f"{NAMES[q]} p90" for q in QUANTITIES} | AGAINST
 
     def row(of: Json) -> Iterator[list[str]]:
         if of["of_first_arm"]:
-            yield [_ratio(of["of_first_arm"][name]) for name in COMPARED]
+            yield [_ratio(of["of_first_arm"][name]) for name in AGAINST]
 
-    return _table(told, [f"{names[name]}" for name in COMPARED], row)
+    return _table(told, list(AGAINST.values()), row)
 
 
 def _ratio(of: Any, bounds: bool = True) -> str:

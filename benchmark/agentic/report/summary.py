@@ -9,7 +9,6 @@ import msgspec
 
 from benchmark.agentic.report.numbers import (
     AGAINST,
-    QUANTITIES,
     Numbers,
     described,
     interval,
@@ -25,9 +24,6 @@ from benchmark.agentic.report.verdict import (
     warnings,
 )
 from benchmark.agentic.studies.record import Run
-
-COMPARED = tuple(dict.fromkeys((*AGAINST, *(f"{quantity}_p90" for quantity in QUANTITIES))))
-"""What is divided by the first arm's."""
 
 
 def summary(run: Run) -> dict[str, Any]:
@@ -62,7 +58,7 @@ def _arm(run: Run, of: Numbers, point: str, arm: str, base: str) -> dict[str, An
     cells = of.cells.loc[point, arm]
     mine = of.requests[(of.requests["point"] == point) & (of.requests["arm"] == arm)]
     sure = grid_sure(run) if run.study.grid else 0.95
-    ratios = {name: of.ratio(point, (arm, base), name, sure=sure) for name in COMPARED}
+    ratios = {name: of.ratio(point, (arm, base), name, sure=sure) for name in AGAINST}
     kinds = described(mine.groupby("kind")).join(mine["kind"].value_counts().rename("requests"))
     return {
         "requests": len(mine),
