@@ -88,17 +88,13 @@ def linear(view: View, work: Work, mean_requests: float, knobs: Knobs) -> Terms:
 def lmetric(view: View, work: Work, mean_requests: float, knobs: Knobs) -> Terms:
     """Tokens to prefill, this prompt's included, times requests, this one included.
 
-    Counting this request keeps an idle worker from scoring 0 whatever it would have to prefill.
+    The published form (arXiv 2603.15202) does not count this request, so that an idle worker scores
+    0 whatever it would have to prefill.
     No session affinity: uncached tokens alone attract a session to its worker.
     """
-    return lmetric_literal(view._replace(requests=view.requests + 1), work, mean_requests, knobs)
-
-
-def lmetric_literal(view: View, work: Work, mean_requests: float, knobs: Knobs) -> Terms:
-    """LMetric as published: requests without this one, so that any idle worker scores 0."""
-    new = work.tokens - view.matched_tokens
-    parts = {"pending": view.pending_tokens, "new": new, "requests": view.requests}
-    return Terms((view.pending_tokens + new) * view.requests, parts)
+    new, requests = work.tokens - view.matched_tokens, view.requests + 1
+    parts = {"pending": view.pending_tokens, "new": new, "requests": requests}
+    return Terms((view.pending_tokens + new) * requests, parts)
 
 
 def delta_kv(view: View, work: Work, mean_requests: float, knobs: Knobs) -> Terms:
@@ -124,7 +120,6 @@ def delta_kv(view: View, work: Work, mean_requests: float, knobs: Knobs) -> Term
 SCORES: Mapping[str, Score] = {
     "linear": linear,
     "lmetric": lmetric,
-    "lmetric_literal": lmetric_literal,
     "delta_kv": delta_kv,
 }
 POLICIES = ("round_robin", *SCORES)

@@ -44,9 +44,6 @@ class Settings(Knobs):
         20_000,
         "uncached tokens above which a request is offloaded to a PD pair beside aggregated workers",
     )
-    offload_min_cached: float = option(
-        0.0, "share of the prompt that the prefill worker must have cached for an offload"
-    )
     max_offload_inflight: int = option(4, "maximum concurrent offloaded requests")
     max_attempts: int = option(3, "maximum workers, or pairs, tried for a request")
     request_timeout: float = option(1800.0, "seconds for a whole request")
@@ -185,8 +182,6 @@ class Scheduler:
             return "light"
         if not {PREFILL, DECODE} <= set(picks):
             return "no pair"
-        if picks[PREFILL].matched_tokens < self.settings.offload_min_cached * ask.work.tokens:
-            return "cold"
         if len(self._offloaded) >= self.settings.max_offload_inflight:
             return "capped"
         return "offloaded"

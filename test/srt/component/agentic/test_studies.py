@@ -74,7 +74,7 @@ def test_three_urls_and_a_trace_give_a_page(
     kept = record.load(out)
     of_arm = {arm: [c for c in kept.cells if c.arm == arm] for arm in kept.titles}
     assert {cell.via for cell in of_arm["aggregated"]} == {"our router, linear"}
-    assert "PD, stock" not in text.split("## Before")[0] and "pd-stock, pd-radix" in text
+    assert "PD, stock" not in text.split("## Before")[0] and "pd-stock, pd-patched" in text
     assert "run worth --fleet fleet.yaml --trace trace.jsonl --requests" in text
     numbers = json.loads((out / "summary.json").read_text())["loads"]
     assert numbers["4"]["pd"]["failed"] == 0 and len(numbers["4"]["pd"]["rounds"]) == 3

@@ -30,10 +30,8 @@ def pick(policy: str, views: list[View], turn: int = 0, pinned: int | None = Non
         ("lmetric", [view("a", 3, 700), view("b")], "b"),
         # What others have yet to prefill counts like this prompt's own tokens.
         ("lmetric", [view("a", 1, 500, pending_tokens=400), view("b", 1, 200)], "b"),
-        # As published any idle worker wins, whatever it lacks; ours counts this request too.
-        ("lmetric_literal", [view("a", 1, 900), view("b")], "b"),
+        # An idle worker that lacks the prompt does not win: this request counts too.
         ("lmetric", [view("a", 1, 900), view("b")], "a"),
-        ("lmetric_literal", [view("a", 1, 1000), view("b", 2)], "a"),
         # The holder of the prompt wins...
         ("delta_kv", [view("a"), view("b", 1, 1000)], "b"),
         # ...until its batch is larger by more than a few...

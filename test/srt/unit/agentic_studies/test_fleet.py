@@ -129,7 +129,7 @@ def test_a_fleet_without_an_arms_servers_says_so() -> None:
     setup = spec.Setup(aggregated=("http://a",))
     arms, missing = study.at({"aggregated": setup, "mine": setup})
     assert list(arms) == ["aggregated", "mine"]
-    assert missing == ["pd-stock", "pd-radix", "pd-local"]
+    assert missing == ["pd-stock", "pd-patched", "pd-radix", "pd-local"]
     with pytest.raises(ValueError, match="the fleet has setups x, and the study asks for agg"):
         spec.load(find("prefill_events"), Study).at({"x": setup})
     with pytest.raises(ValueError, match="there are: break_even, capacity_wall"):
