@@ -58,10 +58,10 @@ def study(name: str) -> str:
     return "\n\n".join(filter(None, [told["answer"], where, *shown])) + "\n"
 
 
-#: Of these studies README.md shows these arms, at the first, third and last of the five last loads.
+#: Of these studies README.md shows these arms, at the middle one of the last five loads.
 GAINS = {
-    "throughput": ("patched", "radix", "spinning"),
-    "worth": ("pd-stock", "pd-radix", "pd-local"),
+    "throughput": ("patched", "radix"),
+    "worth": ("pd-stock", "pd-patched", "pd-radix", "pd-local"),
     "local_turns": ("pd-radix", "pd-local"),
 }
 
@@ -70,27 +70,20 @@ def gains() -> str:
     """README.md: arms of three studies over the first one."""
     rows = [row for name, arms in GAINS.items() for row in _gained(name, arms)]
     return (
-        "Arms over the first one, on two cores: mean TTFT; mean end-to-end time; ITL p99; goodput, "
-        "at so many sessions at once. In bold: the interval excludes 1, each by itself. Less is "
-        "better, but for goodput; a dash: one of the two had none in a round. *Radix*: the decode "
-        "radix cache. Stock's NIXL thread polls, and takes much of a core; *polling* is this "
-        "package with such a thread.\n\n"
-    ) + markdown(["study", "arms", "few sessions", "more", "most"], rows)
+        "Ratios of two arms, on two cores. Less is better, but for goodput. Bold: the interval "
+        "excludes 1. A dash: an arm had no goodput in some round. *Goodput*: requests a second "
+        "within the limits of TTFT and TPOT. *Radix*: the decode radix cache.\n\n"
+    ) + markdown(["study", "arms", "sessions at once", *pages.GAINED.values()], rows)
 
 
 def _gained(name: str, arms: Sequence[str]) -> list[list[str]]:
-    if (told := _told(name)) is None:
-        return [[f"`{name}`", "not measured yet", "-", "-", "-"]]
-    loads = list(told["loads"].items())[-5::2]
+    told = _told(name)
+    load, of = list(told["loads"].items())[-3]
     base, page = next(iter(told["titles"].values())), f"[{name}]({_FIGURES}/{name}/page.md)"
     return [
-        (
-            [page, f"{told['titles'][arm]} / {base}"]
-            + [f"{load}: {pages.ratio(of.get(arm))}" for load, of in loads]
-            + ["-"] * 3
-        )[:5]
+        [page, f"{told['titles'][arm]} / {base}", load, *pages.gained(of[arm])]
         for arm in arms
-        if arm in told["titles"]
+        if arm in of
     ]
 
 
@@ -167,7 +160,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     **{f"study-{path.stem.replace('_', '-')}": partial(study, path.stem) for path in STUDIES},
     "admission": admission_page.table,
     "transfer": transfer_page.transfer,
-    "transfer-delays": transfer_page.delays,
     "transfer-pauses": transfer_page.pauses,
     "progress-delay": progress_delay,
     "refused": refused,

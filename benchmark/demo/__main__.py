@@ -23,7 +23,7 @@ def main() -> int:
     add("--serve", action="store_true", help="keep the servers of a chat model running")
     add("--port", type=int, default=8000, help="port of the load balancer with --serve")
     add("--model", type=Path, default=TINY_ARITH, help="folder of the chat model")
-    about = "folder for logs, table and picture"
+    about = "folder for logs and the page"
     add("--out", type=Path, default=REPOSITORY / "out" / "demo", help=about)
     args = parser.parse_args()
     # A pipe says no width, and 80 columns cut the table.

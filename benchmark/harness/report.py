@@ -52,7 +52,7 @@ def spread(values: Iterable[float | None]) -> Spread:
 def write_summary(path: Path, content: Mapping[str, Any]) -> None:
     """Writes JSON; dataclasses inside become objects, NaN becomes null."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(plain(content), indent=2) + "\n")
+    path.write_text(json.dumps(plain(content), separators=(",", ":")) + "\n")
 
 
 def print_table(

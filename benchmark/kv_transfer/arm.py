@@ -83,10 +83,6 @@ def _measure(setup: Setup) -> Found:
     """Everything that the arm is asked in one pass. This process becomes prefill."""
     from benchmark.kv_transfer import sglang_ends
 
-    if setup.arm == "ours-spin":
-        from sglang.srt.disaggregation.delta.prefill import send_queue
-
-        send_queue.next_poll = lambda now, age, is_overdue=False: now
     run, rounds, idle = setup.run, list[Round](), dict[str, float]()
     peers = _Peers(setup)
     prefill = sglang_ends.Prefill(setup)

@@ -13,7 +13,6 @@ ARMS = {
     "stock": "stock 0.5.10.post1",
     "ours": "this package, no flag",
     "radix": "decode with its radix cache",
-    "bare": "the bare library (no longer measured)",
 }
 #: What a row shows, of which results, and how.
 ROWS = (
@@ -54,10 +53,9 @@ def read(name: str) -> Any:
     return json.loads((RESULTS / f"{name}-nixl.json").read_text())
 
 
-def by_arm(name: str, cell: str, tokens: int = 0) -> dict[str, str]:
-    """A cell of each arm, from its record of rooms of so many tokens; 0: the only one."""
-    records = [each for each in read(name)["results"] if tokens in (0, each["tokens"])]
-    return {each["arm"]: cell.format(**each) for each in records}
+def by_arm(name: str, cell: str) -> dict[str, str]:
+    """A cell of each arm."""
+    return {each["arm"]: cell.format(**each) for each in read(name)["results"]}
 
 
 def transfer() -> str:
@@ -75,20 +73,8 @@ def transfer() -> str:
     return f"{intro}:\n\n" + markdown(["", *ARMS.values()], rows)
 
 
-def delays() -> str:
-    """When decode sees a room, with workers that pause and with those that do not."""
-    rows = []
-    for tokens in sorted({each["tokens"] for each in read("delay")["results"]}):
-        cells = [by_arm(name, _DELAY, tokens) for name in ("delay", "tcp/delay")]
-        rows.append([f"{tokens:,}", *(of[arm] for of in cells for arm in ("ours", "ours-spin"))])
-    columns = [
-        f"{via}, {how}" for via in ("shared memory", "TCP") for how in ("pausing", "spinning")
-    ]
-    return markdown(["tokens", *columns], rows)
-
-
 def pauses() -> str:
-    """The same of small rooms, by the pause of NIXL's own thread."""
+    """When decode sees a small room, by the pause of NIXL's own thread."""
     rows = []
     for pause in (0, 1000):
         names = [f"pause-{pause}/{transport}/delay" for transport in ("shm", "tcp")]

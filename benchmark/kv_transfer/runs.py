@@ -12,9 +12,8 @@ import numpy.typing as npt
 from benchmark.kv_transfer.shapes import Shape
 
 #: ``radix`` is ours with decode as the flag of the radix cache makes it: it says how many pages it
-#: has, and takes the metadata in a note. ``ours-spin`` is ours with workers that poll what is
-#: under way without a pause.
-ARMS = ("stock", "ours", "radix", "ours-spin")
+#: has, and takes the metadata in a note.
+ARMS = ("stock", "ours", "radix")
 BACKENDS = ("nixl", "mooncake")
 #: ``--transport`` -> UCX's choice.
 TRANSPORTS = {
@@ -83,10 +82,10 @@ RUNS = {
         **_BUSY,
     ),
     "delay": Run(
-        question="How much later is a room complete because workers pause between polls?",
-        arms=("ours", "ours-spin"),
-        tokens=(16, 256, 2048, 8192),
-        rooms=10,
+        question="How late does decode see a small room, with this pause of NIXL's own thread?",
+        arms=("ours",),
+        tokens=(16,),
+        rooms=50,
         in_flight=1,
         decode_pause_s=5e-5,
     ),

@@ -19,7 +19,7 @@ from benchmark.harness.command import reported
 from benchmark.harness.report import write_summary
 from benchmark.traces.describe import describe as described
 from benchmark.traces.describe import print_table
-from benchmark.traces.generate import SHAPES, at_rate
+from benchmark.traces.generate import AGENTIC, at_rate
 from benchmark.traces.generate import generate as generated
 from benchmark.traces.record import Record, left_out, read, write
 from benchmark.traces.sample import Plan, Survey, chosen, random_requests, survey, window_and_thin
@@ -31,7 +31,6 @@ def generate(argv: list[str]) -> int:
     """``generate FILE``: traffic as a trace, for machines with no trace at hand."""
     parser = argparse.ArgumentParser(prog="python -m benchmark generate")
     parser.add_argument("file", type=Path)
-    parser.add_argument("--shape", choices=SHAPES, default="agentic")
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -40,8 +39,7 @@ def generate(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.requests < 1:
         raise ValueError(f"--requests must be 1 or more: {args.requests}")
-    shape = SHAPES[args.shape]
-    shape = at_rate(shape, args.rate, args.seed) if args.rate else shape
+    shape = at_rate(AGENTIC, args.rate, args.seed) if args.rate else AGENTIC
     records = generated(args.requests, args.seed, shape)
     print(f"{write(args.file, _counted(records, 'generating'))} requests")
     return 0

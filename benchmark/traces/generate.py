@@ -62,39 +62,6 @@ class Shape:
 
 
 AGENTIC = Shape()
-#: People who talk with an assistant: resembles Mooncake's conversation trace in what matters to a
-#: cache. Prompts of about 12,000 tokens on average with a long tail, answers of about 340, 3.4
-#: requests a second, and a third of all blocks seen before.
-CONVERSATION = Shape(
-    families_per_s=1.9,
-    instruction_blocks=(1, 1, 1, 1),
-    lonely=1.0,
-    context=LogNormal(1, 0.0),
-    own=LogNormal(4500, 1.3),
-    one_turn=1 / 1.8,
-    turns=LogNormal(1.0, 0.8),
-    addition=LogNormal(300, 1.0),
-    answer=LogNormal(250, 0.8),
-    pause_s=LogNormal(40, 0.9),
-    longest=125_000,
-)
-#: Agents with tools: long instructions that many share, and many short turns with little time
-#: between them, as in Mooncake's tool-and-agent trace (prompts of about 8,600 tokens, answers of
-#: about 180, 6.6 requests a second, three fifths of all blocks seen before).
-TOOLS = Shape(
-    families_per_s=3.4,
-    instruction_blocks=(5,) * 8,
-    lonely=1.0,
-    context=LogNormal(1, 0.0),
-    own=LogNormal(3600, 0.8),
-    one_turn=0.5,
-    turns=LogNormal(1.0, 0.8),
-    addition=LogNormal(500, 1.0),
-    answer=LogNormal(140, 0.8),
-    pause_s=LogNormal(5.5, 0.9),
-    longest=125_000,
-)
-SHAPES = {"agentic": AGENTIC, "conversation": CONVERSATION, "tools": TOOLS}
 
 
 def generate(requests: int, seed: int = 0, shape: Shape = AGENTIC) -> Iterator[Record]:

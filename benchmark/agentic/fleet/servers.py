@@ -6,7 +6,6 @@ import asyncio
 import re
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,8 +25,6 @@ from benchmark.harness.ports import allocate_ports
 from benchmark.harness.servers import HOST, ServerConfig
 from benchmark.traces.record import Record
 
-GAUGES = {"usage": "token_usage", "accept": "spec_accept_length"}
-"""That are sampled: of the KV pool, tokens of a step with drafts."""
 SAMPLE_S = 1.0
 FLUSH_S = 10.0
 """That a server may take to become idle before it empties its cache."""
@@ -124,30 +121,25 @@ class Servers:
         return {**self.setup.engines, **({store: "store"} if store else {})}
 
     @contextmanager
-    def sampled(self) -> Iterator[list[dict[str, float]]]:
-        """A row a decoding server and second while the context lasts: ``at`` (s), ``server`` (its
-        number), and those of ``GAUGES`` that it has."""
-        rows: list[dict[str, float]] = []
+    def sampled(self) -> Iterator[list[float]]:
+        """The use of the KV pool of each decoding server, each second while the context lasts."""
+        used: list[float] = []
         over = threading.Event()
         decoding = [url for url, role in self.setup.engines.items() if role != "prefill"]
-        began = time.monotonic()
 
         def watch() -> None:
             while True:
-                for number, url in enumerate(decoding):
-                    try:
+                for url in decoding:
+                    with suppress(OSError, ValueError):
                         text = self._ask("GET", url + "/metrics").decode(errors="replace")
-                    except (OSError, ValueError):
-                        continue
-                    at = {"at": round(time.monotonic() - began, 2), "server": float(number)}
-                    rows.append({**at, **gauges(text)})
+                        used.extend(usage(text))
                 if over.wait(SAMPLE_S):
                     return
 
         thread = threading.Thread(target=watch, daemon=True)
         thread.start()
         try:
-            yield rows
+            yield used
         finally:
             over.set()
             thread.join(30)
@@ -224,13 +216,9 @@ def direct(setup: Setup) -> Target | None:
     return None
 
 
-def gauges(text: str) -> dict[str, float]:
-    """Those of ``GAUGES`` that a metrics page has: the mean of the data-parallel ranks, which have
-    pools of one size. Parsing all of the page would take the interpreter from the client for tens
-    of milliseconds."""
-    found = {}
-    for name, gauge in GAUGES.items():
-        values = re.findall(rf"^sglang:{gauge}(?:\{{.*\}})? (\S+)", text, re.MULTILINE)
-        if values:
-            found[name] = sum(map(float, values)) / len(values)
-    return found
+def usage(text: str) -> list[float]:
+    """Of the KV pool, as a metrics page has it; none if it has not: the mean of the data-parallel
+    ranks, which have pools of one size. Parsing all of the page would take the interpreter from the
+    client for tens of milliseconds."""
+    values = re.findall(r"^sglang:token_usage(?:\{.*\})? (\S+)", text, re.MULTILINE)
+    return [sum(map(float, values)) / len(values)] if values else []

@@ -26,8 +26,8 @@ SERVERS = "{servers}"
 class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request meets it with both times within these, seconds."""
 
-    ttft_s: float = 2.0
-    tpot_s: float = 0.1
+    ttft_s: float = 1.0
+    tpot_s: float = 0.05
 
 
 class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -190,10 +190,9 @@ class FleetFile(Roles, frozen=True):
     """Share of the recorded answers' tokens; None: scaled as the blocks are."""
     max_answer_tokens: Positive | None = None
     """Longer answers are cut to it."""
-    max_request_tokens: Positive | None = None
-    """Longer requests are left out, and counted."""
     pool_tokens: Positive | None = None
-    """KV pool of a server that decodes, for the page; on the rig it is the rig's."""
+    """KV pool of a server that decodes; on the rig it is the rig's. Requests longer than half of it
+    are left out, and counted."""
     slo: Slo | None = None
     """Instead of the study's."""
     flush: bool = True

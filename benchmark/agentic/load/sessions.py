@@ -20,6 +20,8 @@ from benchmark.traces.record import Record
 from benchmark.traces.sessions import EndlessCache, annotate
 
 FIRST, LATER, COLD = MADE_CLASSES = ("FIRST", "LATER", "COLD")
+COLD_ANSWER = 8
+"""Tokens of a cold prompt's answer."""
 AHEAD = 16
 """Sessions of a trace whose first prompt is made before it is needed."""
 
@@ -65,7 +67,6 @@ class Made(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cold_share: float = 0.0
     """Of all requests, those with a prompt that shares nothing with anything, each a session."""
     cold_tokens: int = 5000
-    cold_answer_tokens: int = 8
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -83,7 +84,7 @@ class Made(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Tokens of the longest request with its answer."""
         grown = self.turns * self.answer_tokens + (self.turns - 1) * self.turn_tokens
         whole = self.prefix_tokens + self.first_tokens + grown
-        return max(whole, self.cold_tokens + self.cold_answer_tokens if self.cold_share else 0)
+        return max(whole, self.cold_tokens + COLD_ANSWER if self.cold_share else 0)
 
 
 def made_sessions(made: Made, vocabulary: range) -> Iterator[tuple[float, Session]]:
@@ -93,7 +94,7 @@ def made_sessions(made: Made, vocabulary: range) -> Iterator[tuple[float, Sessio
         return random.Random(f"{made.seed} {seed}").choices(vocabulary, k=tokens)
 
     def cold(number: int) -> Session:
-        prompt, wanted = ids(f"{number}", made.cold_tokens), made.cold_answer_tokens
+        prompt, wanted = ids(f"{number}", made.cold_tokens), COLD_ANSWER
         turn = Turn(number * made.turns, f"c{number}", 0, len(prompt), wanted, len(prompt), COLD)
         yield turn, Request(prompt, wanted)
 

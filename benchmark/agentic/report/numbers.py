@@ -186,9 +186,8 @@ def _hit_rate(counted: Sequence[Outcome]) -> float:
 def _counters(cell: Cell) -> dict[str, float]:
     """What the servers counted, by request, and what was seen of their gauges."""
     found: dict[str, float] = {}
-    for name in sorted({name for row in cell.samples for name in row} - {"at", "server"}):
-        values = [row[name] for row in cell.samples if name in row]
-        found |= {f"{name}_p50": percentile(values, 50), f"{name}_max": max(values)}
+    if cell.samples:
+        found = {"usage_p50": percentile(cell.samples, 50), "usage_max": max(cell.samples)}
     engines, store = (cell.gained.get(role, {}) for role in ("aggregated", "store"))
     if MEMORY in engines:
         found |= {"host_bytes": engines[MEMORY], "store_bytes": store.get(MEMORY, 0.0)}

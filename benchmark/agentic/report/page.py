@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmark.agentic.fleet.spec import counted
+from benchmark.agentic.load.sessions import COLD_ANSWER
 from benchmark.agentic.report.numbers import AGAINST, NAMES, QUANTITIES, STAGES, STATISTICS, TIERS
 from benchmark.agentic.report.verdict import SHARE, percent, share, spread
 from benchmark.harness.report import markdown
@@ -43,6 +44,10 @@ class Column(NamedTuple):
         )
 
 
+GAINED = {name: AGAINST[name] for name in ("ttft_mean", "e2e_mean", "itl_p99", "goodput")}
+"""What README.md compares arms by."""
+
+
 def three(of: Any) -> list[float]:
     """Of a summary, which may lack it or its bounds."""
     three = of if isinstance(of, (list, tuple)) else [of, None, None]
@@ -72,7 +77,6 @@ COUNTED = [
     Column("tokens a request that decode hit", ("hit_tokens",)),
     Column("that decode computed", ("local_tokens",)),
     Column("loopback interface a request", ("loopback_bytes",), ",.0f", 1e-3, " KB"),
-    Column("tokens a draft step", ("accept_p50",), ".2f"),
     Column("KV pool: p50 / max", ("usage_p50", "usage_max"), ".0%"),
     Column("cached on: device / host / store", TIERS, ".1%"),
     Column("host memory: pools / store", ("host_bytes", "store_bytes"), ",.1f", 1e-6, " MB"),
@@ -203,14 +207,9 @@ def counters(told: Json) -> str:
     return _columns(told, COUNTED)
 
 
-def ratio(of: Json | None) -> str:
+def gained(of: Json) -> list[str]:
     """An arm over the first one, without intervals."""
-    if not of or not (ratios := of["of_first_arm"]):
-        return "-"
-    return "; ".join(
-        _ratio(ratios[name], bounds=False)
-        for name in ("ttft_mean", "e2e_mean", "itl_p99", "goodput")
-    )
+    return [_ratio(of["of_first_arm"][name], bounds=False) for name in GAINED]
 
 
 def claim_rows(found: Sequence[Json]) -> list[list[str]]:
@@ -298,9 +297,10 @@ def _load(told: Json) -> str:
     text = ""
     if window := load["window"]:
         text = (
-            f"A session that ends is replaced. After {window['warm_up']} answers the window opens; "
-            f"requests that begin in it count, at least {window['requests']}, and "
-            f"{window['of_class']} of each class. The load goes on until these have ended. "
+            f"A session that ends is replaced. After {window['warm_up']} answers, or as many as "
+            "there are sessions if that is more, the window opens. Requests that begin in it "
+            f"count, until there are {window['requests']}, and {window['of_class']} of each class, "
+            f"or {window['limit_s']:g} s are over. The load goes on until these have ended. "
         )
     if made is not None:
         text += (
@@ -308,7 +308,7 @@ def _load(told: Json) -> str:
             f"{made['prefixes']} shared prefixes, {made['first_tokens']} of their own, and "
             f"{made['turn_tokens']} new ones a later turn behind the history with all answers, of "
             f"{made['answer_tokens']} tokens. {made['cold_share']:.0%} of the requests are cold: "
-            f"{made['cold_tokens']} tokens that share nothing, {made['cold_answer_tokens']} of "
+            f"{made['cold_tokens']} tokens that share nothing, {COLD_ANSWER} of "
             "answer. Fields that a load names are otherwise there."
         )
     elif (of := trace.get("described")) is None:

@@ -54,7 +54,6 @@ def run(argv: list[str]) -> int:
     about = "approximate requests of the trace, or that count in a round of a steady load"
     add("--requests", type=int, help=about)
     add("--sessions", type=int, nargs="+", help="concurrent sessions, instead of the study's loads")
-    add("--rate", type=float, nargs="+", help="requests/s, instead of the study's loads")
     again = "continue the run in --out; its finished loads are not repeated"
     add("--resume", action="store_true", help=again)
     add("--dry-run", action="store_true", help="say what would be sent, and for how long")
@@ -242,9 +241,8 @@ def _changed(study: Study, fleet: FleetFile, args: argparse.Namespace) -> Study:
         trace = change(trace, requests=args.requests)
     elif args.requests:
         load = change(load, window=change(load.window, requests=args.requests))
-    if args.sessions or args.rate:
-        sessions, rate = tuple(args.sessions or ()), tuple(args.rate or ())
-        load = change(load, sessions=sessions, rate=rate, speed=())
+    if args.sessions:
+        load = change(load, sessions=tuple(args.sessions), speed=())
     rounds, slo = args.rounds or study.rounds, fleet.slo or study.slo
     study = change(study, trace=trace, load=load, rounds=rounds, slo=slo)
     return msgspec.convert(msgspec.to_builtins(study), Study)  # as strict as of a file

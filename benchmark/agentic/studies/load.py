@@ -18,6 +18,9 @@ from benchmark.traces.record import Record, left_out, read, scaled
 from benchmark.traces.sample import Plan, chosen, survey, window_and_thin
 from benchmark.traces.sessions import annotate
 
+SEED = 42
+"""Of generated traces, of sampling, and of the tokens of prompts."""
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -37,12 +40,10 @@ class Trace:
     """What there is to tell: lines left out, requests asked for in vain."""
 
     def at(self, load: LoadSpec, level: float) -> list[Record]:
-        """The records of a level: their times at its rate or speed."""
+        """The records of a level: their times at its speed."""
         if load.sessions:
             return self.records
-        span_s = (self.records[-1].timestamp - self.records[0].timestamp) / 1000
-        speed = level if load.speed else max(level * span_s / len(self.records), 1e-6)
-        return [msgspec.structs.replace(r, timestamp=r.timestamp / speed) for r in self.records]
+        return [msgspec.structs.replace(r, timestamp=r.timestamp / level) for r in self.records]
 
 
 def prepare(spec: TraceSpec, fleet: FleetFile) -> Trace:
@@ -56,8 +57,8 @@ def prepare(spec: TraceSpec, fleet: FleetFile) -> Trace:
     skipped: list[str] = []
     if path is None:
         rate = spec.generated_per_s
-        shape = AGENTIC if rate is None else at_rate(AGENTIC, rate, spec.seed)
-        whole = list(generate(spec.generated, spec.seed, shape))
+        shape = AGENTIC if rate is None else at_rate(AGENTIC, rate, SEED)
+        whole = list(generate(spec.generated, SEED, shape))
     else:
         whole = list(annotate(read(path, skipped if spec.skip_invalid else None)))
     sampled, ratio = whole, 1.0
@@ -82,9 +83,7 @@ def prepare(spec: TraceSpec, fleet: FleetFile) -> Trace:
 
 
 def limit(fleet: FleetFile) -> int:
-    """Tokens of a request at most: half a pool where the file does not say."""
-    if fleet.max_request_tokens is not None:
-        return fleet.max_request_tokens
+    """Tokens of a request at most: half a pool."""
     pool = fleet.rig.pool_tokens if fleet.rig is not None else fleet.pool_tokens
     return pool // 2 if pool else 1 << 60
 
@@ -95,7 +94,7 @@ def sample(whole: Sequence[Record], spec: TraceSpec, requests: int) -> tuple[lis
     Raises:
         ValueError: so few that no whole session is among them.
     """
-    plan = Plan(window_s=spec.window_s, max_single_turn=spec.max_single_turn, seed=spec.seed)
+    plan = Plan(max_single_turn=spec.max_single_turn, seed=SEED)
     found = survey(whole)
     everything = window_and_thin(found, dataclasses.replace(plan, ratio=1.0))
     ratio = min(1.0, requests / everything.requests)

@@ -34,7 +34,7 @@ class Cell(Where):
 
     gained: dict[str, dict[str, float]] = {}
     """By role: what the counters gained."""
-    samples: list[dict[str, float]] = []
+    samples: list[float] = []
     """See ``Servers.sampled``."""
     loopback: float | None = None
     """Bytes that the kernel carried over the loopback interface; by address not known."""

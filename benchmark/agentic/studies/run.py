@@ -18,7 +18,7 @@ from benchmark.agentic.load.prepare import Bodies
 from benchmark.agentic.load.run import Settings, load
 from benchmark.agentic.load.sessions import Turn, by_session, made_sessions, trace_sessions, turns
 from benchmark.agentic.studies import record
-from benchmark.agentic.studies.load import Trace
+from benchmark.agentic.studies.load import SEED, Trace
 from benchmark.agentic.studies.record import Cell, Run
 from benchmark.agentic.studies.spec import Study
 from benchmark.aiperf import Program, profile
@@ -117,7 +117,7 @@ def _send(
             made = msgspec.structs.replace(made, seed=made.seed + cell.round)
             sessions = made_sessions(made, running.vocabulary)
         else:
-            found, prompts = _replayed(plan, cell), running.prompts(study.trace.seed)
+            found, prompts = _replayed(plan, cell), running.prompts(SEED)
             classes = list({turn.kind for session in found for turn in session})
             sessions = trace_sessions(found, stack.enter_context(Bodies(prompts)))
         work = load(running.target, sessions, settings, ended, how.window, classes)
@@ -147,7 +147,7 @@ def _profile(
         plan.aiperf,
         running.target.url,
         [turn for session in _replayed(plan, cell) for turn in session] if plan.trace else None,
-        running.prompts(plan.study.trace.seed),
+        running.prompts(SEED),
         plan.out / "aiperf" / f"{cell.arm}-{cell.load:g}-{cell.round}",
         how.window,
         how.think_s or 0.0,

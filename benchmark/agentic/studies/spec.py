@@ -27,12 +27,9 @@ class TraceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     skip_invalid: bool = False
     """Leave out lines of the file that cannot be read, and say how many."""
     requests: Positive | None = 90
-    """About: sampling keeps whole sessions. None: the whole trace as it is."""
-    window_s: Above = 600.0
-    """Of the trace, its densest."""
+    """About: sampling keeps whole sessions of its densest ten minutes. None: the whole trace."""
     max_single_turn: float = 0.3
     """Most of the sessions that may have a single turn."""
-    seed: int = 42
     generated: Positive = 20_000
     """Requests of a generated trace, before it is sampled."""
     generated_per_s: Above | None = None
@@ -45,8 +42,6 @@ class LoadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     sessions: tuple[Positive, ...] = ()
     """So many sessions at once; each sends its next turn ``think_s`` after its answer."""
-    rate: tuple[Above, ...] = ()
-    """Or: requests/s, with the trace's own times between them."""
     speed: tuple[Above, ...] = ()
     """Or: the trace's own times, so many seconds of it in a second."""
     think_s: float | None = 0.2
@@ -58,15 +53,13 @@ class LoadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     its last answer."""
 
     def __post_init__(self) -> None:
-        if sum(map(bool, (self.sessions, self.rate, self.speed))) != 1:
-            raise ValueError("give one of `sessions`, `rate` and `speed`")
+        if bool(self.sessions) == bool(self.speed):
+            raise ValueError("give one of `sessions` and `speed`")
 
     @property
     def unit(self) -> str:
         """What a level counts."""
-        if self.sessions:
-            return "sessions at once"
-        return "requests/s" if self.rate else "times the trace's speed"
+        return "sessions at once" if self.sessions else "times the trace's speed"
 
 
 Quantity = Literal["ttft", "tpot", "e2e"]
@@ -156,7 +149,7 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def points(self) -> list[Point]:
         """All loads, in the order in which they are sent."""
         named = [[(name, float(value)) for value in of] for name, of in self.grid.items()]
-        levels = self.load.sessions or self.load.rate or self.load.speed
+        levels = self.load.sessions or self.load.speed
         return [Point(float(at), over) for over in product(*named) for at in levels]
 
     def at(self, setups: dict[str, Setup]) -> tuple[dict[str, Arm], list[str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmark.agentic.fleet import rig, spec
-from benchmark.agentic.fleet.servers import Servers, gauges
+from benchmark.agentic.fleet.servers import Servers, usage
 from benchmark.agentic.fleet.spec import FleetFile
 from benchmark.agentic.studies.spec import FOLDER, Study, find
 from benchmark.harness.client import Target
@@ -136,19 +136,19 @@ def test_a_fleet_without_an_arms_servers_says_so() -> None:
         find("no-such-study")
 
 
-def test_gauges_are_read_off_a_metrics_page() -> None:
+def test_the_use_of_the_pool_is_read_off_a_metrics_page() -> None:
     text = (
         "# HELP sglang:token_usage x\n"
         'sglang:token_usage{model_name="m",tp_rank="0"} 0.25\n'
         'sglang:num_running_reqs{model_name="m"} 3.0\nsglang:num_running_reqs_offline_batch 9\n'
     )
-    assert gauges(text) == {"usage": 0.25}
-    assert gauges("vllm:num 1\n") == {}
+    assert usage(text) == [0.25]
+    assert usage("vllm:num 1\n") == []
     ranks = "".join(
         f'sglang:token_usage{{dp_rank="{rank}",model_name="m"}} {share}\n'
         for rank, share in enumerate((0.5, 0.75, 1.0, 0.75))
     )
-    assert gauges(ranks) == {"usage": 0.75}, "four pools are no fuller than one can be"
+    assert usage(ranks) == [0.75], "four pools are no fuller than one can be"
 
 
 def test_counters_that_did_not_answer_twice_are_left_out() -> None:

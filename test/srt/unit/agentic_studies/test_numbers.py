@@ -285,7 +285,7 @@ def counting(cell: Cell) -> None:
         counters[f"sglang:kv_transfer_{stage}_seconds_sum"] = number * 0.01
         counters[f"sglang:kv_transfer_{stage}_seconds_count"] = 10.0
     cell.gained = {"prefill": counters}
-    cell.samples = [{"at": 0.0, "server": 0.0, "usage": x} for x in (0.25, 0.5)]
+    cell.samples = [0.25, 0.5]
     cell.loopback = 7e6
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -61,20 +60,6 @@ def test_each_variable_is_described_on_one_page() -> None:
             if re.search(rf"\b{each.name}\b", text) and home not in reached:
                 lost.append(f"{name(page)} has no link to {name(home)} for {each.name}")
     assert lost == []
-
-
-def test_sizing_has_the_measured_delays() -> None:
-    """Guards against advice that the only measurement speaks against, as it stood there before."""
-    text = (ROOT / "docs/operations/sizing.md").read_text()
-    said = re.findall(r"(\d\.\d\d) (?:ms at p50 )?instead of (\d\.\d\d)", " ".join(text.split()))
-    measured, results = [], ROOT / "benchmark/kv_transfer/results"
-    for transport in ("shm", "tcp"):
-        found = (
-            json.loads((results / f"pause-{us}/{transport}/delay-nixl.json").read_text())["results"]
-            for us in (0, 1000)
-        )
-        measured.append(tuple(f"{each['until_decode_sees_it_ms']['p50']}" for [each] in found))
-    assert said == measured
 
 
 @pytest.mark.parametrize(

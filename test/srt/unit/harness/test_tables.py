@@ -102,7 +102,6 @@ def test_a_study_is_shown_from_its_summary(tmp_path: Path, monkeypatch: pytest.M
     assert text.startswith("At 4 sessions at once, **pd-radix is best**")
     shown = tables.render("<!-- table:study-worth -->\n<!-- end -->", tmp_path.parent)
     assert f"![A title]({tmp_path.name}/worth/load.svg)" in shown and "| 4 | pd-radix | 0 |" in text
-    assert "| 4: **0.8" in tables.gains() and "`throughput` | not measured yet" in tables.gains()
     claims = tables.claims()
     assert "| worth | b is faster | 4 | a tenth | 0.8" in claims and "| agrees |" in claims
     assert "| throughput | " in claims and "| - | not measured yet |" in claims

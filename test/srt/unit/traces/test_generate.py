@@ -8,17 +8,16 @@ from itertools import pairwise
 import pytest
 
 from benchmark.traces.describe import Description, describe
-from benchmark.traces.generate import SHAPES, generate
+from benchmark.traces.generate import generate
 from benchmark.traces.record import Record, check
 from benchmark.traces.sample import survey
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_a_valid_trace_in_order_of_time(name: str) -> None:
+def test_a_valid_trace_in_order_of_time() -> None:
     """What the reader refuses in a file must not be generated either. Each prompt contains the one
     before it, and an id stands for a block and its whole prefix: were one reached in two ways, a
     cache would not find what it says."""
-    records = list(generate(2000, 1, SHAPES[name]))
+    records = list(generate(2000, 1))
     before: dict[int, int | None] = {}
     sessions: defaultdict[str | None, list[Record]] = defaultdict(list)
     for record in records:
