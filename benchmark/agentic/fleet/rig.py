@@ -18,8 +18,8 @@ from benchmark.harness.servers import LEAN, ServerConfig, Sizes, of_role
 
 LOGGED = (*LEAN, "--decode-log-interval", "1")
 DOZE = ("--sleep-on-idle",)
-"""What decodes gives its core away when it has nothing to do. A prefill server must not: SGLang's
-would sleep up to a second on requests whose handshake is under way."""
+"""Servers that have nothing to do leave their core to the others. Stock's prefill server must not:
+it would sleep up to a second on requests whose handshake is under way."""
 
 BEHIND = ("nice", "-n", "5")
 """Servers share few cores with the client and the router, which in a fleet have their own: without
@@ -43,10 +43,12 @@ def layout(arm: Arm, rig: Rig, model: Path, page_tokens: int = 16) -> list[Serve
         of_store = _hicache(arm.store, about, sizes, kv_bytes_per_token(model))
         before, env = [master], {"MC_FORCE_TCP": "1", **env}  # it would look for RDMA devices
     limit = ("--disaggregation-decode-local-tokens", str(arm.local_tokens))
+    doze = DOZE if rig.doze else ()
+    ours = arm.variant != "stock" and arm.venv is None  # on 0.5.23 nothing wakes prefill either
     of_variant = {
-        "prefill": (),
-        "decode": (*DOZE, *(limit if arm.variant == "local" else ())),
-        "aggregated": (*DOZE, *of_store),
+        "prefill": doze if ours else (),
+        "decode": (*doze, *(limit if arm.variant == "local" else ())),
+        "aggregated": (*doze, *of_store),
     }
     engines = [
         servers.engine(

@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
@@ -26,6 +27,8 @@ from benchmark.harness.servers import HOST, ServerConfig
 from benchmark.traces.record import Record
 
 SAMPLE_S = 1.0
+UNANSWERED = (OSError, ValueError, HTTPException)
+"""What asking a server may raise."""
 FLUSH_S = 10.0
 """That a server may take to become idle before it empties its cache."""
 ROUTED = "our router"
@@ -86,7 +89,7 @@ class Servers:
             try:
                 # A server that has just said its last token may need another step to be idle.
                 self._ask("POST", f"{url}/flush_cache?timeout={FLUSH_S}")
-            except (OSError, ValueError) as error:  # addresses stay out of what a run keeps
+            except UNANSWERED as error:  # addresses stay out of what a run keeps
                 refused.append(f"server {number}: {error}")
         return refused
 
@@ -94,7 +97,7 @@ class Servers:
         """URL -> counters, of engines and store, where ``/metrics`` answers."""
         found = {}
         for url in self._roles:
-            with suppress(OSError, ValueError):
+            with suppress(*UNANSWERED):
                 found[url] = self._scrape(url)
         return found
 
@@ -130,7 +133,7 @@ class Servers:
         def watch() -> None:
             while True:
                 for url in decoding:
-                    with suppress(OSError, ValueError):
+                    with suppress(*UNANSWERED):
                         text = self._ask("GET", url + "/metrics").decode(errors="replace")
                         used.extend(usage(text))
                 if over.wait(SAMPLE_S):
@@ -169,7 +172,7 @@ def reach(
             urllib.request.urlopen(url + "/health", timeout=30.0).close()
         except urllib.error.HTTPError:
             pass  # somebody listens
-        except (OSError, ValueError) as error:
+        except UNANSWERED as error:
             raise RunFailed(f"{url} cannot be reached: {error}") from error
     vocabulary = range(*about.vocabulary)
     if (target := direct(setup)) is not None:

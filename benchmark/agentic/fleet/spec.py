@@ -163,6 +163,8 @@ class Rig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of a prefill step."""
     reserve_tokens: int | None = None
     """``--num-reserved-decode-tokens``; None: a block, as SGLang's 512 to the trace's."""
+    doze: bool = True
+    """Servers that have nothing to do sleep (``--sleep-on-idle``), but for stock's prefill."""
     shape: dict[str, int] = {}
     """Of the random model; see ``benchmark.harness.models.random_qwen3``."""
 

@@ -133,6 +133,9 @@ async def load(
             due = clock.now() if due is None else due
             mark, counts = lag.mark(), counting.begins(turn.kind, clock.now())
             result = await send(http, target, message)
+            if result.error is None and result.completion_tokens < turn.wanted_tokens:
+                got = f"{result.completion_tokens} of {turn.wanted_tokens} tokens"
+                result.fail("short_answer", got)
             counting.ended(counts)
             on_outcome(outcome(turn, result, clock, due, lag.since(mark), counts))
             least = FAILED_S if result.error else 0.0

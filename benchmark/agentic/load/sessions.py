@@ -22,6 +22,8 @@ from benchmark.traces.sessions import EndlessCache, annotate
 FIRST, LATER, COLD = MADE_CLASSES = ("FIRST", "LATER", "COLD")
 COLD_ANSWER = 8
 """Tokens of a cold prompt's answer."""
+GOLDEN = 0.618034
+"""Multiples of it, less their whole part, are evenly spread."""
 AHEAD = 16
 """Sessions of a trace whose first prompt is made before it is needed."""
 
@@ -87,8 +89,16 @@ class Made(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return max(whole, self.cold_tokens + COLD_ANSWER if self.cold_share else 0)
 
 
-def made_sessions(made: Made, vocabulary: range) -> Iterator[tuple[float, Session]]:
-    """Without end, due at once."""
+def middle(number: int, turns: int) -> int:
+    """The turn with which the first sessions of a steady load begin, spread over all turns: were
+    all to begin with their first one, later loads would count other turns than small ones."""
+    return int(number * GOLDEN % 1 * turns)
+
+
+def made_sessions(
+    made: Made, vocabulary: range, at_once: int = 0
+) -> Iterator[tuple[float, Session]]:
+    """Without end, due at once; so many begin in their ``middle``."""
 
     def ids(seed: str, tokens: int) -> list[int]:
         return random.Random(f"{made.seed} {seed}").choices(vocabulary, k=tokens)
@@ -101,8 +111,10 @@ def made_sessions(made: Made, vocabulary: range) -> Iterator[tuple[float, Sessio
     def warm(number: int) -> Session:
         prompt = list(prefixes[number % len(prefixes)]) if prefixes else []
         wanted = made.answer_tokens
-        for turn in range(made.turns):
-            new = made.turn_tokens if turn else made.first_tokens
+        begun = middle(number, made.turns) if number < at_once else 0
+        prompt += ids(f"{number} begun", begun * (made.turn_tokens + wanted))
+        for turn in range(begun, made.turns):
+            new = made.turn_tokens if turn > begun else made.first_tokens
             prompt += ids(f"{number} {turn}", new)
             kind, index = LATER if turn else FIRST, number * made.turns + turn
             sent = Turn(index, f"s{number}", turn, len(prompt), wanted, new, kind)

@@ -91,21 +91,23 @@ class Numbers:
     def ratio(
         self, point: str, arms: tuple[str, str], column: str, kind: str = "", sure: float = 0.95
     ) -> Interval:
-        """Of the first arm over the second; ``kind``: of this class of requests alone."""
-        of = self.cells
-        if kind:
-            of = described(self.requests[self.requests["kind"] == kind].groupby(CELL))
-        there = of[of.index.get_level_values("point") == point][column].unstack("arm")
-        of_arms = (there.get(arm, pd.Series(dtype=float)) for arm in arms)
-        both = pd.concat(of_arms, axis=1).dropna()  # rounds that both have
-        return ratio(both.iloc[:, 0] / both.iloc[:, 1], sure)
+        """Of the first arm over the second. Means are of the requests of a round that both arms
+        count, as a window holds other ones of a slower arm; ``kind``: of this class alone."""
+        cells = [self.cells.loc[point, arm][column] for arm in arms]
+        there = pd.concat(cells, axis=1, keys=arms, join="inner")  # rounds that both have
+        if (quantity := column.removesuffix("_mean")) != column:
+            mine = self.requests[self.requests["point"] == point]
+            mine = mine[mine["kind"] == kind] if kind else mine
+            each = mine.pivot_table(quantity, ["round", "index"], "arm").reindex(columns=arms)
+            there = each.dropna().groupby("round").mean().reindex(there.index)
+        return ratio(there[arms[0]] / there[arms[1]], sure)
 
 
 def numbers(run: Run) -> Numbers:
     rows = [
         {**_named(cell), **_request(run, outcome)} for cell in run.cells for outcome in cell.counted
     ]
-    requests = pd.DataFrame(rows, columns=[*CELL, *QUANTITIES, "kind", "error"])
+    requests = pd.DataFrame(rows, columns=[*CELL, "index", *QUANTITIES, "kind", "error"])
     requests = requests.astype(dict.fromkeys(QUANTITIES, float))
     cells = pd.DataFrame([{**_named(cell), **_cell(run, cell)} for cell in run.cells])
     whole = cells.set_index(CELL).join(described(requests.groupby(CELL)))
@@ -138,7 +140,7 @@ def _request(run: Run, o: Outcome) -> dict[str, Any]:
     lost = run.study.load.timeout_s
     times = (lost, math.nan, lost) if o.error else (o.ttft_s, o.tpot_s, o.e2e_s)
     told = {name: math.nan if x is None else x for name, x in zip(QUANTITIES, times, strict=True)}
-    return {**told, "kind": o.request_class, "error": o.error}
+    return {**told, "index": o.index, "kind": o.request_class, "error": o.error}
 
 
 def _cell(run: Run, cell: Cell) -> dict[str, float]:

@@ -14,7 +14,7 @@ from benchmark.harness.report import markdown
 from benchmark.traces.record import BLOCK_TOKENS
 
 Json = Mapping[str, Any]
-CLAIMS = ("claim", "load", "theirs, or our bound", "ours", "verdict")
+CLAIMS = ("claim", "load", "theirs; held against", "ours", "verdict")
 CLASS = 30
 """Requests of a class at a load, at least, for the page to show it."""
 

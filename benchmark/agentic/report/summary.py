@@ -58,13 +58,14 @@ def _arm(run: Run, of: Numbers, point: str, arm: str, base: str) -> dict[str, An
     cells = of.cells.loc[point, arm]
     mine = of.requests[(of.requests["point"] == point) & (of.requests["arm"] == arm)]
     sure = grid_sure(run) if run.study.grid else 0.95
-    ratios = {name: of.ratio(point, (arm, base), name, sure=sure) for name in AGAINST}
     kinds = described(mine.groupby("kind")).join(mine["kind"].value_counts().rename("requests"))
     return {
         "requests": len(mine),
         "failed": int(mine["error"].notna().sum()),
         "numbers": {name: interval(cells[name]) for name in cells if cells[name].notna().any()},
-        "of_first_arm": None if arm == base else ratios,
+        "of_first_arm": None
+        if arm == base
+        else {name: of.ratio(point, (arm, base), name, sure=sure) for name in AGAINST},
         "rounds": list(cells[f"{run.study.by}_mean"]),
         "classes": kinds.to_dict("index"),
         "reached": next(cell.via for cell in run.cells if cell.arm == arm),

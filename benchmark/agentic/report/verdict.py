@@ -241,7 +241,8 @@ def claims(run: Run, of: Numbers) -> list[dict[str, Any]]:
                 verdict = "does not agree"
             bounds = (("at most", claim.at_most), ("at least", claim.at_least))
             bound = " and ".join(f"{word} {x:g}" for word, x in bounds if x is not None)
-            named = {"claim": claim.text, "load": point.name, "theirs": claim.theirs or bound}
+            theirs = f"{claim.theirs}; {bound}" if claim.theirs else bound
+            named = {"claim": claim.text, "load": point.name, "theirs": theirs}
             found.append({**named, "ours": ours, "verdict": verdict})
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,7 +21,7 @@ class Where(msgspec.Struct):
     arm: str
     round: int
     load: float
-    """Sessions at once, requests/s, or the trace's speed."""
+    """Sessions at once, or the trace's speed."""
     over: tuple[tuple[str, float], ...] = ()
     """Fields of ``made`` that a grid has otherwise."""
 
@@ -71,8 +72,7 @@ class Run(msgspec.Struct):
     trace: dict[str, Any]
     cells: list[Cell] = []
     servers: dict[str, dict[str, int]] = {}
-    """By arm and role, how many; 0 of all behind a router that hides them. Earlier versions kept
-    none."""
+    """By arm and role, how many; 0 of all behind a router that hides them."""
 
     @property
     def points(self) -> list[Point]:
@@ -85,11 +85,12 @@ def begin(folder: Path, earlier: Run | None) -> IO[bytes]:
     another run goes, as its requests do."""
     if earlier is None:
         (folder / RUN).unlink(missing_ok=True)
-    out = (folder / REQUESTS).open("wb")
-    for cell in earlier.cells if earlier else ():
-        for outcome in cell.outcomes:
-            append(out, cell, outcome)
-    return out
+    with (folder / f"{REQUESTS}.new").open("wb") as out:
+        for cell in earlier.cells if earlier else ():
+            for outcome in cell.outcomes:
+                append(out, cell, outcome)
+    os.replace(out.name, folder / REQUESTS)  # a kill here loses nothing
+    return (folder / REQUESTS).open("ab")
 
 
 def append(out: IO[bytes], cell: Cell, outcome: Outcome) -> None:
@@ -106,7 +107,8 @@ def save(folder: Path, run: Run) -> None:
             role: {name: n for name, n in values.items() if n and name.startswith("sglang:")}
             for role, values in cell["gained"].items()
         }
-    write_summary(folder / RUN, content)
+    write_summary(folder / f"{RUN}.new", content)
+    os.replace(folder / f"{RUN}.new", folder / RUN)
 
 
 def load(folder: Path) -> Run:

@@ -16,7 +16,14 @@ from benchmark.agentic.fleet.spec import Arm, FleetFile
 from benchmark.agentic.load.outcome import Outcome
 from benchmark.agentic.load.prepare import Bodies
 from benchmark.agentic.load.run import Settings, load
-from benchmark.agentic.load.sessions import Turn, by_session, made_sessions, trace_sessions, turns
+from benchmark.agentic.load.sessions import (
+    Turn,
+    by_session,
+    made_sessions,
+    middle,
+    trace_sessions,
+    turns,
+)
 from benchmark.agentic.studies import record
 from benchmark.agentic.studies.load import SEED, Trace
 from benchmark.agentic.studies.record import Cell, Run
@@ -45,7 +52,7 @@ def cells(plan: Plan, told: Callable[[Cell], None], earlier: Run | None) -> Iter
     """Measures every arm at every load in every round; each cell as it ends. ``told``: after each
     request of a cell. ``earlier``: a run that was stopped, whose loads are left out.
 
-    The order of arms changes from round to round, so that none always follows the same one.
+    The order of arms changes from round to round, so that none always follows another.
 
     Raises:
         ServerFailed: a server of the rig did not start, died, or failed its memory check.
@@ -56,7 +63,8 @@ def cells(plan: Plan, told: Callable[[Cell], None], earlier: Run | None) -> Iter
     with record.begin(out, earlier) as lines:
         for number in range(plan.study.rounds):
             turn = number % len(names)
-            for name in names[turn:] + names[:turn]:
+            order = names[turn:] + names[:turn]
+            for name in order[::-1] if number % 2 else order:
                 left = [at for at in plan.study.points if (name, number, at) not in done]
                 if not left:
                     continue
@@ -115,7 +123,7 @@ def _send(
             made = cell.key[2].made(study.made)
             classes = made.classes
             made = msgspec.structs.replace(made, seed=made.seed + cell.round)
-            sessions = made_sessions(made, running.vocabulary)
+            sessions = made_sessions(made, running.vocabulary, settings.sessions or 0)
         else:
             found, prompts = _replayed(plan, cell), running.prompts(SEED)
             classes = list({turn.kind for session in found for turn in session})
@@ -125,13 +133,17 @@ def _send(
 
 
 def _replayed(plan: Plan, cell: Cell) -> list[list[Turn]]:
-    """The trace's sessions, a later part of them first in each round."""
+    """The trace's sessions, a later part of them first in each round; of a steady load, those that
+    begin it in their middle."""
     assert plan.trace is not None
     how = plan.study.load
     records, classes = plan.trace.at(how, cell.load), plan.trace.classes
     found = by_session(turns(records, plan.fleet.block_tokens, classes))
     first = cell.round * len(found) // plan.study.rounds if how.sessions else 0
-    return found[first:] + found[:first]
+    found = found[first:] + found[:first]
+    for number in range(min(int(cell.load), len(found)) if how.window else 0):
+        found[number] = found[number][middle(number, len(found[number])) :]
+    return found
 
 
 def _profile(

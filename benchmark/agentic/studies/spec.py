@@ -135,7 +135,7 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for claim in self.claims:
             if claim.arm not in self.arms or claim.over not in self.arms:
                 raise ValueError(f"`claims`: no arm {claim.arm!r} or {claim.over!r}")
-            if claim.request_class and claim.of in ("itl", "goodput"):
+            if claim.request_class and claim.of in ("itl", "goodput", "requests"):
                 raise ValueError(f"`claims`: {claim.of} is of all requests, not of a class")
 
     @property

@@ -176,7 +176,7 @@ def test_a_steady_grid_gives_a_page_and_a_picture(tmp_path: Path) -> None:
     # How sure that is on a busy machine is not for this test to say.
     assert "Of 4 loads, against slow: **fast** is better in TTFT at " in text
     assert re.search(
-        r"\| fast is faster \| 4, cold_share 0.3 \| 0\.5, paper \| .* \| (agrees|no verdict) \|",
+        r"\| fast is faster \| 4, cold_share 0.3 \| 0\.5, paper; .* \| (agrees|no verdict) \|",
         text,
     )
     assert "\n| 4, cold_share 0.3 | fast | " in text.split("## Per cold prompt")[1]

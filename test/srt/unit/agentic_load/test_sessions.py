@@ -27,10 +27,10 @@ from benchmark.traces.record import Record
 WORDS = range(16, 5000)
 
 
-def played(made: Made, sessions: int) -> list[list[tuple[object, list[int]]]]:
+def played(made: Made, sessions: int, at_once: int = 0) -> list[list[tuple[object, list[int]]]]:
     """Sessions of which each answer is its turn's number, three times."""
     found = []
-    source = made_sessions(made, WORDS)
+    source = made_sessions(made, WORDS, at_once)
     for _ in range(sessions):
         (_, session), sent = next(source), []
         with suppress(StopIteration):
@@ -59,6 +59,23 @@ def test_a_turn_has_the_history_with_its_answers() -> None:
     assert starts[0][:7] == starts[2][:7] != starts[1][:7] == starts[3][:7]
     assert starts[0][7:] != starts[2][7:]
     assert made.largest == 27 + 2 * 5 + 3 * made.answer_tokens
+
+
+def test_the_first_sessions_are_in_their_middle() -> None:
+    """Guards a load that is steady from the start: were all sessions to begin with their first
+    turn, 24 at once would count other turns than one does. Sizes are those of the whole session."""
+    made = Made(
+        first_tokens=20, turns=6, turn_tokens=5, answer_tokens=3, prefixes=1, prefix_tokens=7
+    )
+    sessions, whole = played(made, 14, 12), played(made, 14)
+    lengths = Counter(len(turns) for turns in sessions[:12])
+    assert set(lengths) == set(range(1, 7)) and max(lengths.values()) <= 3
+    for turns, other in zip(sessions, whole, strict=True):
+        sizes = [(turn.index, turn.turn, turn.prompt_tokens) for turn, _ in other]
+        assert [(turn.index, turn.turn, turn.prompt_tokens) for turn, _ in turns] == sizes[
+            -len(turns) :
+        ]
+    assert sessions[12:] == whole[12:]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5])

@@ -88,6 +88,8 @@ def test_arms_of_the_rig_differ_in_what_they_say() -> None:
                 command = " ".join(engine.command)
                 assert engine.command[: len(rig.BEHIND)] == rig.BEHIND
                 assert "--max-total-tokens 5000" in command
+                sleepless = engine.role == "prefill" and (arm.variant == "stock" or arm.venv)
+                assert ("--sleep-on-idle" in command) != bool(sleepless)
                 decodes, asked = engine.role == "decode", " ".join(arm.args.get(engine.role, ()))
                 assert asked in command
                 of_variant = decodes and arm.variant in ("radix", "local")

@@ -183,6 +183,23 @@ def test_intervals_hold_what_they_are_about(sure: float, most: int) -> None:
     assert all(math.isnan(ratio([2.0, 2.0, 2.0, none]).value) for none in (0.0, math.inf))
 
 
+def test_ratios_are_of_what_both_arms_counted() -> None:
+    """Guards against a slow arm whose window held other requests, and against the better rounds
+    alone, where a window never opened in one."""
+    made = run(cells("a", 1.0), cells("b", 0.5))
+    for cell in made.cells[3:]:
+        cell.outcomes = [o for o in cell.outcomes if o.e2e_s > 1]  # the longer ones
+    of = numbers(made)
+    assert of.ratio("4", ("b", "a"), "e2e_mean").value == pytest.approx(0.5, abs=0.05)
+    assert of.ratio("4", ("b", "a"), "e2e_mean", "HEAVY").value == pytest.approx(0.5, abs=0.05)
+    made.cells[0].outcomes = [
+        msgspec.structs.replace(o, counted=False) for o in cells("a", 1)[0].outcomes
+    ]
+    assert math.isnan(numbers(made).ratio("4", ("b", "a"), "e2e_mean").value)
+    del made.cells[0]
+    assert math.isnan(numbers(made).ratio("4", ("b", "a"), "e2e_mean").low), "two rounds are left"
+
+
 def test_failed_requests_count_as_the_time_limit() -> None:
     """Guards against an arm that is fast because what was slow in it failed, and against a verdict
     by TPOT, of which failed requests have none."""
