@@ -160,6 +160,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     **{f"study-{path.stem.replace('_', '-')}": partial(study, path.stem) for path in STUDIES},
     "admission": admission_page.table,
     "transfer": transfer_page.transfer,
+    "transfer-bounds": transfer_page.bounds,
     "transfer-pauses": transfer_page.pauses,
     "progress-delay": progress_delay,
     "refused": refused,

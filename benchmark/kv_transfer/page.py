@@ -45,6 +45,7 @@ ROWS = (
         "{idle_share_of_a_core[native threads]:.1%}",
     ),
 )
+RUNS = tuple(dict.fromkeys(name for _, name, _ in ROWS))
 _DELAY = "{until_decode_sees_it_ms[p50]:.3g} / {until_decode_sees_it_ms[p99]:.3g}"
 
 
@@ -65,12 +66,18 @@ def transfer() -> str:
         cells = by_arm(name, cell)
         rows.append([label, *(cells.get(arm, "") for arm in ARMS)])
     ran: dict[str, list[str]] = {}
-    for name in dict.fromkeys(name for _, name, _ in ROWS):
+    for name in RUNS:
         run = read(name)["run"]
         when = f"{run['machine']}; {run['date']}, commit {run['commit']}"
         ran.setdefault(when, []).append(f"`{run['command']}`")
     intro = ";\n".join(f"{when}, by " + ",\n".join(commands) for when, commands in ran.items())
     return f"{intro}:\n\n" + markdown(["", *ARMS.values()], rows)
+
+
+def bounds() -> str:
+    """Which bounds hold in those runs."""
+    found = [(of["run"]["command"], said) for of in map(read, RUNS) for said in of["bounds"]]
+    return "".join(f"- {said} (`{command}`)\n" for command, said in found)
 
 
 def pauses() -> str:
