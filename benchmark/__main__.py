@@ -16,7 +16,7 @@ COMMANDS = {
     "describe": ("traces.cli:describe", "describe a trace"),
     "route": ("agentic.router.cli:main", "run the router"),
     "capacity": ("agentic.capacity:main", "compute how many requests a decode pool holds"),
-    "demo": ("demo", "what the flags save, in about a minute"),
+    "demo": ("demo", "what the flags save, in one round"),
     "kv_transfer": ("kv_transfer", "what a KV transfer costs"),
     "event_log": ("kv_transfer.event_log", "stages of the requests of real servers"),
     "admission": ("admission", "what a step of the decode scheduler costs"),

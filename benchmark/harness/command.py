@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from benchmark.harness.process import ServerFailed
 
-_NOT_RETYPED = ("--out", "--page", "--model")
+_NOT_RETYPED = ("--out", "--page")
 
 
 class RunFailed(RuntimeError):

@@ -22,6 +22,9 @@ from benchmark.harness.client import Request, Result, Target, send_all
 from benchmark.harness.process import ServerProcess
 from benchmark.harness.servers import HOST, ServerConfig, Sizes
 
+START_S = 240.0
+"""That a server may take until it is ready."""
+
 
 def start(config: ServerConfig, log_folder: Path, name: str | None = None) -> ServerProcess:
     """Starts the server of a configuration; its log is ``NAME.log`` in the folder, by default
@@ -40,12 +43,7 @@ class Fleet:
     target: Target
     """Where requests go, if the fleet says so."""
 
-    def __init__(
-        self,
-        layout: Sequence[ServerConfig],
-        log_folder: Path | str,
-        start_timeout_s: float = 240.0,
-    ) -> None:
+    def __init__(self, layout: Sequence[ServerConfig], log_folder: Path | str) -> None:
         self.layout = list(layout)
         several = Counter(config.role for config in self.layout)
         numbers: Counter[str] = Counter()
@@ -56,7 +54,6 @@ class Fleet:
             self._configs[name] = config
             numbers[role] += 1
         self._log_folder = Path(log_folder)
-        self._timeout_s = start_timeout_s
         self.processes: dict[str, ServerProcess] = {}
 
     def __enter__(self) -> Self:
@@ -79,7 +76,7 @@ class Fleet:
     def _wait(self, started: Sequence[str]) -> None:
         """Waits for all at once, so that the first one to fail ends the wait."""
         with ThreadPoolExecutor(len(started) or 1) as pool:
-            waits = [pool.submit(self.processes[n].wait_ready, self._timeout_s) for n in started]
+            waits = [pool.submit(self.processes[n].wait_ready, START_S) for n in started]
             try:
                 for wait in waits:
                     wait.result()
@@ -194,11 +191,9 @@ class PairConfig:
 class Pair(Fleet):
     """A running pair."""
 
-    def __init__(
-        self, config: PairConfig, log_folder: Path | str, start_timeout_s: float = 240.0
-    ) -> None:
+    def __init__(self, config: PairConfig, log_folder: Path | str) -> None:
         self.config = config
-        super().__init__(config.layout(), log_folder, start_timeout_s)
+        super().__init__(config.layout(), log_folder)
         prefill, decode = self.layout[:2]
         self.prefill_url, self.decode_url = prefill.url, decode.url
         # The load balancer if there is one, else both servers directly.

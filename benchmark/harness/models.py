@@ -30,16 +30,16 @@ def on_current(venv: Path) -> dict[str, str]:
     return dict(_module("environment", _MODELS.parent / "current").environment(package))
 
 
-def token_range(model: Path | str, first: int = 16) -> range:
-    """Ordinary token ids of a model folder, those below ``first`` left out as likely special."""
-    return range(first, int(_config(model)["vocab_size"]))
+def token_range(model: Path | str) -> range:
+    """Ordinary token ids of a model folder; the first ones are likely special."""
+    return range(16, int(_config(model)["vocab_size"]))
 
 
-def kv_bytes_per_token(model: Path | str, bytes_per_value: int = 4) -> int:
-    """Bytes of KV a token takes in all layers of a model folder (4 bytes a value: float32)."""
+def kv_bytes_per_token(model: Path | str) -> int:
+    """Bytes of KV a token takes in all layers of a model folder, in float32."""
     config = _config(model)
     heads = config["num_key_value_heads"] * config["head_dim"]
-    return int(config["num_hidden_layers"] * 2 * heads * bytes_per_value)
+    return int(config["num_hidden_layers"] * 2 * heads * 4)
 
 
 def _config(model: Path | str) -> Any:

@@ -21,7 +21,7 @@ _LOCK_FOLDER = Path(tempfile.gettempdir()) / "sglang-disagg-ports"
 _held: dict[int, IO[str]] = {}
 
 
-def allocate_ports(count: int, host: str = "127.0.0.1", *, in_a_row: bool = False) -> list[int]:
+def allocate_ports(count: int, *, in_a_row: bool = False) -> list[int]:
     """Returns ``count`` different free ports, reserved until this process ends.
 
     The reservation binds every process that uses this function; others can still take a port
@@ -35,7 +35,7 @@ def allocate_ports(count: int, host: str = "127.0.0.1", *, in_a_row: bool = Fals
     firsts = range(PORT_RANGE.start, PORT_RANGE.stop - length + 1)
     for first in random.SystemRandom().sample(firsts, len(firsts)):
         row = range(first, first + length)
-        got = [port for port in row if port not in _held and _reserve(port, host)]
+        got = [port for port in row if port not in _held and _reserve(port)]
         if len(got) == length:
             ports += got
             if len(ports) == count:
@@ -46,18 +46,18 @@ def allocate_ports(count: int, host: str = "127.0.0.1", *, in_a_row: bool = Fals
     raise RuntimeError(f"no {count} free ports in {PORT_RANGE.start}-{PORT_RANGE.stop - 1}")
 
 
-def is_free(port: int, host: str = "127.0.0.1") -> bool:
+def is_free(port: int) -> bool:
     """Whether a server could listen on the port at this moment."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            probe.bind(("127.0.0.1", port))
         except OSError:
             return False
     return True
 
 
-def _reserve(port: int, host: str) -> bool:
+def _reserve(port: int) -> bool:
     _LOCK_FOLDER.mkdir(exist_ok=True)
     _LOCK_FOLDER.chmod(0o777)
     lock = open(_LOCK_FOLDER / str(port), "w")  # noqa: SIM115 - held until the process ends
@@ -66,7 +66,7 @@ def _reserve(port: int, host: str) -> bool:
     except OSError:
         lock.close()
         return False
-    if not is_free(port, host):
+    if not is_free(port):
         lock.close()
         return False
     _held[port] = lock

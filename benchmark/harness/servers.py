@@ -180,12 +180,12 @@ def router(engines: Sequence[ServerConfig], *, port: int | None = None) -> Serve
     return ServerConfig("router", port or free, tuple(command))
 
 
-def store(lease_ms: int = 1000) -> tuple[ServerConfig, dict[str, object]]:
+def store() -> tuple[ServerConfig, dict[str, object]]:
     """Mooncake's master with its metadata server, and what
     ``--hicache-storage-backend-extra-config`` of its clients says of it. They give its memory.
 
-    ``lease_ms``: how long a key that was asked for is kept from eviction. Mooncake's 10 s are for a
-    store that turns over in minutes; a small one does in seconds.
+    A key that was asked for is kept from eviction for a second: Mooncake's 10 s are for one that
+    turns over in minutes; a small one does in seconds.
     """
     rpc, http, its_metrics = allocate_ports(3)
     command = (
@@ -193,7 +193,7 @@ def store(lease_ms: int = 1000) -> tuple[ServerConfig, dict[str, object]]:
         *(f"--rpc_port={rpc}", f"--rpc_address={HOST}"),
         *("--enable_http_metadata_server=true", f"--http_metadata_server_host={HOST}"),
         *(f"--http_metadata_server_port={http}", f"--metrics_port={its_metrics}"),
-        *(f"--metrics_host={HOST}", f"--default_kv_lease_ttl={lease_ms}"),
+        *(f"--metrics_host={HOST}", "--default_kv_lease_ttl=1000"),
     )
     about = {
         "master_server_address": f"{HOST}:{rpc}",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmark.harness import checks, metrics
-from benchmark.harness.fleet import PairConfig, start
+from benchmark.harness.fleet import START_S, PairConfig, start
 from benchmark.harness.process import ServerProcess
 from benchmark.harness.servers import HOST, ServerConfig, Sizes
 from chaos import faults, store
@@ -135,7 +135,6 @@ class Servers:
         self,
         config: PairConfig,
         logs: Path,
-        start_timeout_s: float = 240.0,
         master: Master | None = None,
     ) -> None:
         layout = config.layout()
@@ -143,7 +142,6 @@ class Servers:
         decode = self._configs["decode"]
         self._computes_turns = LOCAL_ARGS[0] in decode.command or LOCAL_TOKENS.name in decode.env
         self._logs = logs
-        self._timeout_s = start_timeout_s
         self.master = master
         self._staged_ended: Counter[str] = Counter()
         self._staged: Counter[str] = Counter()
@@ -179,7 +177,7 @@ class Servers:
         number = sum(one.role == role for one in self.incarnations) + 1
         process = start(self._configs[role], self._logs, f"{role}.{number}")
         self.incarnations.append(Incarnation(role, number, process))
-        return process.wait_ready(self._timeout_s)
+        return process.wait_ready(START_S)
 
     def current(self, role: str) -> Incarnation:
         """The latest incarnation of a role."""
