@@ -155,8 +155,8 @@ _ABOUT_RESULTS = (
 _ABOUT_RATIOS = (
     "Geometric means of the rounds' ratios, with intervals by Student's t. Times are of the "
     "requests that both arms count. Bold: the interval excludes 1. Of a grid, all intervals of a "
-    "load hold together. Else each holds by itself; the sentences at the top have wider ones, which "
-    "all hold together."
+    "load hold together. Else each holds by itself; the sentences at the top have wider ones, "
+    "which all hold together."
 )
 _ABOUT_COUNTED = (
     "*KV moved*: from prefill to decode. *Decode hit*: in its radix cache. *Loopback interface*: "
