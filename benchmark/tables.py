@@ -77,7 +77,8 @@ def gains() -> str:
 
 
 def _gained(name: str, arms: Sequence[str]) -> list[list[str]]:
-    told = _told(name)
+    if (told := _told(name)) is None:
+        return []
     load, of = list(told["loads"].items())[-3]
     base, page = next(iter(told["titles"].values())), f"[{name}]({_FIGURES}/{name}/page.md)"
     return [

@@ -18,15 +18,16 @@ from benchmark.harness.servers import LEAN, ServerConfig, Sizes, of_role
 
 LOGGED = (*LEAN, "--decode-log-interval", "1")
 DOZE = ("--sleep-on-idle",)
-"""Servers that have nothing to do leave their core to the others. Stock's prefill server must not:
-it would sleep up to a second on requests whose handshake is under way."""
+"""Of servers that leave their core to the others while they have nothing to do."""
 
 BEHIND = ("nice", "-n", "5")
 """Servers share few cores with the client and the router, which in a fleet have their own: without
 this, the client would be late in sending and in reading."""
 
 
-def layout(arm: Arm, rig: Rig, model: Path, page_tokens: int = 16) -> list[ServerConfig]:
+def layout(
+    arm: Arm, rig: Rig, model: Path, page_tokens: int = 16, doze: bool = False
+) -> list[ServerConfig]:
     """Its servers on ports reserved for them now; its store first and its router last.
 
     ``page_tokens``: of a page, which is a block of the trace.
@@ -43,12 +44,10 @@ def layout(arm: Arm, rig: Rig, model: Path, page_tokens: int = 16) -> list[Serve
         of_store = _hicache(arm.store, about, sizes, kv_bytes_per_token(model))
         before, env = [master], {"MC_FORCE_TCP": "1", **env}  # it would look for RDMA devices
     limit = ("--disaggregation-decode-local-tokens", str(arm.local_tokens))
-    doze = DOZE if rig.doze else ()
-    ours = arm.variant != "stock" and arm.venv is None  # on 0.5.23 nothing wakes prefill either
     of_variant = {
-        "prefill": doze if ours else (),
-        "decode": (*doze, *(limit if arm.variant == "local" else ())),
-        "aggregated": (*doze, *of_store),
+        "prefill": (),
+        "decode": limit if arm.variant == "local" else (),
+        "aggregated": of_store,
     }
     engines = [
         servers.engine(
@@ -57,7 +56,7 @@ def layout(arm: Arm, rig: Rig, model: Path, page_tokens: int = 16) -> list[Serve
             sizes,
             stock=arm.variant == "stock",
             radix=role == "decode" and arm.variant in ("radix", "local"),
-            extra_args=(*LOGGED, *args, *arm.args.get(role, ())),
+            extra_args=(*LOGGED, *(DOZE if doze else ()), *args, *arm.args.get(role, ())),
             env=env,
             venv=arm.venv,
         )
@@ -95,13 +94,15 @@ def _setup(configs: Sequence[ServerConfig]) -> Setup:
 
 
 @contextmanager
-def started(arm: Arm, about: FleetFile, rig: Rig, model: Path, logs: Path) -> Iterator[Servers]:
-    """An arm's servers, which end with the context.
+def started(
+    arm: Arm, about: FleetFile, rig: Rig, model: Path, logs: Path, doze: bool
+) -> Iterator[Servers]:
+    """An arm's servers, which end with the context. ``doze``: they sleep while they are idle.
 
     Raises:
         ServerFailed: a server did not start, died, or failed SGLang's memory check after a load.
     """
-    configs = layout(arm, rig, model, about.block_tokens)
+    configs = layout(arm, rig, model, about.block_tokens, doze)
     setup, last = _setup(configs), configs[-1]
     target, via = direct(setup), "directly"
     if last.role == "router":

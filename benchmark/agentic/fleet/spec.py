@@ -137,6 +137,14 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ("--heavy-threshold", str(heavy), *self.router_args)
 
     @property
+    def sleeps(self) -> bool:
+        """Whether its servers may sleep while they are idle (``--sleep-on-idle``). SGLang's prefill
+        server would sleep up to a second on a handshake, and its server with a store while that
+        answers."""
+        ours = self.variant != "stock" and self.venv is None
+        return ours or not (self.prefill or self.store)
+
+    @property
     def servers(self) -> dict[str, int]:
         """By role."""
         return {"aggregated": self.aggregated, "prefill": self.prefill, "decode": self.decode}
@@ -163,8 +171,6 @@ class Rig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of a prefill step."""
     reserve_tokens: int | None = None
     """``--num-reserved-decode-tokens``; None: a block, as SGLang's 512 to the trace's."""
-    doze: bool = True
-    """Servers that have nothing to do sleep (``--sleep-on-idle``), but for stock's prefill."""
     shape: dict[str, int] = {}
     """Of the random model; see ``benchmark.harness.models.random_qwen3``."""
 

@@ -37,8 +37,8 @@ class Window(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What of a steady load counts."""
 
     warm_up: int = 30
-    """Requests that end before the window opens; at least as many as there are sessions at once, so
-    that the burst that begins the load is over."""
+    """Requests that end before the window opens; at least twice as many as there are sessions at
+    once, so that the burst that begins the load is over."""
     requests: int = 200
     """That begin in it, at least."""
     of_class: int = 30
@@ -195,7 +195,7 @@ class Counting:
         """A request is sent; whether it counts."""
         if (window := self._window) is None:
             return True
-        if self._opened > now and self._ended >= max(window.warm_up, self._burst):
+        if self._opened > now and self._ended >= max(window.warm_up, 2 * self._burst):
             self._opened = now
         enough = self._begun.total() >= window.requests and all(
             self._begun[name] >= window.of_class for name in self._classes

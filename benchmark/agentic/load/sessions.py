@@ -89,10 +89,11 @@ class Made(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return max(whole, self.cold_tokens + COLD_ANSWER if self.cold_share else 0)
 
 
-def middle(number: int, turns: int) -> int:
-    """The turn with which the first sessions of a steady load begin, spread over all turns: were
-    all to begin with their first one, later loads would count other turns than small ones."""
-    return int(number * GOLDEN % 1 * turns)
+def middle(number: int, of: int) -> int:
+    """One of so many, evenly spread over them: where the ``number``-th session of a steady load
+    begins. Were all to begin with their first turn, a load of many sessions would count other turns
+    than one of few."""
+    return int(number * GOLDEN % 1 * of)
 
 
 def made_sessions(
@@ -111,10 +112,10 @@ def made_sessions(
     def warm(number: int) -> Session:
         prompt = list(prefixes[number % len(prefixes)]) if prefixes else []
         wanted = made.answer_tokens
-        begun = middle(number, made.turns) if number < at_once else 0
-        prompt += ids(f"{number} begun", begun * (made.turn_tokens + wanted))
-        for turn in range(begun, made.turns):
-            new = made.turn_tokens if turn > begun else made.first_tokens
+        first = middle(number, made.turns) if number < at_once else 0
+        prompt += ids(f"{number} before", first * (made.turn_tokens + wanted))
+        for turn in range(first, made.turns):
+            new = made.turn_tokens if turn > first else made.first_tokens
             prompt += ids(f"{number} {turn}", new)
             kind, index = LATER if turn else FIRST, number * made.turns + turn
             sent = Turn(index, f"s{number}", turn, len(prompt), wanted, new, kind)
@@ -128,7 +129,8 @@ def made_sessions(
     prefixes = [ids(f"prefix {i}", made.prefix_tokens) for i in range(made.prefixes)]
     for number in count():
         chance = random.Random(f"{made.seed} kind {number}").random()
-        yield 0.0, cold(number) if chance < share else warm(number)
+        under_way = made.cold_share if number < at_once else share
+        yield 0.0, cold(number) if chance < under_way else warm(number)
 
 
 def turns(records: Iterable[Record], block_tokens: int, classes: Classes) -> Iterator[Turn]:
@@ -152,6 +154,18 @@ def by_session(found: Iterable[Turn]) -> list[list[Turn]]:
         key = (turn.session_id, 0 if turn.session_id is not None else turn.index)
         sessions.setdefault(key, []).append(turn)
     return list(sessions.values())
+
+
+def begun(sessions: list[list[Turn]], part: int, at_once: int) -> list[list[Turn]]:
+    """With so many in front that are in their ``middle``: those of requests from the second half of
+    the first ``part``, as a steady load has sessions in proportion to their requests."""
+    places = [(n, i) for n in range(part // 2, part) for i in range(len(sessions[n]))]
+    first: dict[int, int] = {}
+    for k in range(len(places)):
+        if len(first) < at_once:
+            first.setdefault(*places[middle(k, len(places))])
+    others = [each for n, each in enumerate(sessions) if n not in first]
+    return [sessions[n][i:] for n, i in first.items()] + others
 
 
 def trace_sessions(

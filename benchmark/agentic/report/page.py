@@ -153,10 +153,10 @@ _ABOUT_RESULTS = (
     "better."
 )
 _ABOUT_RATIOS = (
-    "Geometric means of the rounds' ratios, with intervals by Student's t. Times are of the "
-    "requests that both arms count. Bold: the interval excludes 1. Of a grid, all intervals of a "
-    "load hold together. Else each holds by itself; the sentences at the top have wider ones, "
-    "which all hold together."
+    "Geometric means of the rounds' ratios, with intervals by Student's t. TTFT, TPOT and "
+    "end-to-end time are of the requests that both arms count. Bold: the interval excludes 1. Of a "
+    "grid, all intervals of a load hold together. Else each holds by itself; the sentences at the "
+    "top have wider ones, which all hold together."
 )
 _ABOUT_COUNTED = (
     "*KV moved*: from prefill to decode. *Decode hit*: in its radix cache. *Loopback interface*: "
@@ -298,8 +298,8 @@ def _load(told: Json) -> str:
     text = ""
     if window := load["window"]:
         text = (
-            f"A session that ends is replaced. After {window['warm_up']} answers, or as many as "
-            "there are sessions if that is more, the window opens. Requests that begin in it "
+            f"A session that ends is replaced. After {window['warm_up']} answers, or twice as many "
+            "as there are sessions if that is more, the window opens. Requests that begin in it "
             f"count, until there are {window['requests']}, and {window['of_class']} of each class, "
             f"or {window['limit_s']:g} s are over. The load goes on until these have ended. "
         )

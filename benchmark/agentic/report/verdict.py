@@ -117,7 +117,7 @@ def _headline(run: Run, of: Numbers, point: str, sure: float) -> str:
         )
     found: dict[tuple[str, str], list[str]] = {}
     for q in AGAINST:
-        of_q = of.cells.loc[point][q].groupby(level="arm").mean()
+        of_q = {arm: 1.0 if arm == arms[0] else ratios[arm, arms[0]][q].value for arm in arms}
         one, other, *_ = sorted(arms, key=of_q.get, reverse=q == "goodput")
         pair = (one, other if one == arms[0] else arms[0])
         if q in wins[pair]:

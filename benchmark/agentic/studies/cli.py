@@ -98,7 +98,7 @@ def merged(before: Run, after: Run) -> Run:
     Raises:
         ValueError: their loads or requests differ, so that nothing can be compared.
     """
-    for what in ("load", "trace", "made", "grid"):
+    for what in ("load", "trace", "made", "grid", "rounds"):
         if getattr(before.study, what) != getattr(after.study, what):
             raise ValueError(f"the runs differ in `{what}`: they cannot be compared")
     if before.fleet["endpoint"] != after.fleet["endpoint"] or _sent(before) != _sent(after):
@@ -109,7 +109,6 @@ def merged(before: Run, after: Run) -> Run:
         before.study,
         title=f"{before.study.title}: two runs",
         question=note + before.study.question,
-        rounds=min(before.study.rounds, after.study.rounds),
         claims=(),
     )
     return change(

@@ -18,9 +18,9 @@ from benchmark.agentic.load.prepare import Bodies
 from benchmark.agentic.load.run import Settings, load
 from benchmark.agentic.load.sessions import (
     Turn,
+    begun,
     by_session,
     made_sessions,
-    middle,
     trace_sessions,
     turns,
 )
@@ -52,8 +52,6 @@ def cells(plan: Plan, told: Callable[[Cell], None], earlier: Run | None) -> Iter
     """Measures every arm at every load in every round; each cell as it ends. ``told``: after each
     request of a cell. ``earlier``: a run that was stopped, whose loads are left out.
 
-    The order of arms changes from round to round, so that none always follows another.
-
     Raises:
         ServerFailed: a server of the rig did not start, died, or failed its memory check.
         RunFailed: a server by address cannot be reached, or did not answer a warm-up.
@@ -62,9 +60,7 @@ def cells(plan: Plan, told: Callable[[Cell], None], earlier: Run | None) -> Iter
     done = {cell.key for cell in (earlier.cells if earlier else ())}
     with record.begin(out, earlier) as lines:
         for number in range(plan.study.rounds):
-            turn = number % len(names)
-            order = names[turn:] + names[:turn]
-            for name in order[::-1] if number % 2 else order:
+            for name in order(names, number):
                 left = [at for at in plan.study.points if (name, number, at) not in done]
                 if not left:
                     continue
@@ -83,13 +79,21 @@ def cells(plan: Plan, told: Callable[[Cell], None], earlier: Run | None) -> Iter
                         yield cell
 
 
+def order(names: list[str], number: int) -> list[str]:
+    """Of the arms in a round: two have the same, the second turned around."""
+    turn = number // 2 % len(names)
+    names = names[turn:] + names[:turn]
+    return names[::-1] if number % 2 else names
+
+
 def _running(plan: Plan, name: str) -> AbstractContextManager[Servers]:
     arm, fleet = plan.arms[name], plan.fleet
     if fleet.rig is None:
         words = arm.routing(fleet.block_tokens)
         return servers.reach(fleet.named()[arm.setup or name], fleet, arm.policy, words)
     model = random_qwen3(plan.out / "model-random", **fleet.rig.shape)
-    return rig.started(arm, fleet, fleet.rig, model, plan.out / "logs" / name)
+    doze = all(each.sleeps for each in plan.study.arms.values())
+    return rig.started(arm, fleet, fleet.rig, model, plan.out / "logs" / name, doze)
 
 
 def _measure(plan: Plan, cell: Cell, running: Servers, ended: Callable[[Outcome], None]) -> None:
@@ -127,23 +131,21 @@ def _send(
         else:
             found, prompts = _replayed(plan, cell), running.prompts(SEED)
             classes = list({turn.kind for session in found for turn in session})
+            if how.window and settings.sessions:
+                found = begun(found, len(found) // study.rounds, settings.sessions)
             sessions = trace_sessions(found, stack.enter_context(Bodies(prompts)))
         work = load(running.target, sessions, settings, ended, how.window, classes)
         return asyncio.run(work)
 
 
 def _replayed(plan: Plan, cell: Cell) -> list[list[Turn]]:
-    """The trace's sessions, a later part of them first in each round; of a steady load, those that
-    begin it in their middle."""
+    """The trace's sessions, a later part of them first in each round."""
     assert plan.trace is not None
     how = plan.study.load
     records, classes = plan.trace.at(how, cell.load), plan.trace.classes
     found = by_session(turns(records, plan.fleet.block_tokens, classes))
     first = cell.round * len(found) // plan.study.rounds if how.sessions else 0
-    found = found[first:] + found[:first]
-    for number in range(min(int(cell.load), len(found)) if how.window else 0):
-        found[number] = found[number][middle(number, len(found[number])) :]
-    return found
+    return found[first:] + found[:first]
 
 
 def _profile(

@@ -17,6 +17,8 @@ from benchmark.agentic.load.sessions import (
     FIRST,
     LATER,
     Made,
+    Turn,
+    begun,
     by_session,
     made_sessions,
 )
@@ -76,6 +78,16 @@ def test_the_first_sessions_are_in_their_middle() -> None:
             -len(turns) :
         ]
     assert sessions[12:] == whole[12:]
+    made = Made(turns=6, cold_share=0.25, cold_tokens=2, first_tokens=2, turn_tokens=1)
+    began = Counter(turns[0][0].kind == COLD for turns in played(made, 2000, 2000))
+    assert began[True] / 2000 == pytest.approx(0.25, abs=0.03)
+    lengths = [1, 1, 1, 1, 1, 1, 1, 1, 8, 4] * 20
+    trace = [[Turn(0, f"{n}", i, 1, 1, 1, "") for i in range(m)] for n, m in enumerate(lengths)]
+    found = begun(trace, 100, 20)
+    front = [len(trace[int(session[0].session_id or 0)]) for session in found[:20]]
+    assert sum(n > 1 for n in front) >= 8, "a fifth of the sessions have three fifths of the turns"
+    assert found[-100:] == trace[100:] and len(found) == len(trace)
+    assert begun(trace, 100, 0) == trace
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5])
@@ -99,7 +111,7 @@ def test_what_counts_began_in_the_window_and_is_waited_for(kinds: list[str], man
         if load.over:
             break
         counts = load.begins(kind, float(now))
-        assert not (counts and ended < max(5, many)), "the warm-up counts, or the burst"
+        assert not (counts and ended < max(5, 2 * many)), "the warm-up counts, or the burst"
         assert not (counts and load.closed), "the end counts"
         counted[kind] += counts
         under_way.append(counts)

@@ -11,11 +11,14 @@ import pytest
 from benchmark.agentic.fleet import rig, spec
 from benchmark.agentic.fleet.servers import Servers, usage
 from benchmark.agentic.fleet.spec import FleetFile
+from benchmark.agentic.studies.run import order
 from benchmark.agentic.studies.spec import FOLDER, Study, find
 from benchmark.harness.client import Target
 from benchmark.harness.models import REPOSITORY, TINY_ARITH, kv_bytes_per_token
 
 RADIX = "--disaggregation-decode-enable-radix-cache"
+SLEEPLESS = {"demo", "hicache", "lead_burst", "lead_turns", "throughput", "wire", "worth"}
+"""Studies with servers that must not sleep."""
 
 
 @pytest.mark.parametrize(
@@ -73,8 +76,11 @@ def test_arms_of_the_rig_differ_in_what_they_say() -> None:
     """Equal pools for all servers, flags on the arm's decode servers only, engines behind the
     client."""
     for path in FOLDER.glob("*.yaml"):
-        for arm in spec.load(path, Study).arms.values():
-            layout = rig.layout(arm, spec.Rig(pool_tokens=5000), TINY_ARITH)
+        arms = spec.load(path, Study).arms.values()
+        doze = all(arm.sleeps for arm in arms)
+        assert doze != (path.stem in SLEEPLESS), path
+        for arm in arms:
+            layout = rig.layout(arm, spec.Rig(pool_tokens=5000), TINY_ARITH, doze=doze)
             assert (layout[0].role == "store") == (arm.store is not None)
             assert (layout[-1].role == "router") == (arm.policy != "none")
             engines = [c for c in layout if c.role not in ("router", "store")]
@@ -88,8 +94,7 @@ def test_arms_of_the_rig_differ_in_what_they_say() -> None:
                 command = " ".join(engine.command)
                 assert engine.command[: len(rig.BEHIND)] == rig.BEHIND
                 assert "--max-total-tokens 5000" in command
-                sleepless = engine.role == "prefill" and (arm.variant == "stock" or arm.venv)
-                assert ("--sleep-on-idle" in command) != bool(sleepless)
+                assert ("--sleep-on-idle" in command) == doze
                 decodes, asked = engine.role == "decode", " ".join(arm.args.get(engine.role, ()))
                 assert asked in command
                 of_variant = decodes and arm.variant in ("radix", "local")
@@ -103,6 +108,20 @@ def test_arms_of_the_rig_differ_in_what_they_say() -> None:
                 assert arm.env.items() <= engine.env.items()
                 python = REPOSITORY / arm.venv / "bin/python" if arm.venv else sys.executable
                 assert engine.command[len(rig.BEHIND)] == str(python)
+
+
+def test_arms_change_places() -> None:
+    """Guards against an arm that always follows the same one, or always comes first."""
+    assert [order(list("ab"), n) for n in range(4)] == [
+        ["a", "b"],
+        ["b", "a"],
+        ["b", "a"],
+        ["a", "b"],
+    ]
+    for many in (2, 3, 5):
+        names = list("abcde")[:many]
+        rounds = [order(names, n) for n in range(2 * many)]
+        assert all(sum(of.index(name) for of in rounds) == (many - 1) * many for name in names)
 
 
 def test_arms_of_a_store_differ_in_memory_and_mode() -> None:
