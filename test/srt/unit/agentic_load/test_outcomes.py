@@ -40,7 +40,6 @@ def test_events_count_tokens_once() -> None:
     [
         (event(1, {"type": "abort", "message": "no memory"}), "abort", "no memory"),
         (b'{"error": {"message": "too long"}}', "abort", "too long"),
-        (b'{"error": {"message": "no room"}}', "abort", "no room"),
         (b'{"choices":[{"text":"","finish_reason":"abort"}]}', "abort", "aborted"),
         (b'{"meta_info": {"compl', "broken_stream", "unreadable"),
         (b'{"meta_info": {"prompt_tokens": 3}}', "broken_stream", "completion_tokens"),

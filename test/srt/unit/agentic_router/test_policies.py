@@ -25,13 +25,11 @@ def pick(policy: str, views: list[View], turn: int = 0, pinned: int | None = Non
         ("linear", [view("a", 1, 400, 900), view("b", 1, 0, 400)], "b"),
         # Of equal scores the one with fewer requests.
         ("linear", [view("a", 2), view("b", 1)], "b"),
-        # (0 + 100) x 4 < (0 + 1000) x 1, and (0 + 300) x 4 is not.
+        # (0 + 100) x 4 < (0 + 1000) x 1, as this request counts; and (0 + 300) x 4 is not.
         ("lmetric", [view("a", 3, 900), view("b")], "a"),
         ("lmetric", [view("a", 3, 700), view("b")], "b"),
         # What others have yet to prefill counts like this prompt's own tokens.
         ("lmetric", [view("a", 1, 500, pending_tokens=400), view("b", 1, 200)], "b"),
-        # An idle worker that lacks the prompt does not win: this request counts too.
-        ("lmetric", [view("a", 1, 900), view("b")], "a"),
         # The holder of the prompt wins...
         ("delta_kv", [view("a"), view("b", 1, 1000)], "b"),
         # ...until its batch is larger by more than a few...

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from rich.console import Console
 
 from benchmark.__main__ import COMMANDS
+from benchmark.harness.command import RunFailed, status
+from benchmark.harness.process import ServerFailed
 
 ROOT = Path(__file__).parents[4]
 #: ``--help`` of each command in turn, where nothing of an engine can be imported.
@@ -40,3 +47,22 @@ def test_help_needs_no_engine_and_writes_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage: ") == len(COMMANDS)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ServerFailed("decode", "no port", Path("decode.log"), ""), 1, "decode: no port"),
+        (RunFailed("the warm-up [1] failed"), 1, "the warm-up [1] failed"),
+        (ValueError("--seconds must be above 0"), 2, "--seconds must be above 0"),
+        (FileNotFoundError(2, "No such file", "trace"), 2, "No such file"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_what_ends_a_run_is_one_line_and_a_status(
+    error: BaseException, code: int, said: str
+) -> None:
+    """Guards against a traceback for what the user can put right, and against status 0 for it."""
+    text = io.StringIO()
+    assert status(Mock(side_effect=error), Console(file=text, width=200)) == code
+    assert said in text.getvalue() and text.getvalue().count("\n") <= 1
