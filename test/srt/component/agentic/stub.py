@@ -38,7 +38,6 @@ class Stub:
     """Events repeat all output ids, as without SGLang's ``--incremental-streaming-output``."""
     served: int = 0
     """Answers that came to their end."""
-    flushes: int = 0
     aborted: list[str] = field(default_factory=list)
     """``rid`` of each request that it was told to abort."""
     _asked: set[tuple[int, ...]] = field(default_factory=set, init=False)
@@ -64,7 +63,6 @@ class Stub:
 
     async def flush(self, request: web.Request) -> web.Response:
         self._asked.clear()
-        self.flushes += 1
         return web.Response()
 
     async def metrics(self, request: web.Request) -> web.Response:

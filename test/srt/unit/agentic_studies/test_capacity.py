@@ -47,10 +47,3 @@ def test_what_pools_hold() -> None:
     shared = holds(pool, **PR, shared=True, reserved=400)
     assert shared == (int(pool) - 20 * 50_000) // 4900 > 128
     assert holds(400_000, **PR, shared=True) == holds(400_000, **PR, shared=False) == 7
-
-
-def test_capacity_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert capacity.main([]) == 0
-    assert "415,061 tokens, 38.0 GiB" in capsys.readouterr().out
-    assert capacity.main(["--model", "qwen3-32b"]) == 0
-    assert capacity.main(["--model", "unknown"]) == 2
