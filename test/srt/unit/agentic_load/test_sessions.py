@@ -50,13 +50,13 @@ def test_a_turn_has_the_history_with_its_answers() -> None:
     made = Made(first_tokens=20, turns=3, turn_tokens=5, prefixes=2, prefix_tokens=7)
     sessions = played(made, 4)
     assert sessions == played(made, 4)
-    for number, turns in enumerate(sessions):
-        assert [turn.kind for turn, _ in turns] == [FIRST, LATER, LATER]
-        assert [turn.index for turn, _ in turns] == [3 * number, 3 * number + 1, 3 * number + 2]
-        (_, first), (_, second), (_, third) = turns
+    for number, sent in enumerate(sessions):
+        assert [turn.kind for turn, _ in sent] == [FIRST, LATER, LATER]
+        assert [turn.index for turn, _ in sent] == [3 * number, 3 * number + 1, 3 * number + 2]
+        (_, first), (_, second), (_, third) = sent
         assert second[:27] == first and second[27:30] == [0] * 3 and len(second) == 35
         assert third[:35] == second and third[35:38] == [1] * 3
-        assert all(turn.prompt_tokens == len(prompt) for turn, prompt in turns)
+        assert all(turn.prompt_tokens == len(prompt) for turn, prompt in sent)
     starts = [turns[0][1] for turns in sessions]
     assert starts[0][:7] == starts[2][:7] != starts[1][:7] == starts[3][:7]
     assert starts[0][7:] != starts[2][7:]
@@ -68,8 +68,8 @@ def test_the_first_sessions_are_in_their_middle() -> None:
     turn, 24 at once would count other turns than one does. Sizes are those of the whole session."""
     sizes = {"first_tokens": 20, "turns": 6, "turn_tokens": 5, "answer_tokens": 3}
     made = Made(**sizes, prefixes=1, prefix_tokens=7)
-    for turns, other in zip(played(made, 14, 12), played(made, 14), strict=True):
-        said, whole = ([(x.index, x.turn, x.prompt_tokens) for x, _ in of] for of in (turns, other))
+    for sent, other in zip(played(made, 14, 12), played(made, 14), strict=True):
+        said, whole = ([(x.index, x.turn, x.prompt_tokens) for x, _ in of] for of in (sent, other))
         assert said == whole[-len(said) :]
     assert {len(turns) for turns in played(made, 14, 12)} == set(range(1, 7))
     began = played(Made(**sizes, cold_share=0.25, cold_tokens=2), 900, 900)
@@ -79,8 +79,13 @@ def test_the_first_sessions_are_in_their_middle() -> None:
 def test_a_trace_begins_with_sessions_by_their_requests() -> None:
     """Guards against a load that begins with short sessions: a fifth of these have three fifths of
     the turns. None of them comes twice, and what other rounds send stays where it is."""
-    lengths = [1, 1, 1, 1, 1, 1, 1, 1, 8, 4] * 20
-    trace = [[Turn(0, f"{n}", i, 1, 1, 1, "") for i in range(m)] for n, m in enumerate(lengths)]
+    trace = [
+        [
+            Turn(0, f"{n}", i, 1, 1, 1, "")
+            for i in range(8 if n % 10 == 8 else 4 if n % 10 == 9 else 1)
+        ]
+        for n in range(200)
+    ]
     found = begun(trace, 100, 20)
     assert sum(len(trace[int(each[0].session_id or 0)]) > 1 for each in found[:20]) >= 8
     assert found[-100:] == trace[100:] and len(found) == len(trace)
