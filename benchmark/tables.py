@@ -21,16 +21,14 @@ from typing import Any
 
 from benchmark import replaced
 from benchmark.admission import page as admission_page
-from benchmark.agentic.fleet.spec import load
 from benchmark.agentic.report import page as pages
-from benchmark.agentic.studies.spec import FOLDER, Study
+from benchmark.agentic.studies.spec import FOLDER
 from benchmark.harness.models import REPOSITORY
 from benchmark.harness.report import markdown
 from benchmark.kv_transfer import page as transfer_page
 from sglang.srt.patchset import environment, flags, refusals
 from sglang.srt.patchset.table import GROUPS
 
-STUDIES = sorted(FOLDER.glob("*.yaml"))
 _TABLE = re.compile(r"(<!-- table:([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Json = Mapping[str, Any]
@@ -43,10 +41,14 @@ _FIGURES = "RESULTS"
 """Stands for their folder, whose path differs by page."""
 
 
+def measured() -> list[str]:
+    """Studies with a committed result."""
+    return sorted(path.parent.name for path in RESULTS.glob("*/summary.json"))
+
+
 def study(name: str) -> str:
     """benchmark/agentic/studies: what a study showed; tables of several loads are on its page."""
-    if (told := _told(name)) is None:
-        return f"Not measured yet on this runner: `python -m benchmark run {name}`.\n"
+    told = _told(name)
     figures = [path.name for path in sorted((RESULTS / name).glob("*.svg"))]
     shown = [f"![{told['study']['title']}]({_FIGURES}/{name}/{figure})" for figure in figures]
     where = (
@@ -77,8 +79,7 @@ def gains() -> str:
 
 
 def _gained(name: str, arms: Sequence[str]) -> list[list[str]]:
-    if (told := _told(name)) is None:
-        return []
+    told = _told(name)
     load, of = list(told["loads"].items())[-3]
     base, page = next(iter(told["titles"].values())), f"[{name}]({_FIGURES}/{name}/page.md)"
     return [
@@ -89,22 +90,14 @@ def _gained(name: str, arms: Sequence[str]) -> list[list[str]]:
 
 
 def claims() -> str:
-    """benchmark/agentic/studies: the claims of all studies, and what was measured."""
-    rows = []
-    for path in STUDIES:
-        told = _told(path.stem)
-        for claim in load(path, Study).claims if told is None else ():
-            rows.append(
-                [path.stem, claim.text, f"{claim.at:g}", claim.theirs, "-", "not measured yet"]
-            )
-        rows += [[path.stem, *row] for row in pages.claim_rows(told["claims"] if told else ())]
+    """benchmark/agentic/studies: the claims of these studies, and what was measured."""
+    rows = [[name, *row] for name in measured() for row in pages.claim_rows(_told(name)["claims"])]
     return markdown(["study", *pages.CLAIMS], rows)
 
 
 def _told(name: str) -> Any:
-    """The committed summary of a study; None: not measured."""
-    path = RESULTS / name / "summary.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    """The committed summary of a study."""
+    return json.loads((RESULTS / name / "summary.json").read_text())
 
 
 # ---- KV transfer ----
@@ -158,7 +151,7 @@ def _code(text: str) -> str:
 TABLES: Mapping[str, Callable[[], str]] = {
     "gains": gains,
     "claims": claims,
-    **{f"study-{path.stem.replace('_', '-')}": partial(study, path.stem) for path in STUDIES},
+    **{f"study-{name.replace('_', '-')}": partial(study, name) for name in measured()},
     "admission": admission_page.table,
     "transfer": transfer_page.transfer,
     "transfer-bounds": transfer_page.bounds,
