@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import IO, Any
@@ -104,7 +105,11 @@ def save(folder: Path, run: Run) -> None:
     for cell in content["cells"]:
         del cell["outcomes"]
         cell["gained"] = {
-            role: {name: n for name, n in values.items() if n and name.startswith("sglang:")}
+            role: {
+                name: n
+                for name, n in values.items()
+                if n and math.isfinite(n) and name.startswith("sglang:")
+            }
             for role, values in cell["gained"].items()
         }
     write_summary(folder / f"{RUN}.new", content)
