@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import IO, Any
 
@@ -86,11 +85,12 @@ def begin(folder: Path, earlier: Run | None) -> IO[bytes]:
     another run goes, as its requests do."""
     if earlier is None:
         (folder / RUN).unlink(missing_ok=True)
-    with (folder / f"{REQUESTS}.new").open("wb") as out:
+    new = folder / f"{REQUESTS}.new"
+    with new.open("wb") as out:
         for cell in earlier.cells if earlier else ():
             for outcome in cell.outcomes:
                 append(out, cell, outcome)
-    os.replace(out.name, folder / REQUESTS)  # a kill here loses nothing
+    new.replace(folder / REQUESTS)  # a kill before it loses nothing
     return (folder / REQUESTS).open("ab")
 
 
@@ -112,8 +112,7 @@ def save(folder: Path, run: Run) -> None:
             }
             for role, values in cell["gained"].items()
         }
-    write_summary(folder / f"{RUN}.new", content)
-    os.replace(folder / f"{RUN}.new", folder / RUN)
+    write_summary(folder / RUN, content)
 
 
 def load(folder: Path) -> Run:
