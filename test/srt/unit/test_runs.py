@@ -18,5 +18,5 @@ def test_the_fast_run_takes_most_unit_tests() -> None:
     taken = {line.split(":")[0] for line in done.stdout.splitlines() if ".py: " in line}
     folder = Path(__file__).parent
     files = {str(file.relative_to(ROOT)) for file in folder.rglob("test_*.py")}
-    assert taken <= files and len(taken) > 0.6 * len(files), sorted(files - taken)
+    assert taken <= files and len(taken) > 0.55 * len(files), sorted(files - taken)
     assert "test/srt/unit/models/test_random_qwen3.py" in files - taken, "torch is not hidden"
