@@ -141,7 +141,7 @@ def test_a_window_closes_in_the_end() -> None:
     assert load.begins(FIRST, 1e9) and not load.over, "a whole trace counts"
 
 
-@pytest.mark.parametrize("name", ["worth", "break_even", "throughput", "local_turns"])
+@pytest.mark.parametrize("name", ["worth", "break_even", "throughput"])
 def test_studies_take_an_hour_and_count_enough(name: str) -> None:
     """Guards the promise of the pages: at least three loads, of 200 requests, within an hour."""
     study = load(find(name), Study)
