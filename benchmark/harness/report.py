@@ -50,12 +50,9 @@ def spread(values: Iterable[float | None]) -> Spread:
 
 
 def write_summary(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes JSON; dataclasses inside become objects, NaN becomes null. A kill leaves the old file
-    or the new one."""
+    """Writes JSON; dataclasses inside become objects, NaN becomes null."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps(plain(content), separators=(",", ":")) + "\n")
-    new.replace(path)
+    path.write_text(json.dumps(plain(content), separators=(",", ":")) + "\n")
 
 
 def print_table(

@@ -112,7 +112,9 @@ def save(folder: Path, run: Run) -> None:
             }
             for role, values in cell["gained"].items()
         }
-    write_summary(folder / RUN, content)
+    new = folder / f"{RUN}.new"
+    write_summary(new, content)
+    new.replace(folder / RUN)  # as above
 
 
 def load(folder: Path) -> Run:
