@@ -23,8 +23,6 @@ PAGES = [1, 64]
 ADMITS = (0, 1, 4)
 #: Waiting requests of the long line.
 LINE = 10_000
-#: Of each of ten waiting prompts, in the line of copies.
-COPIES = 64
 
 
 # Any: arms need torch and SGLang, which --help does without.
@@ -69,14 +67,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
             set_arguments(tokens)
             loads = [Load(page=tokens, running=running) for running in args.running]
             loads.append(replace(loads[-1], queued=LINE))
-            # Long tails: shorter ones are not waited for.
-            loads.append(replace(loads[-1], queued=10 * COPIES, copies=COPIES, depth=20))
             for load in loads:
                 arms = {"stock": Stock(load), "ours": Ours(load)}
-                for admits in ADMITS if load.copies == 1 else (0,):
+                for admits in ADMITS:
                     steps = args.steps if admits == 0 else args.steps // 4
                     case = {"page": tokens, "running": load.running, "admits": admits}
-                    case |= {"queued": load.queued, "copies": load.copies, "steps": steps}
+                    case |= {"queued": load.queued, "steps": steps}
                     cases.append(case | measure(arms, admits, steps))
     write_summary(args.out / "admission.json", {"machine": describe(), "cases": cases})
     title = "One step, microseconds of CPU: median / p99"

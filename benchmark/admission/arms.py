@@ -53,8 +53,6 @@ class Load:
     page: int
     running: int
     queued: int = 64
-    #: How many in line have the same prompt. More than one: the first of each is in transfer.
-    copies: int = 1
     depth: int = 40
 
     @property
@@ -80,7 +78,7 @@ class Load:
         """Request ``number`` as the queues hold it."""
         same = number
         if number >= self.running:
-            same = self.running + (number - self.running) // self.copies % PROMPTS
+            same = self.running + (number - self.running) % PROMPTS
         req = without_engine.request(number, self._prompt(same), 4_000, VOCABULARY)
         record = record_of(req)  # as ours notes when a handshake was done
         record.stage, record.wait.since = Stage.IN_LINE, time.monotonic()
@@ -230,11 +228,6 @@ class Ours(Arm):
             self._insert_page()
         self._start_running()
         self.line_up()
-        if load.copies > 1:  # the first of each prompt is announced, and stays in transfer
-            arriving = self.queue.transfer_queue.queue
-            while admitted := self.queue.pop_preallocated()[0]:
-                arriving += admitted
-            assert len(arriving) == load.queued // load.copies, f"{len(arriving)} leaders"
 
     def _insert(self, tokens: list[int]) -> None:
         slots = self.allocator.alloc(len(tokens))
@@ -305,7 +298,7 @@ def one_rank() -> Iterator[None]:
     """The process group of a server with one rank."""
     torch.set_num_threads(1)
     # Nobody is told that it waits, or for too long, while this measures.
-    for name in ("WAIT_LOG", "ADMISSION_TIMEOUT", "PREFIX_WAIT_TIMEOUT"):
+    for name in ("WAIT_LOG", "ADMISSION_TIMEOUT"):
         os.environ[f"SGLANG_DISAGGREGATION_DECODE_{name}"] = "1000000"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -143,16 +143,6 @@ EVENT_LOG: Variable[str] = Variable(
     "", "a folder", str, "none",
 )  # fmt: skip
 
-PREFIX_WAIT_TOKENS = _integer(
-    "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "decode", 256,
-    "A request waits for another request's transfer or local prefill if that adds at least this "
-    "many tokens to its match. `0` never waits.",
-    unit="tokens",
-)  # fmt: skip
-PREFIX_WAIT_TIMEOUT = _seconds(
-    "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TIMEOUT", "decode", 30.0,
-    "Longest time of that wait.",
-)  # fmt: skip
 ADMISSION_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_DECODE_ADMISSION_TIMEOUT", "decode", 300.0,
     "Longest time for which a request waits for decode memory. Then its client gets status 503 "

@@ -29,12 +29,6 @@ def _steps_are_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record.logger, "error", raises)
 
 
-@pytest.fixture(autouse=True)
-def _no_prefix_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for an arriving prefix, but where a test asks for it."""
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "0")
-
-
 @pytest.fixture
 def matches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The length of every prompt that is matched."""

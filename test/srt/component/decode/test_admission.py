@@ -16,10 +16,6 @@ from sglang.srt.disaggregation import decode
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-WAIT_TOKENS = "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS"
-WAIT_TIMEOUT = "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TIMEOUT"
-
-
 # ---- what is announced ----
 
 
@@ -280,61 +276,22 @@ def test_what_is_remembered_is_one_requests(matches: list[int]) -> None:
 # ---- a prefix that is just arriving ----
 
 
-def burst(monkeypatch: pytest.MonkeyPatch) -> tuple[Decoder, list[Any]]:
-    """Three requests with one new prefix arrive together."""
-    monkeypatch.setenv(WAIT_TOKENS, "64")
-    monkeypatch.setenv(WAIT_TIMEOUT, "30")
-    decoder = Decoder(16, 1024)
-    return decoder, [decoder.submit([*ids(1, 160), *ids(n, 20)], new=2) for n in (2, 3, 4)]
-
-
-def test_a_burst_moves_its_prefix_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against moving one new prefix once for each request of a burst."""
-    decoder, reqs = burst(monkeypatch)
-    other = decoder.submit(ids(9, 80), new=2)
-    for _ in range(3):
-        tick(decoder)
-        assert decoder.in_transfer == [reqs[0], other], "others pass, followers wait"
-    land(decoder, reqs[0])
-    tick(decoder)
-    assert decoder.in_transfer == [other, reqs[1], reqs[2]]
-    assert [len(room.pages) for room in decoder.rooms] == [12, 2, 2, 5]
+@pytest.mark.parametrize("options", [{}, {"local": 400}], ids=["received", "computed here"])
+def test_a_burst_keeps_its_place_and_frees_its_copies(options: dict[str, Any]) -> None:
+    """Guards against a request that waits for another one's transfer of the same prefix, and has
+    lost its place in prefill's queue when that has landed; and against copies of the prefix that
+    stay in the pool: each one is freed when its transfer is committed."""
+    decoder = Decoder(16, 2048, **options)
+    prefix = ids(1, 288)
+    reqs = admit(decoder, *([*prefix, *ids(number, 20)] for number in (2, 3, 4)), new=2)
+    assert decoder.in_transfer + decoder.local == reqs
+    pool = decoder.token_to_kv_pool_allocator
+    assert pool.available_size() == 2048 - 3 * 320
+    if not options:
+        land(decoder)
+        assert pool.available_size() == 2048 - 288 - 3 * 32
     finish(decoder)
-
-
-def test_copies_of_a_prompt_hold_up_nobody(
-    monkeypatch: pytest.MonkeyPatch, matches: list[int]
-) -> None:
-    """Guards against copies that are matched, or tried in the place of those behind them: 32 of
-    each prompt, of which the first one is moved."""
-    monkeypatch.setenv(WAIT_TOKENS, "64")
-    decoder = Decoder(16, 4096)
-    reqs = [decoder.submit(ids(number // 32, 160), new=2) for number in range(4 * 32)]
-    for _ in range(2):
-        decoder.tick_queues()
-        assert decoder.in_transfer == reqs[::32] and len(matches) == 4
-    assert decoder.telemetry.by("decode_admission_refused") == {("prefix_arriving",): 4 * 31}
-
-
-@pytest.mark.parametrize("what", ["takes too long", "fails"])
-def test_nobody_waits_for_ever(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against followers that hang with the one they wait for."""
-    decoder, reqs = burst(monkeypatch)
-    tick(decoder)
-    if what == "fails":
-        decoder.abort(reqs[0].rid)
-        tick(decoder, 2)
-        assert decoder.in_transfer == [reqs[1]] and decoder.queued == [reqs[2]]
-    else:
-        decoder.now = 29.9
-        tick(decoder)
-        assert decoder.in_transfer == reqs[:1]
-        decoder.now = 30.1
-        tick(decoder, 2)  # the ranks agree that they waited enough
-        assert decoder.in_transfer == reqs
-    finish(decoder)
-    pages = [len(room.pages) for room in decoder.rooms]
-    assert pages == ([12, 12, 2] if what == "fails" else [12] * 3)
+    assert decoder.tree_cache.total_size() == 288 + 3 * 16
 
 
 # ---- who runs ----

@@ -48,19 +48,6 @@ def give_up(decoder: Decoder, count: int) -> list[Any]:
     return reqs
 
 
-def test_nobody_waits_for_a_prefix_that_will_not_be_shared(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against a request that waits for the transfer of an old one with the same prompt."""
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "16")
-    old, waits = admit(decoder, PROMPT, PROMPT, new=4)
-    assert decoder.in_transfer == [old] and decoder.queued == [waits]
-    decoder.update_weights()
-    (new,) = admit(decoder, PROMPT, new=4)
-    assert decoder.in_transfer == [old, waits, new]
-    finish(decoder)
-
-
 @pytest.mark.hazard("flush-while-held")
 @pytest.mark.parametrize(
     ("call", "request_of"),

@@ -15,7 +15,6 @@ from component.decode.overlapped import Ahead, Overlapped, until_idle
 from component.decode.steps import PROMPT, admit, finish, ids, serve, tick, turn
 from sglang.srt.disaggregation.delta.decode import local_scheduler
 from sglang.srt.disaggregation.delta.decode.turn_costs import Limits
-from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.managers.overlap_utils import FutureMap
@@ -170,25 +169,6 @@ def test_a_turn_that_waits_for_its_place(page: int) -> None:
 
 
 # ---- what else happens ----
-
-
-@pytest.mark.parametrize("leaves", [False, True])
-def test_a_burst_with_one_new_prefix(leaves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a prefix that is computed once for each of a burst of requests, and kept as
-    often; and against requests that wait for one whose client has left."""
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "32")
-    decoder = decoder_of(16)
-    before = STATS.totals["decode_local_tokens",]
-    reqs = [decoder.submit([*PROMPT, *[9] * 64, number]) for number in range(4)]
-    turn(decoder)
-    assert decoder.local == reqs[:1]
-    if leaves:
-        decoder.abort(reqs.pop(0).rid)
-    finish(decoder)
-    # The first of them all of it, in chunks of 32, and the others a token.
-    assert STATS.totals["decode_local_tokens",] - before == 32 * leaves + 64 + len(reqs)
-    assert [req.cached_tokens for req in reqs] == [80, *[144] * (len(reqs) - 1)]
-    assert all(req.output_ids == [2] * 8 for req in reqs)
 
 
 class Slices:

@@ -25,8 +25,6 @@ from sglang.srt.disaggregation.delta.decode import record, step
 from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree, PrefixLease
 from sglang.srt.disaggregation.delta.decode.turn_costs import Limits
 
-# Waiting for an arriving prefix would hide concurrent misses of one prompt.
-WAIT = "SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS"
 EVERYTHING = ("hits", "full_hits", "retracted", "resumed", "pool_full", "late_writes")
 EVERYTHING += ("updates_under_way",)
 #: With a draft model the last slot of a prompt depends on the answer: something is always moved.
@@ -49,28 +47,27 @@ def life(
     tokens: int,
     seed: int,
     reaches: tuple[str, ...],
-    wait: int = 0,
     often: dict[str, float] | None = None,
     marks: Any = (),
     **options: Any,
 ) -> Any:
     """A long life: ``reaches`` names what has to happen in it; ``often``: weights of actions."""
-    row = (page, tokens, seed, reaches, wait, often or {}, options)
+    row = (page, tokens, seed, reaches, often or {}, options)
     return pytest.param(*row, id=f"{name} {seed}", marks=marks)
 
 
 @pytest.mark.hazard("flush-while-held")
 @pytest.mark.parametrize(
-    ("page", "tokens", "seed", "reaches", "wait", "often", "options"),
+    ("page", "tokens", "seed", "reaches", "often", "options"),
     [
         life("plain", 1, 600, 1, (*EVERYTHING, "updates_while_held")),
         life("plain", 16, 1024, 2, EVERYTHING),
         life("plain", 64, 2048, 3, EVERYTHING),
-        life("prefixes waited for", 16, 640, 4, EVERYTHING, wait=32),
+        life("plain", 16, 640, 4, EVERYTHING),
         life("drafts", 1, 600, 1, WITH_DRAFTS, steps=3),
-        life("drafts", 2, 640, 2, WITH_DRAFTS, wait=8, steps=1, latent=True),
+        life("drafts", 2, 640, 2, WITH_DRAFTS, steps=1, latent=True),
         life("drafts", 16, 1024, 3, WITH_DRAFTS, steps=3, latent=True),
-        life("drafts", 16, 800, 4, WITH_DRAFTS, wait=32, steps=1),
+        life("drafts", 16, 800, 4, WITH_DRAFTS, steps=1),
         life("index", 64, 1536, 1, ("hits", "full_hits", "resumed"), marks=NIGHTLY, **INDEX),
         life("index", 64, 1536, 2, ("hits", "full_hits", "resumed"), **INDEX),
         life("computed here, index", 64, 2048, 3, ("local always",), local=60, chunk=64, **INDEX),
@@ -85,18 +82,15 @@ def life(
     ],
 )
 def test_random_life(
-    monkeypatch: pytest.MonkeyPatch,
     page: int,
     tokens: int,
     seed: int,
     reaches: tuple[str, ...],
-    wait: int,
     often: dict[str, float],
     options: dict[str, Any],
 ) -> None:
     """Guards against any order of arrivals, chunks, evictions, retractions, failures and aborts
     that leaks a page or a lock, frees one twice, or lets a request read another one's KV."""
-    monkeypatch.setenv(WAIT, str(wait))
     life = Life(Decoder(page, tokens, **options), seed, **often)
     life.run(1200, seed)
     assert len(life.decoder.submitted) > 100
@@ -114,7 +108,6 @@ def test_random_life(
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Short deadlines, so that they are met in a life."""
     monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_ADMISSION_TIMEOUT", "60")
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TIMEOUT", "20")
     with ranks_reduce():
         yield
 
@@ -158,25 +151,22 @@ def live(
 
 @pytest.mark.hazard("ranks-commit-apart")
 @pytest.mark.parametrize(
-    ("wait", "seed", "gloo"),
+    ("checked", "seed", "gloo"),
     [
-        pytest.param("0", 5, True, id="gloo"),
-        pytest.param("32", 2, False, id="threads, prefixes waited for"),
-        pytest.param("0", 5, False, id="threads", marks=NIGHTLY),
-        pytest.param("32", 2, True, id="gloo, prefixes waited for", marks=NIGHTLY),
+        pytest.param(128, 5, True, id="gloo"),
+        pytest.param(2, 2, False, id="threads, a part of the line a step"),
+        pytest.param(128, 5, False, id="threads", marks=NIGHTLY),
+        pytest.param(2, 2, True, id="gloo, a part of the line a step", marks=NIGHTLY),
     ],
 )
 def test_ranks_stay_in_step(
-    monkeypatch: pytest.MonkeyPatch, two_ranks: None, wait: str, seed: int, gloo: bool
+    monkeypatch: pytest.MonkeyPatch, two_ranks: None, checked: int, seed: int, gloo: bool
 ) -> None:
     """Guards against ranks that match different prefixes, admit or answer different requests, or
     commit a transfer at different steps: prefill would write into wrong offsets, and the next
     collective would hang the server. Rooms fail, metadata land and deadlines pass on one rank
-    before the other, and each rank's tree evicts other prefixes. Where prefixes are waited for, a
-    step checks less than the line."""
-    monkeypatch.setenv(WAIT, wait)
-    if wait != "0":
-        monkeypatch.setattr(step, "CHECKED", 2)
+    before the other, and each rank's tree evicts other prefixes."""
+    monkeypatch.setattr(step, "CHECKED", checked)
     lives = live(seed, 1000, gloo=gloo)
     assert lives[0].seen["trees_differed"] > 5, "the trees were equal: this shows nothing"
     for what in ("queued_failed", "transfer_failed", "late_metadata", "skewed", "expired"):

@@ -18,7 +18,7 @@ import torch
 from component.decode.checks import check
 from component.decode.decoder import Decoder
 from component.decode.overlapped import Ahead, until_idle
-from component.decode.steps import admit, finish, ids, land, run, serve, tick, turn
+from component.decode.steps import admit, finish, ids, run, serve, tick, turn
 from sglang.srt.disaggregation.delta.decode import scheduler, speculation
 from sglang.srt.disaggregation.delta.decode.claims import page_floor
 from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
@@ -105,22 +105,6 @@ def test_who_is_let_in_finds_room_for_the_first_step() -> None:
     assert len(decoder.in_transfer) == 8  # five pages each
     finish(decoder)
     assert [(len(req.output_ids), req.retraction_count) for req in reqs] == [(2, 0)] * 12
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_waiting_for_a_prefix_is_worth_it(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a wait for tokens of which one less can be shared: with so many equal next
-    tokens nobody waits, with one more the whole window is a hit."""
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_PREFIX_WAIT_TOKENS", "16")
-    for common, waits in ((16, False), (17, True)):
-        decoder = Decoder(page, 1024, steps=1)
-        (first,) = admit(decoder, ids(1, 40))
-        (second,) = admit(decoder, [*ids(1, common), *[49] * 20])
-        assert (second in decoder.queued) == waits
-        land(decoder, first)
-        tick(decoder)
-        assert not waits or decoder.rooms[-1].prefix_len == 16
-        finish(decoder)
 
 
 @pytest.mark.parametrize(

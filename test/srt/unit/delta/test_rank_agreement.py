@@ -24,8 +24,8 @@ from sglang.srt.disaggregation.delta.rank_agreement import (
 )
 
 #: The worst of states that differ counts.
-FAILED, EXPIRED, ENOUGH, FINE = State
-STOP, WAITS, PRIVATE, SHARED, ABSTAIN = Offer
+FAILED, EXPIRED, FINE = State
+STOP, PRIVATE, SHARED, ABSTAIN = Offer
 ADMISSION = AdmissionVote((FINE, FINE), (SHARED + 64,), 5, 7, 1000, 200, -1000, -200)
 
 
@@ -50,15 +50,15 @@ def test_one_rank_agrees_with_itself(monkeypatch: pytest.MonkeyPatch, vote: AnyV
     ("mine", "other", "agreed"),
     [
         pytest.param(
-            replace(ADMISSION, states=(FINE, FINE, ENOUGH, EXPIRED), rows=5, slots=7),
-            replace(ADMISSION, states=(FINE, ENOUGH, EXPIRED, FAILED), rows=6, slots=2),
-            replace(ADMISSION, states=(FINE, ENOUGH, EXPIRED, FAILED), rows=5, slots=2),
+            replace(ADMISSION, states=(FINE, FINE, FINE, EXPIRED), rows=5, slots=7),
+            replace(ADMISSION, states=(FINE, FINE, EXPIRED, FAILED), rows=6, slots=2),
+            replace(ADMISSION, states=(FINE, FINE, EXPIRED, FAILED), rows=5, slots=2),
             id="the worst state, and the least room",
         ),
         pytest.param(
-            replace(ADMISSION, offers=(WAITS, PRIVATE, SHARED, SHARED + 64, ABSTAIN)),
-            replace(ADMISSION, offers=(STOP, WAITS, PRIVATE, SHARED + 32, SHARED + 2**24)),
-            replace(ADMISSION, offers=(STOP, WAITS, PRIVATE, SHARED + 32, SHARED + 2**24)),
+            replace(ADMISSION, offers=(PRIVATE, SHARED, SHARED + 64, ABSTAIN)),
+            replace(ADMISSION, offers=(STOP, PRIVATE, SHARED + 32, SHARED + 2**24)),
+            replace(ADMISSION, offers=(STOP, PRIVATE, SHARED + 32, SHARED + 2**24)),
             id="an offer that no rank goes beyond",
         ),
         pytest.param(

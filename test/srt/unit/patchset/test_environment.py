@@ -13,7 +13,7 @@ from sglang.srt.patchset.environment import VARIABLES, Variable
 
 PACKAGE = Path(__file__).parents[4] / "python"
 SECONDS = environment.CLAIM_TIMEOUT
-INTEGER = environment.PREFIX_WAIT_TOKENS
+INTEGER = environment.LOCAL_CHUNK
 BOUNDED = environment.QUEUES
 
 
@@ -31,7 +31,7 @@ VALUES: list[tuple[Variable[Any], str, Any]] = [
     (SECONDS, "0", 0.0),
     (SECONDS, "2.5", 2.5),
     (SECONDS, "1e-3", 0.001),
-    (INTEGER, "0", 0),
+    (INTEGER, "1", 1),
     (INTEGER, " 8 ", 8),
     (BOUNDED, "1", 1),
     (BOUNDED, "256", 256),

@@ -138,9 +138,7 @@ class State(enum.IntEnum):
     FAILED = 0
     #: It waited for memory as long as it may.
     EXPIRED = 1
-    #: It waited for another request's prefix as long as it may.
-    WAITED_ENOUGH = 2
-    FINE = 3
+    FINE = 2
 
 
 class Offer(enum.IntEnum):
@@ -148,11 +146,9 @@ class Offer(enum.IntEnum):
 
     #: This candidate and everybody behind it is not attempted in this step.
     STOP = 0
-    #: It waits for a prefix that is arriving for another request; others pass it.
-    WAITS = 1
     #: It may be attempted, and must not share.
-    PRIVATE = 2
-    SHARED = 3
+    PRIVATE = 1
+    SHARED = 2
     #: This rank has given it up, and leaves the decision to the others.
     ABSTAIN = 2**40
 

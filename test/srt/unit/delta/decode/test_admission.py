@@ -98,22 +98,17 @@ def test_an_entering_request_claims_half_of_its_answer(new: int, step: int, clai
     assert entering(Claim(100, 100 + new), step) == Claim(100, 100 + claimed)
 
 
-LIMITS = (env.ADMISSION_TIMEOUT, env.PREFIX_WAIT_TIMEOUT, env.WAIT_LOG, env.PREFIX_WAIT_TOKENS)
+LIMITS = (env.ADMISSION_TIMEOUT, env.WAIT_LOG)
 DEADLINES = (
     env.QUARANTINE_TIMEOUT, env.TRANSFER_TIMEOUT, env.CLAIM_TIMEOUT, env.PEER_TIMEOUT,
     env.HANDSHAKE_TIMEOUT,
 )  # fmt: skip
 
 
-def read_limits() -> Limits:
-    """Those of a decode server with pages of 16 tokens."""
-    return Limits.read(16)
-
-
 @pytest.mark.parametrize(
     ("read", "name"),
     [
-        *((read_limits, each.name) for each in LIMITS),
+        *((Limits.read, each.name) for each in LIMITS),
         *((check_deadlines, each.name) for each in DEADLINES),
     ],
 )
@@ -128,15 +123,8 @@ def test_wrong_settings_name_themselves(
         read()
 
 
-@pytest.mark.parametrize(
-    ("tokens", "page", "window"), [("48", 16, 48), ("0", 16, 0), ("1", 16, 16), ("100", 64, 128)]
-)
-def test_each_limit_has_its_variable(
-    monkeypatch: pytest.MonkeyPatch, tokens: str, page: int, window: int
-) -> None:
-    """Guards against two limits that read each other's variable, and against a window that ends
-    within a page: only whole pages enter the tree."""
+def test_each_limit_has_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against two limits that read each other's variable."""
     for number, variable in enumerate(LIMITS):
         monkeypatch.setenv(variable.name, str(16 * number))
-    monkeypatch.setenv(env.PREFIX_WAIT_TOKENS.name, tokens)
-    assert Limits.read(page) == (0.0, 16.0, 32.0, window)
+    assert Limits.read() == (0.0, 16.0)

@@ -115,16 +115,13 @@ class Answers:
 
     def settle(self, states: Iterable[tuple[Any, int]], allowed: float) -> list[Any]:
         """End entries that failed or waited for memory longer than the ``allowed`` seconds, by the
-        states that the ranks agreed on; who left. Who waited long enough for another request's
-        prefix is attempted from the next step on, and who may be computed locally, too."""
+        states that the ranks agreed on; who left. Who may be computed locally is attempted from
+        the next step on."""
         gone = []
         for entry, state in states:
-            wait = record_of(entry.req).wait
-            if state == State.WAITED_ENOUGH:
-                wait.prefix_timed_out = True
-                continue
             if state == State.EXPIRED:
-                req, waited = entry.req, self._clock() - (wait.since or 0.0)
+                req = entry.req
+                waited = self._clock() - (record_of(req).wait.since or 0.0)
                 message = (
                     f"Request {req.rid} (bootstrap_room={req.bootstrap_room}) waited {waited:.0f} "
                     f"s for decode memory, and {environment.ADMISSION_TIMEOUT.name} allows "
@@ -223,9 +220,7 @@ def missing(
     """Says what a request waits for, as text. ``in_line``: all that wait, in order; ``cost_of``:
     the tokens that one takes beyond a prefix; ``pool``: where the pool's tokens are."""
     waits = ((other, record_of(other).wait.refusal) for other in in_line)
-    # Nobody passes one for which memory was short, and everybody one that waits for a prefix.
-    blocked = ((other, refusal) for other, refusal in waits if refusal and refusal.prefix is None)
-    head, ahead = next(blocked, (None, None))
+    head, ahead = next((each for each in waits if each[1] is not None), (None, None))
 
     def lacks(req: Req) -> str:
         own, cost = record_of(req).wait.refusal, cost_of(req, 0)

@@ -22,7 +22,6 @@ from sglang.srt.disaggregation.delta.decode.answers import Answers, NoPrefill, m
 from sglang.srt.disaggregation.delta.decode.claims import Claims, page_ceil, private_tokens
 from sglang.srt.disaggregation.delta.decode.receiver import Handshakes
 from sglang.srt.disaggregation.delta.decode.record import (
-    ArrivingPrefixes,
     Refusal,
     Stage,
     Wait,
@@ -33,7 +32,7 @@ from sglang.srt.disaggregation.delta.decode.record import (
 from sglang.srt.disaggregation.delta.decode.speculation import step_tokens
 from sglang.srt.disaggregation.delta.decode.transfer_queue import EMPTY, StepWrites, announce
 from sglang.srt.disaggregation.delta.observability import RateLimitedLog
-from sglang.srt.disaggregation.delta.rank_agreement import AdmissionVote, Offer, agree_on, alone
+from sglang.srt.disaggregation.delta.rank_agreement import agree_on, alone
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
@@ -56,16 +55,13 @@ class RadixPreallocQueue(DecodePreallocQueue):
     retracted_queue: list[Req]
     #: Seconds on this rank. Nothing is decided from it without the other ranks.
     clock: Callable[[], float] = staticmethod(time.monotonic)
-    #: Candidates of the next step. More than can be tried only while the line moves: each costs a
-    #: little, and behind one that does not fit nobody is checked.
-    _looked_at: int = step.LOOKED_AT
     #: Where the part of the line begins that is checked next.
     _next_part: int = 0
 
     @cached_property
     def _limits(self) -> step.Limits:
         """The settings, read once: a step has no time to spend on reading the environment."""
-        return step.Limits.read(self._page, self.tree_cache.is_eagle)
+        return step.Limits.read()
 
     @cached_property
     def _admission(self) -> step.Admission:
@@ -74,8 +70,8 @@ class RadixPreallocQueue(DecodePreallocQueue):
             self.num_reserved_decode_tokens, self._page, wanted, self.max_total_num_tokens
         )
         allocator, turns = self.token_to_kv_pool_allocator, self.local_turns
-        window, takes_delta = self._limits.window, self.kv_manager.peer_takes_delta
-        return step.Admission(self.tree_cache, allocator, claims, takes_delta, turns, window)
+        takes_delta = self.kv_manager.peer_takes_delta
+        return step.Admission(self.tree_cache, allocator, claims, takes_delta, turns)
 
     @cached_property
     def answers(self) -> Answers:
@@ -188,16 +184,9 @@ class RadixPreallocQueue(DecodePreallocQueue):
         ready = [entry for entry in self.queue if entry.waiting_for_input]
         if not ready:
             return [], failed
-        reqs, turns = [entry.req for entry in self.transfer_queue.queue], self.local_turns
-        if turns is not None:
-            reqs += [req for req in turns.requests if record_of(req).stage is Stage.LOCAL]
-        found = (record_of(req).arriving for req in reqs if self.tree_cache.may_share(req))
-        arriving = dict.fromkeys(prefix for prefix in found if prefix is not None)
-        first = [] if self._memory_is_away else self._first_in_line(ready, arriving)
-        seen = self._see(ready, first, arriving)
-        agreed, gone, entered = self._step(seen)
-        moves = entered or Offer.WAITS in agreed.offers
-        self._looked_at = step.LOOKED_AT if moves else step.TRIED
+        first = [] if self._memory_is_away else self._first_in_line(ready)
+        seen = self._see(ready, first)
+        gone, entered = self._step(seen)
         self._log_waits(entry.req for entry in seen.checked)
         self._leave([each.candidate.entry for each in entered])
         return [each.candidate.entry for each in entered if not each.is_local], failed + gone
@@ -216,7 +205,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         # Nobody is admitted while these wait, but who failed is answered.
         ready = [entry for entry in self.queue if entry.waiting_for_input]
         first = [step.Candidate(None, req) for req in self.retracted_queue[: step.TRIED]]
-        _, _, entered = self._step(self._see(ready, first, {}, resumes=True))
+        _, entered = self._step(self._see(ready, first, resumes=True))
         self._log_waits(self.retracted_queue)
         resumed = [each.candidate.req for each in entered]
         self.retracted_queue = [req for req in self.retracted_queue if req not in resumed]
@@ -227,29 +216,19 @@ class RadixPreallocQueue(DecodePreallocQueue):
         """Between SGLang's release of memory and its return nobody gets any."""
         return bool(getattr(self.scheduler, "offload_tags", None))
 
-    def _first_in_line(
-        self, ready: list[DecodeRequest], arriving: ArrivingPrefixes
-    ) -> list[step.Candidate]:
-        """The next candidates; who waits for a prefix that is still arriving is passed over."""
+    def _first_in_line(self, ready: list[DecodeRequest]) -> list[step.Candidate]:
+        """Return the next candidates."""
         first: list[step.Candidate] = []
-        for entry in ready:
-            record = record_of(entry.req)
-            wait = record.wait
-            awaited = wait.refusal.prefix if wait.refusal is not None else None
-            if awaited in arriving and not wait.prefix_timed_out:
-                continue
-            alone = record.is_alone
+        for entry in ready[: step.TRIED]:
+            alone = record_of(entry.req).is_alone
             most_new = self.local_turns.choice.limits.when_lost if alone else math.inf
             first.append(step.Candidate(entry, entry.req, alone, most_new))
-            if len(first) == self._looked_at:
-                break
         return first
 
     def _see(
         self,
         ready: list[DecodeRequest],
         first: list[step.Candidate],
-        arriving: ArrivingPrefixes,
         *,
         resumes: bool = False,
     ) -> step.Snapshot:
@@ -264,12 +243,10 @@ class RadixPreallocQueue(DecodePreallocQueue):
         rows = self.req_to_token_pool.available_size()
         # Who resumes has had its metadata.
         slots = rows if resumes else self.req_to_metadata_buffer_idx_allocator.available_size()
-        return step.Snapshot(checked, states, first, arriving, rows, slots)
+        return step.Snapshot(checked, states, first, rows, slots)
 
-    def _step(
-        self, seen: step.Snapshot
-    ) -> tuple[AdmissionVote, list[DecodeRequest], list[step.Admit]]:
-        """What all ranks agree on; who left without pages, and who got in."""
+    def _step(self, seen: step.Snapshot) -> tuple[list[DecodeRequest], list[step.Admit]]:
+        """Run one step. Return the entries removed without pages, and the admitted ones."""
         admission = self._admission
         try:
             vote = admission.vote(seen)
@@ -278,7 +255,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
                 lists = seen.checked, seen.candidates
                 names = [[each.req.rid for each in part] for part in lists]
                 agreed = agree_on(vote, names, self.gloo_group, self._pools_log)
-            return agreed, *self.carry_out(admission.decide(seen, vote, agreed))
+            return self.carry_out(admission.decide(seen, vote, agreed))
         finally:
             step.release(seen.candidates)
 
@@ -340,7 +317,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         lease.bind(self.req_to_token_pool, req, slots)
         claims.entered(req, req.last_node, req.cache_protected_len, req.kv_allocated_len)
         record = record_of(req)
-        record.wait, record.arriving = Wait(), admit.brings
+        record.wait = Wait()
         if candidate.resumes:
             req.is_retracted = False
             restore_private(req, slots, allocator, tree.draft_pool)
@@ -382,8 +359,6 @@ class RadixPreallocQueue(DecodePreallocQueue):
         """Note why ``req`` waits; count it once for each request and reason."""
         record = record_of(req)
         record.wait.refusal = refusal
-        if refusal.prefix is not None and record.wait.prefix_since is None:
-            record.wait.prefix_since = self.clock()
         if refusal.reason not in record.refused_for:
             record.refused_for.add(refusal.reason)
             self.scheduler.telemetry.count("decode_admission_refused", reason=refusal.reason)

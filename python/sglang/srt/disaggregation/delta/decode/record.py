@@ -26,15 +26,12 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
 
 logger = logging.getLogger(__name__)
-#: Of a prefix in front of arriving KV, about so many tokens are compared.
-SAMPLED = 1024
 #: Why a request is refused, as text.
 REASONS = {
     "no_tokens": "not enough free KV tokens",
     "cannot_finish": "its admission could leave a running request without memory for its output",
     "no_request_row": "no free request row",
     "no_metadata_slot": "no free metadata slot",
-    "prefix_arriving": "its prefix is still being transferred or computed for another request",
 }
 
 
@@ -84,46 +81,12 @@ NEXT: dict[Stage, set[Stage]] = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class ArrivingPrefix:
-    """KV that is on its way to this server: ``window`` tokens of ``token_ids`` behind ``start``."""
-
-    #: The prefill server; a local turn's too.
-    prefill: str
-    extra_key: str | None
-    token_ids: Sequence[int]
-    start: int
-    window: int
-
-    def is_shared_by(self, prefill: str, req: Req) -> bool:
-        """Whether the tree will have these tokens of ``req``, as far as a sample of them says.
-
-        A whole comparison of 100,000 tokens costs more than a millisecond for each request. A wrong
-        answer costs a wait until this KV has arrived, and no correctness: the request is matched
-        before it is admitted.
-        """
-        start, end = self.start, self.start + self.window
-        own, other = self.token_ids, req.origin_input_ids
-        if len(other) < end or other[start] != own[start] or other[end - 1] != own[end - 1]:
-            return False
-        if (prefill, req.extra_key) != (self.prefill, self.extra_key):
-            return False
-        stride = max(start // SAMPLED, 1)
-        return own[start:end] == other[start:end] and own[:start:stride] == other[:start:stride]
-
-
-#: In the order in which the requests that bring them were admitted, as on every rank.
-ArrivingPrefixes = dict[ArrivingPrefix, None]
-
-
 class Refusal(NamedTuple):
     """Why a request was not admitted: one of ``REASONS``."""
 
     reason: str
     #: Tokens that it needs, where tokens were counted.
     cost: int | None = None
-    #: The KV that it waits for, where that is arriving for another request.
-    prefix: ArrivingPrefix | None = None
 
 
 @dataclass(slots=True)
@@ -139,10 +102,6 @@ class Wait:
     since: float | None = None
     #: Why it was not admitted when it was last attempted; None if it never was.
     refusal: Refusal | None = None
-    #: When it first had to wait for another request's prefix.
-    prefix_since: float | None = None
-    #: It has waited for prefixes as long as it may, on some rank.
-    prefix_timed_out: bool = False
     #: The log said that it waits.
     logged: bool = False
 
@@ -168,8 +127,6 @@ class Record:
     wait: Wait = field(default_factory=Wait)
     #: The reasons that it was counted for in the metric of refusals.
     refused_for: set[str] = field(default_factory=set)
-    #: The KV that its transfer, or its turn here, brings, where others wait for it.
-    arriving: ArrivingPrefix | None = None
     #: Tokens of the prefix that the tree held when it was admitted.
     hit_tokens: int = 0
     #: Where its new tokens are computed, until its first one is there.
@@ -343,6 +300,6 @@ def remains(req: Any) -> Req:
     req.reset_for_retract()  # it is no retraction, and gives nothing back
     req.is_retracted, req.retracted_stain, req.retraction_count = False, stained, count
     req.req_pool_idx, req.cache_protected_len = None, 0
-    record.arriving = record.turn = record.without_metadata_since = record.failure = None
+    record.turn = record.without_metadata_since = record.failure = None
     record.arrived = False
     return left

@@ -175,7 +175,7 @@ class DisaggScheduler(Scheduler):
                 f"{type(self.tree_cache).__name__}; remove the flag, or the option that "
                 "chose that cache."
             )
-        Limits.read(self.page_size)  # wrong values are refused at start
+        Limits.read()  # wrong values are refused at start
         draft = draft_pool(self)
         if draft is not None:
             check_draft_pool(pool, draft)

@@ -30,56 +30,36 @@ from sglang.srt.disaggregation.delta.decode.prefix_tree import (
     key_pairs,
     unlocked_tokens,
 )
-from sglang.srt.disaggregation.delta.decode.record import (
-    ArrivingPrefix,
-    ArrivingPrefixes,
-    Refusal,
-    bootstrap_addr,
-    record_of,
-)
+from sglang.srt.disaggregation.delta.decode.record import Refusal, bootstrap_addr, record_of
 from sglang.srt.disaggregation.delta.rank_agreement import AdmissionVote, Offer, State
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-#: Tried in one step at most: each is matched, and holds a lock until the step ends.
+#: Most candidates of one step. Each is matched, and holds a tree lock until the step ends.
 TRIED = 8
-#: Candidates of a step at most, with those that wait for an arriving prefix. They are found without
-#: a match, and hold no lock.
-LOOKED_AT = 128
 #: Requests in line, beside the candidates, whose failure and waiting time a step looks at. A longer
 #: line is gone through part by part: a step costs the same however many wait.
 CHECKED = 128
 
 
 class Limits(NamedTuple):
-    """The settings of admission; all but ``window`` are seconds."""
+    """The settings of admission, in seconds."""
 
     #: How long a request waits at most for decode memory after its handshake.
     for_memory: float
-    #: How long it waits at most for another one's prefix.
-    for_prefix: float
     #: After how long the log says that it waits.
     log_after: float
-    #: How many equal next tokens make waiting for another one's prefix worth it; zero: never.
-    window: int
 
     @classmethod
-    def read(cls, page: int, pairs: bool = False) -> Limits:
-        """From the environment. ``pairs``: keys are pairs of tokens, so that a slot can be shared
-        by who has the token behind it as well.
+    def read(cls) -> Limits:
+        """Return the limits that the environment sets.
 
         Raises:
             ValueError: a variable is not the number that it must be.
         """
-        window = page_ceil(environment.PREFIX_WAIT_TOKENS.read(), page)
-        return cls(
-            for_memory=environment.ADMISSION_TIMEOUT.read(),
-            for_prefix=environment.PREFIX_WAIT_TIMEOUT.read(),
-            log_after=environment.WAIT_LOG.read(),
-            window=window + pairs if window else 0,
-        )
+        return cls(environment.ADMISSION_TIMEOUT.read(), environment.WAIT_LOG.read())
 
 
 # ---- what one rank sees ----
@@ -124,23 +104,6 @@ class Candidate:
         """What ``tree`` finds its KV by: these tokens, or the pairs of them."""
         return key_pairs(self.req, self.length) if tree.is_eagle else self.token_ids
 
-    def brings(self, window: int) -> ArrivingPrefix | None:
-        """The KV that it will have, if others may wait for that."""
-        if self.resumes or not self.shares or self.lease is None or window == 0:
-            return None
-        token_ids, start = self.req.origin_input_ids, self.lease.length
-        if len(token_ids) - start < window:
-            return None
-        address = bootstrap_addr(self.req)
-        return ArrivingPrefix(address, self.req.extra_key, token_ids, start, window)
-
-    def awaits(self, arriving: ArrivingPrefixes) -> ArrivingPrefix | None:
-        """What others pass it for while that arrives; needs no match."""
-        if self.resumes or not self.shares or record_of(self.req).wait.prefix_timed_out:
-            return None
-        address = bootstrap_addr(self.req)
-        return next((each for each in arriving if each.is_shared_by(address, self.req)), None)
-
     def shorten(self, tree: DecodeRadixTree, length: int) -> None:
         """Share the first ``length`` tokens at most, a whole number of pages."""
         before = self.lease
@@ -166,8 +129,6 @@ class Snapshot(NamedTuple):
     checked: list[Any]
     states: list[State]
     candidates: list[Candidate]
-    #: What prefill sends to this server, and what it computes itself.
-    arriving: ArrivingPrefixes
     #: Free request rows and metadata slots.
     rows: int
     slots: int
@@ -184,8 +145,6 @@ def states_of(checked: Iterable[Any], now: float, limits: Limits) -> list[State]
             state = State.FAILED
         elif now - (wait.since or 0.0) >= limits.for_memory:
             state = State.EXPIRED
-        elif wait.prefix_since is not None and now - wait.prefix_since >= limits.for_prefix:
-            state = State.WAITED_ENOUGH
         states.append(state)
     return states
 
@@ -204,8 +163,6 @@ class Admit(NamedTuple):
     """A request gets pages: it resumes, is announced, or is computed locally."""
 
     candidate: Candidate
-    #: The KV that it brings, where others may wait for that.
-    brings: ArrivingPrefix | None
     #: ``turn_choice.Decision``; None where the server computes no turns.
     turn: Any
 
@@ -222,7 +179,7 @@ class TooLong(NamedTuple):
 
 
 class Refuse(NamedTuple):
-    """A request waits on: all behind it do, unless it waits for a prefix that is arriving."""
+    """A request stays queued, and so do all requests behind it."""
 
     req: Req
     refusal: Refusal
@@ -249,13 +206,11 @@ class Admission:
         claims: Claims,
         takes_delta: Callable[[str], bool],
         turns: Any,
-        window: int,
     ) -> None:
         """``takes_delta``: whether the prefill server at an address sends the rest of a prefix;
-        ``turns``: ``LocalTurns``, or None; ``window``: of ``Limits``. The tree tells ``claims`` of
-        every change."""
+        ``turns``: ``LocalTurns``, or None. The tree notifies ``claims`` of every change."""
         self._tree, self._allocator, self._takes_delta = tree, allocator, takes_delta
-        self._turns, self._window = turns, window
+        self._turns = turns
         self.claims = tree.claims = claims
         #: Tokens that this rank has and another one has not; zero while ranks are in step.
         self._surplus = 0
@@ -269,8 +224,8 @@ class Admission:
         return int(self._allocator.available_size() + self._tree.evictable_size())
 
     def vote(self, seen: Snapshot) -> AdmissionVote:
-        """This rank's vote. Matches and locks for each candidate up to the first that would not get
-        in; those that wait for an arriving prefix are passed over, without a match."""
+        """Return this rank's vote. Matches and locks each candidate up to the first one that would
+        not be admitted."""
         claims, turns = self.claims, self._turns
         claims.recount()
         free, protected = self._free, self._tree.protected_size()
@@ -280,20 +235,15 @@ class Admission:
             for candidate in seen.candidates:
                 if id(candidate.entry) in ended:
                     candidate.offer = Offer.ABSTAIN
-        arriving = dict(seen.arriving)  # and what those bring who get in
-        taken = tried = 0  # tokens that look free, and are taken by those who would get in
+        taken = 0  # tokens claimed by earlier candidates of this step
         entering: list[Candidate] = []
         try:
             for candidate in seen.candidates:
                 if candidate.offer == Offer.ABSTAIN:
                     continue
                 candidate.shares = self._may_share(candidate)
-                if candidate.awaits(arriving) is not None:
-                    candidate.offer = Offer.WAITS
-                    continue
-                if tried == TRIED or len(entering) >= min(seen.rows, seen.slots):
+                if len(entering) >= min(seen.rows, seen.slots):
                     break
-                tried += 1
                 if not self._lock(candidate, taken):
                     break
                 req, lease = candidate.req, candidate.lease
@@ -306,9 +256,6 @@ class Admission:
                     taken += page_ceil(candidate.length, claims.page) - lease.length
                     claims.entered(req, lease.node, lease.length, candidate.length)
                     entering.append(candidate)
-                    brought = candidate.brings(self._window)
-                    if brought is not None:
-                        arriving[brought] = None
                 # Else it gets no memory, so it waits for none, and is in nobody's way.
                 candidate.offer = Offer.SHARED + lease.length if candidate.shares else Offer.PRIVATE
         finally:
@@ -370,14 +317,7 @@ class Admission:
                 continue  # answered in this step
             if not candidate.resumes and record_of(req).is_alone != candidate.is_alone:
                 continue  # its prefill server was lost in this step
-            awaited = candidate.awaits(seen.arriving)
-            if awaited is not None:
-                yield Refuse(req, Refusal("prefix_arriving", prefix=awaited))
-                continue
-            if agreed.offers[at] == Offer.WAITS or candidate.lease is None:
-                continue
             candidate.refusal = lacks_place(agreed, entered)
-            brings = candidate.brings(self._window)
             if candidate.refusal is None:
                 if self._turns is not None and not candidate.resumes:
                     turn = self._turns.decide(candidate, at)
@@ -394,14 +334,12 @@ class Admission:
                     del candidates[at + 1 :]
                     candidate.refusal = self._refusal(candidate, candidate.lease)
                 if candidate.refusal is None:
-                    yield Admit(candidate, brings, turn)
+                    yield Admit(candidate, turn)
             if candidate.refusal is not None:
                 # Nobody passes it (FIFO: large requests get their turn).
                 yield Refuse(req, candidate.refusal)
                 return
             entered += 1
-            if brings is not None:
-                seen.arriving[brings] = None
         if behind:
             first = behind[0]
             # Without either, another rank stops it.
@@ -418,9 +356,7 @@ class Admission:
         tried, behind = candidates[:stop], candidates[stop:]
         release(behind)
         for candidate, offer in zip(tried, offers, strict=False):
-            if offer == Offer.WAITS:
-                candidate.shares = True  # as it was on the rank that says so
-            elif candidate.lease is not None and offer < Offer.ABSTAIN:
+            if candidate.lease is not None and offer < Offer.ABSTAIN:
                 candidate.shares = offer >= Offer.SHARED
                 candidate.shorten(self._tree, max(offer - Offer.SHARED, 0))
         if behind and behind[0].offer != Offer.STOP:
