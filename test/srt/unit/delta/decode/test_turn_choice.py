@@ -332,6 +332,22 @@ def test_a_slow_moment_is_not_believed_for_long() -> None:
     assert local > 40
 
 
+def test_a_prefill_server_that_hung_once_is_used_again() -> None:
+    """Guards against six turns of 20 s, while a prefill server hung, that keep short turns from it
+    for thousands of turns: it is hardly measured meanwhile."""
+    measured, choice, local = Measured(), Choice(LIMITS), list[bool]()
+    costs = Costs(constant=0.03, slope=0.0002, step=0.01)
+    for seconds in [0.02] * 20 + [20.0] * 6:
+        measured.shown("a", 100, seconds)
+    for _ in range(60):
+        decision = choice.decide(100, Load(running=2), costs, measured.there("a", 100))
+        choice.made(decision)
+        local.append(decision.local)
+        if not decision.local:
+            measured.shown("a", 100, 0.02)
+    assert sum(local) <= 5  # the other side is explored, too
+
+
 TURNS = st.tuples(
     st.integers(1, 1200), st.integers(0, 300), st.integers(0, 9),
     st.one_of(st.none(), st.floats(0.0001, 10)), st.booleans(),

@@ -25,6 +25,8 @@ ENOUGH = 3
 #: A chunk that takes longer than so many times what was expected counts as that; after one that
 #: takes less than this part of it, the ones before it weigh only ``SURPRISED``.
 MOST_OF_EXPECTED, SURPRISED = 2.0, 0.3
+#: The same bound for what a prefill server takes. It also waits in a queue, so it varies more.
+MAX_OF_EXPECTED_THERE = 3.0
 #: With a bound on inter-token latency: tokens of the smallest chunk that is worth its constant, but
 #: for a turn's last; chunks are as small while their time is unknown. They are a page at least.
 LEAST_CHUNK = 64
@@ -230,7 +232,7 @@ class Measured:
         short turns then look soon done, and the first of them that is sent tells. Of a side that
         looks slow little is heard again.
         """
-        self._there.setdefault(address, Line()).add(tokens, seconds)
+        self._there.setdefault(address, Line(most=MAX_OF_EXPECTED_THERE)).add(tokens, seconds)
 
     def there(self, address: str, tokens: int) -> float | None:
         """When a turn with ``tokens`` from prefill ``address`` is expected to be shown."""
