@@ -9,12 +9,12 @@ import pytest
 
 from component.decode.decoder import Decoder
 from component.decode.stages import bring_to
-from component.decode.steps import admit, finish, land, serve, tick
+from component.decode.steps import admit, finish, ids, land, serve, tick, turn
 from sglang.srt.disaggregation.delta.decode.scheduler import readings
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.observability.metrics_collector import QueueCount
+from sglang.srt.observability.metrics_collector import QueueCount, SchedulerStats
 
 PROMPT = [token % 50 for token in range(3, 163)]  # 160 tokens: 10 pages of 16
 
@@ -78,6 +78,25 @@ def test_load_counts_only_what_has_no_pages_on_top(decoder: Decoder) -> None:
     load = decoder.get_load()
     assert load.num_tokens == used + queued.seqlen
     assert (load.num_reqs, load.num_waiting_reqs) == (4, 4)
+
+
+def test_load_counts_local_turns() -> None:
+    """Guards against a server that looks idle to routers while it computes turns itself: such a
+    request is in none of SGLang's queues. Its pages are in use already."""
+    decoder = Decoder(16, 6400, local=400, chunk=256)
+    decoder.__dict__.update(is_hybrid_swa=False, is_hybrid_ssm=False, dp_rank=0)
+    decoder.stats = SchedulerStats()
+    admit(decoder, *(ids(number, 200) for number in range(8)), new=100)
+    assert len(decoder.local) == 8
+    while decoder.local:
+        turn(decoder)
+        running = len(decoder.running_batch.reqs)
+        load, loads = decoder.get_load(), decoder.get_loads()
+        assert (load.num_reqs, load.num_waiting_reqs) == (8, 8 - running)
+        assert (loads.num_running_reqs, loads.num_waiting_reqs) == (running, 8 - running)
+        assert load.num_tokens == loads.num_used_tokens == decoder._get_token_info()[0]
+    assert running == 8
+    finish(decoder)
 
 
 def test_queues_are_counted_by_priority(decoder: Decoder) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any  # Any: what SGLang answers to a pause, untyped there
+from typing import TYPE_CHECKING, Any  # Any: SGLang's answers to a pause, and its loads
 
 import torch
 from typing_extensions import override
@@ -281,6 +281,19 @@ class LocalTurnsScheduler(Scheduler):
         # Turns that a pause holds run nothing that would answer for a health check.
         held = for_health_check and self._engine_paused and self._waiting_release is None
         return idle and (held or not self.local_turns.is_busy)
+
+    @override
+    def get_load(self, _: Any = None) -> Any:
+        load = super().get_load(_)
+        turns = len(self.local_turns.requests)  # their pages are in use, and were counted as such
+        load.num_reqs, load.num_waiting_reqs = load.num_reqs + turns, load.num_waiting_reqs + turns
+        return load
+
+    @override
+    def get_loads(self, req: Any = None) -> Any:
+        loads = super().get_loads(req)
+        loads.num_waiting_reqs += len(self.local_turns.requests)
+        return loads
 
     @override
     def self_check_during_idle(self) -> None:
