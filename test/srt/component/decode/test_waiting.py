@@ -122,6 +122,31 @@ def test_retracted_requests_say_that_they_wait(caplog: pytest.LogCaptureFixture)
     finish(decoder)
 
 
+@pytest.mark.parametrize("paused", [False, True])
+def test_handshakes_end_while_a_retracted_request_waits(paused: bool) -> None:
+    """Guards against clients that get no answer for as long as a retracted request waits: its
+    prefill server was lost, or they have left. No request is admitted before it."""
+    decoder = Decoder(16, 640)
+    run(decoder, ids(1, 100), ids(2, 100), steps=3)
+    first = retract(decoder)
+    rows = decoder.req_to_token_pool
+    taken, rows.free_slots, decoder._engine_paused = rows.free_slots, [], paused
+    lost, left, gone, waits = (decoder.submit(ids(n, 50), ready=n > 4) for n in (3, 4, 5, 6))
+    decoder.room(lost).state = KVPoll.Failed
+    decoder.abort(left.rid)
+    decoder.tick_queues()
+    assert [decoder.mailbox.ends[req.rid] for req in (lost, left, gone, waits)] == [1, 1, 0, 0]
+    decoder.room(gone).state = KVPoll.Failed
+    decoder.tick_queues()
+    assert decoder.mailbox.ends[gone.rid] == 1
+    rows.free_slots = taken
+    tick(decoder)
+    assert (decoder.retracted == [first]) == paused
+    assert (decoder.queued == [waits]) == paused
+    decoder._engine_paused = False
+    finish(decoder)
+
+
 # ---- a long line ----
 
 LONG_LINE = 1000

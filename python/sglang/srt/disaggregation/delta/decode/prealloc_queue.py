@@ -184,7 +184,9 @@ class RadixPreallocQueue(DecodePreallocQueue):
         ready = [entry for entry in self.queue if entry.waiting_for_input]
         if not ready:
             return [], failed
-        first = [] if self._memory_is_away else self._first_in_line(ready)
+        # No request is admitted before a retracted one, but failed ones are answered.
+        blocked = self._memory_is_away or self.retracted_queue
+        first = [] if blocked else self._first_in_line(ready)
         seen = self._see(ready, first)
         gone, entered = self._step(seen)
         self._log_waits(entry.req for entry in seen.checked)
@@ -202,10 +204,10 @@ class RadixPreallocQueue(DecodePreallocQueue):
             wait = record_of(req).wait
             if wait.since is None:
                 wait.since = self.clock()
-        # Nobody is admitted while these wait, but who failed is answered.
-        ready = [entry for entry in self.queue if entry.waiting_for_input]
         first = [step.Candidate(None, req) for req in self.retracted_queue[: step.TRIED]]
-        _, entered = self._step(self._see(ready, first, resumes=True))
+        rows = self.req_to_token_pool.available_size()
+        # They need no metadata slot: they have had their metadata.
+        _, entered = self._step(step.Snapshot([], [], first, rows, rows))
         self._log_waits(self.retracted_queue)
         resumed = [each.candidate.req for each in entered]
         self.retracted_queue = [req for req in self.retracted_queue if req not in resumed]
@@ -225,24 +227,17 @@ class RadixPreallocQueue(DecodePreallocQueue):
             first.append(step.Candidate(entry, entry.req, alone, most_new))
         return first
 
-    def _see(
-        self,
-        ready: list[DecodeRequest],
-        first: list[step.Candidate],
-        *,
-        resumes: bool = False,
-    ) -> step.Snapshot:
-        """What this rank sees. Checked are the candidates, none of which may get in after it
-        failed, and the next part of the line. ``resumes``: the candidates were retracted."""
+    def _see(self, ready: list[DecodeRequest], first: list[step.Candidate]) -> step.Snapshot:
+        """Return what this rank sees. It checks all candidates, so that no failed one is admitted,
+        and the next slice of the queue."""
         at = self._next_part if step.CHECKED < len(ready) > self._next_part else 0
         self._next_part = at + step.CHECKED
-        checked = [candidate.entry for candidate in first if candidate.entry is not None]
+        checked = [candidate.entry for candidate in first]
         known = set(map(id, checked))
         checked += [entry for entry in ready[at : self._next_part] if id(entry) not in known]
         states = step.states_of(checked, self.clock(), self._limits)
         rows = self.req_to_token_pool.available_size()
-        # Who resumes has had its metadata.
-        slots = rows if resumes else self.req_to_metadata_buffer_idx_allocator.available_size()
+        slots = self.req_to_metadata_buffer_idx_allocator.available_size()
         return step.Snapshot(checked, states, first, rows, slots)
 
     def _step(self, seen: step.Snapshot) -> tuple[list[DecodeRequest], list[step.Admit]]:

@@ -205,8 +205,9 @@ class DisaggScheduler(Scheduler):
     def process_decode_queue(self) -> None:
         super().process_decode_queue()
         if self.disagg_decode_prealloc_queue.retracted_queue:
-            # Stock looks at no transfer while somebody waits to be resumed. But the memory that is
-            # missing may be a transfer's, or its free deferred, and comes back only by looking.
+            # Stock polls neither handshakes nor transfers while a retracted request waits. But
+            # failed requests have to be answered, and the missing memory may be a transfer's.
+            self.disagg_decode_prealloc_queue.pop_preallocated()
             self.waiting_queue.extend(self.disagg_decode_transfer_queue.pop_transferred())
         exports = self.current_scheduler_metrics_enabled
         if exports and time.monotonic() - self._gauges_at >= EVERY_S:
