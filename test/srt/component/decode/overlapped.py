@@ -39,6 +39,18 @@ class Stop(Exception):
     """Ends the loop."""
 
 
+class Event:
+    """The end of a piece of work on a stream; a wait for it is a wait for all work before it."""
+
+    def __init__(self, stream: deque[Event], work: Callable[[], None]) -> None:
+        self._stream, self._work = stream, work
+        stream.append(self)
+
+    def synchronize(self) -> None:
+        while self in self._stream:
+            self._stream.popleft()._work()
+
+
 class Overlapped(Decoder):
     """A decode scheduler whose loop runs a script: a generator that yields once a turn."""
 
@@ -47,8 +59,23 @@ class Overlapped(Decoder):
     def __init__(self, page: int, tokens: int, **options: Any) -> None:
         super().__init__(page, tokens, **options)
         self.enable_overlap, self.result_queue = True, deque()
+        self.stream: deque[Event] = deque()
+        for pool in (self.pool, self.draft_pool):
+            if pool is not None:
+                pool.get_cpu_copy = self._after_all_work(pool.get_cpu_copy)
+                pool.load_cpu_copy = self._after_all_work(pool.load_cpu_copy)
         #: Announcements that were made before the result of the step in flight was in, and all.
         self.at_once = self.told = 0
+
+    def _after_all_work(self, copy: Callable[..., Any]) -> Callable[..., Any]:
+        """SGLang's copies to and from the CPU synchronize with the device."""
+
+        def synchronized(*arguments: Any) -> Any:
+            if self.stream:
+                self.stream[-1].synchronize()
+            return copy(*arguments)
+
+        return synchronized
 
     def play(self, script: Iterator[None]) -> None:
         self.script = script
@@ -114,7 +141,7 @@ class Overlapped(Decoder):
                 kv.write(self.pool, slot, [tag])
 
         return SimpleNamespace(
-            copy_done=SimpleNamespace(synchronize=end_of_step),
+            copy_done=Event(self.stream, end_of_step),
             logits_output=None,
             next_token_ids=batch.output_ids,
             can_run_cuda_graph=False,
@@ -126,7 +153,7 @@ class Overlapped(Decoder):
         """Chunks are written when the loop waits for their result, like decode steps."""
         result = self.chunk_result([TOKEN] * len(batch.reqs))
         batch.output_ids = result.next_token_ids
-        result.copy_done = SimpleNamespace(synchronize=self.chunk_of(batch))
+        result.copy_done = Event(self.stream, self.chunk_of(batch))
         return result
 
 
@@ -159,18 +186,6 @@ def random_talks(decoder: Overlapped, seed: int) -> Iterator[None]:
 # ---- spec v2 ----
 
 
-class Event:
-    """The end of a piece of work on a stream; whoever waits for it waits for all before it."""
-
-    def __init__(self, stream: deque[Event], work: Callable[[], None]) -> None:
-        self._stream, self._work = stream, work
-        stream.append(self)
-
-    def synchronize(self) -> None:
-        while self in self._stream:
-            self._stream.popleft()._work()
-
-
 class Ahead(Overlapped):
     """A decode scheduler with spec v2. ``steps``: of the draft model.
 
@@ -183,7 +198,6 @@ class Ahead(Overlapped):
         device = torch.device("cpu")
         self.future_map = FutureMap(self.max_running_requests, 0, 1024, device, self.spec_algorithm)
         self.draft_worker = SimpleNamespace(speculative_num_draft_tokens=steps + 1)
-        self.stream: deque[Event] = deque()
         #: The texts of the last launched step's requests, as the device knows them.
         self._texts: dict[str, list[int]] = {}
 

@@ -166,6 +166,15 @@ def test_overlapped(page: int, seed: int, steps: int, monkeypatch: pytest.Monkey
     assert turns["local", "always"] > 10 and turns["remote", "long"] > 0
 
 
+def test_a_pool_that_retracts_beside_a_step_in_flight() -> None:
+    """Guards against a copy of a retracted request without what the step in flight still writes:
+    SGLang's copies to the CPU wait for the device, and so must the rig's."""
+    decoder = Overlapped(16, 352, rows=12, reserve=16, local=60, chunk=24)
+    decoder.play(random_talks(decoder, 4))
+    assert sum(req.retraction_count for req in decoder.submitted) > 0
+    finish(decoder)
+
+
 # ---- the prefill server is lost ----
 
 LOST = 100
