@@ -22,6 +22,8 @@ class Room:
     def __init__(self) -> None:
         self.state = KVPoll.Bootstrapping
         self.conclude_state: int | None = None
+        #: The client left.
+        self.aborted = False
         self.failure = ""
         self.pages: np.ndarray | None = None
         #: Those of an index, where they were announced.
@@ -97,10 +99,10 @@ class Room:
         self.clears += 1
 
     def abort(self) -> None:
-        self.conclude_state = KVPoll.Failed
+        self.aborted, self.conclude_state = True, KVPoll.Failed
 
     def fail_handshake(self, text: str) -> None:
-        self.abort()
+        self.conclude_state = KVPoll.Failed
 
 
 class WarmUpRoom(FakeKVReceiver):  # type: ignore[misc]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -161,6 +162,32 @@ def polls_of_a_step(decoder: Decoder) -> int:
         patch.setattr(Room, "poll", lambda room: polled.append(room) or poll(room))
         decoder.tick_queues()
     return len(polled)
+
+
+class Rid(str):
+    """Counts how often SGLang, or this package, compares it with the id of an abort."""
+
+    compared = 0
+
+    def startswith(self, *prefix: Any) -> bool:
+        Rid.compared += 1
+        return super().startswith(*prefix)
+
+
+@pytest.mark.parametrize("options", [{}, {"local": 60, "lost": 60}], ids=["", "local turns"])
+def test_an_abort_goes_through_a_long_line_once(options: dict[str, int]) -> None:
+    """Guards against an abort that costs milliseconds more than SGLang's own look at its queues:
+    with 10,000 in line every client that leaves would stop those that run."""
+    decoder = Decoder(16, 640, **options)
+    reqs = [decoder.submit(ids(2 + number, 600), new=4) for number in range(LONG_LINE)]
+    tick(decoder)
+    for req in reqs:
+        req.rid = Rid(req.rid)
+    Rid.compared = 0
+    decoder.abort(reqs[500].rid)
+    assert 0 < Rid.compared <= LONG_LINE
+    tick(decoder, STEPS)
+    assert decoder.mailbox.ends[reqs[500].rid] == 1
 
 
 @pytest.mark.hazard("step-per-waiting-request")

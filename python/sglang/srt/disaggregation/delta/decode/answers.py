@@ -137,14 +137,15 @@ class Answers:
 
     # ---- who has no prefill server ----
 
-    def may_keep(self, req: Req) -> bool:
-        """Whether a request whose room failed may be computed locally, if it is short enough."""
-        return self._turns is not None and bool(self._turns.may_save(req))
+    def may_keep(self, entry: Any) -> bool:
+        """True if a request whose room failed may be computed locally if it is short enough."""
+        may_save = self._turns is not None and self._turns.may_save(entry.req)
+        return bool(may_save and not entry.kv_receiver.aborted)
 
     def keep(self, entry: Any) -> bool:
         """Keep a request in line whose room failed before it was announced; False if that may not
         be."""
-        if record_of(entry.req).is_alone or not self.may_keep(entry.req):
+        if record_of(entry.req).is_alone or not self.may_keep(entry):
             return False
         why = self._why_failed(entry.req)
         entry.kv_receiver.withdraw(why)
@@ -155,7 +156,7 @@ class Answers:
     def try_here(self, entry: Any) -> None:
         """Its prefill server cannot be reached just now: a request is attempted locally, once."""
         record_of(entry.req).tried_here = True
-        if self.may_keep(entry.req):
+        if self.may_keep(entry):
             why = f"prefill server {bootstrap_addr(entry.req)} could not be reached"
             self.goes_alone(entry, NoPrefill("no_prefill", why, entry.kv_receiver))
 

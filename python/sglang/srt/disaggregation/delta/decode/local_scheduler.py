@@ -242,10 +242,6 @@ class LocalTurnsScheduler(Scheduler):
         from sglang.srt.mem_cache.common import release_kv_cache
 
         wanted, turns = named_by(recv_req), self.local_turns
-        queues = self.disagg_decode_prealloc_queue, self.disagg_decode_transfer_queue
-        for entry in (*queues[0].queue, *queues[1].queue):
-            if wanted(entry.req):
-                entry.req.to_finish = FINISH_ABORT()  # its room fails, and nobody computes it here
         super().abort_request(recv_req)
         for req in turns.requests:  # a launched chunk first runs to its end
             if wanted(req) and not req.finished():

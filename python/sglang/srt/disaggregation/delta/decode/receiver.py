@@ -51,6 +51,8 @@ class DeltaReceiver(CommonKVReceiver):
     _connect_to_bootstrap_server: Any  # of the upstream class
     #: Prefill was told of pages, and may write to them.
     announced = False
+    #: The client left, so fallback prefill does not compute the request.
+    aborted = False
     #: Where the server's ranks listen, if this rank is not connected to them yet.
     _answers: Answers = {}
 
@@ -275,6 +277,7 @@ class RoomReceiver(CommonKVReceiver):
     def abort(self) -> None:
         from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
+        self.aborted = True
         CommonKVReceiver.abort(self)  # Mooncake's own does not call what is common to all backends
 
     @override

@@ -362,7 +362,7 @@ class RadixTransferQueue(DecodeTransferQueue):
             message += f": {record_of(req).failure or error}"
         line = self.scheduler.disagg_decode_prealloc_queue
         claims = self.tree_cache.claims
-        if line.answers.may_keep(req):
+        if line.answers.may_keep(entry):
             # The request starts over; what it owned stays in the entry.
             entry.req = left = remains(req)
             claims.left(req)
