@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from component.decode.decoder import Decoder
-from component.decode.peer import Room
+from component.decode.peer import Room, Unasked
 from component.decode.steps import admit, finish, ids, retract, run, tick
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.decode import step as line
@@ -164,6 +164,30 @@ def polls_of_a_step(decoder: Decoder) -> int:
     return len(polled)
 
 
+@pytest.mark.hazard("step-per-waiting-request")
+def test_a_step_polls_a_part_of_many_handshakes() -> None:
+    """Guards against a prefill server that does not answer, with 10,000 requests for it, and costs
+    every step 14 ms; a request for another server does not wait for those."""
+    decoder, asked = Decoder(16, 640), list[str]()
+    servers: Any = Unasked()
+    servers.connections.ensure = lambda address: bool(asked.append(address))
+    decoder.kv_manager.servers = servers
+    reqs = [decoder.submit([3], ready=False, pending=True) for _ in range(LONG_LINE)]
+    tick(decoder)
+    asked.clear()
+    assert all(polls_of_a_step(decoder) < 300 for _ in range(STEPS))
+    assert len(asked) <= 1
+    other = decoder.submit([5] * 40)
+    tick(decoder)
+    assert decoder.in_transfer == [other]
+    gone = reqs[::97]
+    for req in gone:
+        decoder.abort(req.rid)
+    tick(decoder, STEPS)
+    assert all(decoder.mailbox.ends[req.rid] == 1 for req in gone)
+    assert len(decoder.queued) == LONG_LINE - len(gone)
+
+
 class Rid(str):
     """Counts how often SGLang, or this package, compares it with the id of an abort."""
 
@@ -198,7 +222,7 @@ def test_a_step_looks_at_a_part_of_a_long_line(
     and against one that nobody looks at: who fails or has waited too long is answered within a turn
     of the line."""
     reqs = [full.submit(ids(2 + number, 200), new=4) for number in range(LONG_LINE)]
-    tick(full)
+    tick(full, STEPS)
     full.now = 10.0
     assert all(polls_of_a_step(full) < 300 for _ in range(2 * STEPS))
     found = waits(caplog)

@@ -55,8 +55,11 @@ class RadixPreallocQueue(DecodePreallocQueue):
     retracted_queue: list[Req]
     #: Seconds on this rank. Nothing is decided from it without the other ranks.
     clock: Callable[[], float] = staticmethod(time.monotonic)
-    #: Where the part of the line begins that is checked next.
+    #: Offsets of the next slices: of the requests in line, and of those in a handshake.
     _next_part: int = 0
+    _next_handshakes: int = 0
+    #: Steps until all pending handshakes are advanced again.
+    _steps_to_advance: int = 0
 
     @cached_property
     def _limits(self) -> step.Limits:
@@ -149,17 +152,25 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
     @override
     def _resolve_pending_reqs(self) -> None:
-        if self.shares_prefixes:
-            self.pending_reqs = self._handshakes.advance(self.pending_reqs)
-        else:
+        if not self.shares_prefixes:
             super()._resolve_pending_reqs()
+        elif self._steps_to_advance > 0:
+            self._steps_to_advance -= 1
+        else:
+            self.pending_reqs = self._handshakes.advance(self.pending_reqs)
+            # A long line, as of a server that does not answer, must not slow down every step.
+            self._steps_to_advance = len(self.pending_reqs) // step.CHECKED
 
     def _end_handshakes(self) -> list[DecodeRequest]:
         """Answer and return those whose handshake failed, on all ranks."""
         turns = self.local_turns
         tries_here = turns is not None and turns.choice.limits.when_lost > 0
         pending = [entry for entry in self.queue if not entry.waiting_for_input]
-        failed, unreached = self._handshakes.finish(pending, self.gloo_group, tries_here=tries_here)
+        # The newest are polled in each step: they may be for a server that answers at once.
+        older, newest = pending[: -step.CHECKED], pending[-step.CHECKED :]
+        part, self._next_handshakes = step.part_of(older, self._next_handshakes)
+        polled = part + newest
+        failed, unreached = self._handshakes.finish(polled, self.gloo_group, tries_here=tries_here)
         for entry in unreached:
             self.answers.try_here(entry)
         gone = [entry for entry in failed if not self.answers.keep(entry)]
@@ -230,11 +241,10 @@ class RadixPreallocQueue(DecodePreallocQueue):
     def _see(self, ready: list[DecodeRequest], first: list[step.Candidate]) -> step.Snapshot:
         """Return what this rank sees. It checks all candidates, so that no failed one is admitted,
         and the next slice of the queue."""
-        at = self._next_part if step.CHECKED < len(ready) > self._next_part else 0
-        self._next_part = at + step.CHECKED
+        part, self._next_part = step.part_of(ready, self._next_part)
         checked = [candidate.entry for candidate in first]
         known = set(map(id, checked))
-        checked += [entry for entry in ready[at : self._next_part] if id(entry) not in known]
+        checked += [entry for entry in part if id(entry) not in known]
         states = step.states_of(checked, self.clock(), self._limits)
         rows = self.req_to_token_pool.available_size()
         slots = self.req_to_metadata_buffer_idx_allocator.available_size()

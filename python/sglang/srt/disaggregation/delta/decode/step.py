@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 #: Most candidates of one step. Each is matched, and holds a tree lock until the step ends.
 TRIED = 8
-#: Requests in line, beside the candidates, whose failure and waiting time a step looks at. A longer
-#: line is gone through part by part: a step costs the same however many wait.
+#: Requests that a step checks beside the candidates: in line, and in a handshake. A longer line is
+#: checked slice by slice, so that the cost of a step does not grow with it.
 CHECKED = 128
 
 
@@ -60,6 +60,12 @@ class Limits(NamedTuple):
             ValueError: a variable is not the number that it must be.
         """
         return cls(environment.ADMISSION_TIMEOUT.read(), environment.WAIT_LOG.read())
+
+
+def part_of(line: list[Any], start: int) -> tuple[list[Any], int]:
+    """Return the slice of ``line`` that a step goes through, and where the next one begins."""
+    start = start if CHECKED < len(line) > start else 0
+    return line[start : start + CHECKED], start + CHECKED
 
 
 # ---- what one rank sees ----
