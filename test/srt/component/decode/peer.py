@@ -58,7 +58,12 @@ class Room:
         self.writing = True
 
     def announce(
-        self, pages: np.ndarray, index: int, prefix_len: int, state_indices: Any = None
+        self,
+        pages: np.ndarray,
+        index: int,
+        prefix_len: int,
+        state_indices: Any = None,
+        prompt_tokens: int = 0,
     ) -> None:
         self.announced, self.prefix_len = True, prefix_len
         self.send_metadata(pages, index, state_indices)
