@@ -18,6 +18,7 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 from unit.delta.nixl.sides import PAGE
 
@@ -201,4 +202,22 @@ def test_requests_without_a_priority(rank: Rank, low_first: bool) -> None:
     policy: Any = SchedulePolicy.__new__(SchedulePolicy)
     policy._sort_by_priority_and_fcfs(rank.waiting_queue, 1 if low_first else -1)
     assert [req.rid for req in rank.waiting_queue] == ["r8", "r7"]
+    rank.end()
+
+
+def test_health_of_a_server_that_cannot_begin(rank: Rank) -> None:
+    """Guards against a server that is restarted because decode ranks hang: requests wait for memory
+    that transfers own, and no batch has a result with which SGLang answers checks of health."""
+    rank.rank.announce(ROOM, [10])
+    rank.arrive(ROOM)
+    answers: list[Any] = []
+    rank.send_to_tokenizer = SimpleNamespace(send_output=answers.append)
+    assert rank.step() == ["r7"] and answers == []
+    rank.return_health_check_ipcs.append(None)
+    rank.last_batch = SimpleNamespace(forward_mode=ForwardMode.DECODE)
+    rank.step()
+    assert answers == [], "its result answers"
+    rank.last_batch = None
+    rank.step()
+    assert len(answers) == 1
     rank.end()
