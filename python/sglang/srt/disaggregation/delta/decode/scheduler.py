@@ -299,9 +299,11 @@ class DisaggScheduler(Scheduler):
     def is_fully_idle(self, for_health_check: bool = False) -> bool:
         # SGLang makes a request of a health check where nothing runs, which would queue for memory
         # that transfers own. With any request here the loop answers it (process_decode_queue).
-        if for_health_check:
-            return self._nothing_waits and not self.offload_tags
-        return bool(super().is_fully_idle())
+        return bool(
+            self._nothing_waits and not self.offload_tags
+            if for_health_check
+            else super().is_fully_idle()
+        )
 
     @override
     def self_check_during_idle(self) -> None:

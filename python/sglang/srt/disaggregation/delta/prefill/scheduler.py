@@ -112,8 +112,9 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
     @override
     def get_next_disagg_prefill_batch_to_run(self) -> ScheduleBatch | None:
         if prefill_manager(self) is not None:
-            over = ended(self.waiting_queue, (self.attn_tp_cpu_group, self.attn_cp_cpu_group))
-            leave_uncomputed(self, over)
+            leave_uncomputed(
+                self, ended(self.waiting_queue, (self.attn_tp_cpu_group, self.attn_cp_cpu_group))
+            )
             if not self.last_batch:  # otherwise its result answers health checks
                 self.maybe_send_health_check_signal()
         return super().get_next_disagg_prefill_batch_to_run()
@@ -175,7 +176,7 @@ class PrefillStages(SchedulerPPMixin):
             good, bad = map(set, bootstrapped_rids)
             if self.pp_group.is_first_rank:
                 # The others follow: their waiting queues are this one's when they come here.
-                bad |= set(
+                bad.update(
                     ended(self.waiting_queue, (self.attn_tp_cpu_group, self.attn_cp_cpu_group))
                 )
             leave_uncomputed(self, bad)
@@ -238,8 +239,7 @@ class DeltaScheduler(Scheduler):
 
     def _leave_unannounced(self, req: Req) -> None:
         """Remove a request from the bootstrap queue."""
-        waiting = self.disagg_prefill_bootstrap_queue
-        waiting.queue = [other for other in waiting.queue if other is not req]
+        self.disagg_prefill_bootstrap_queue.queue.remove(req)
         if self.enable_hicache_storage:
             self.tree_cache.release_aborted_request(req.rid)
 
