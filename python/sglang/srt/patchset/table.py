@@ -122,7 +122,10 @@ _DELTA = (
         module=f"{_DISAGG}.prefill",
         name="SchedulerDisaggregationPrefillMixin",
         mixin=f"{_DISAGG}.delta.prefill.scheduler:DeltaPrefill",
-        why="the send cursor starts at the prefix; a request ends on all ranks at once",
+        why=(
+            "the send cursor starts at the prefix; a request ends on all ranks at once, uncomputed "
+            "if its room has failed"
+        ),
     ),
     Replacement(
         module="sglang.srt.managers.tokenizer_manager",
@@ -176,8 +179,8 @@ _DELTA = (
         name="Scheduler",
         mixin=f"{_DISAGG}.delta.prefill.scheduler:DeltaScheduler",
         why=(
-            "an aborted request ends its room; prefill's counters; no idle sleep while a room is "
-            "open"
+            "an aborted request ends its room, a refused one is not computed; priorities; "
+            "prefill's counters; no idle sleep while a room is open"
         ),
     ),
     Replacement(

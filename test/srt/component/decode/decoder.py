@@ -329,6 +329,7 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
         room = self.room(req)
         if isinstance(room, WarmUpRoom):
             return
+        assert not room.announced or room.prompt_tokens == len(req.origin_input_ids)
         if room.first_token is None:
             room.first_token = first_token
         if room.poll() == KVPoll.Transferring:

@@ -28,7 +28,7 @@ class Room:
         self.pages: np.ndarray | None = None
         #: Those of an index, where they were announced.
         self.state_pages: np.ndarray | None = None
-        self.prefix_len = 0
+        self.prefix_len = self.prompt_tokens = 0
         self.metadata_index = -1
         #: Whether the prefix was announced, or only stock's message sent.
         self.announced = False
@@ -60,9 +60,14 @@ class Room:
         self.writing = True
 
     def announce(
-        self, pages: np.ndarray, index: int, prefix_len: int, state_indices: Any = None
+        self,
+        pages: np.ndarray,
+        index: int,
+        prefix_len: int,
+        state_indices: Any = None,
+        prompt_tokens: int = 0,
     ) -> None:
-        self.announced, self.prefix_len = True, prefix_len
+        self.announced, self.prefix_len, self.prompt_tokens = True, prefix_len, prompt_tokens
         self.send_metadata(pages, index, state_indices)
 
     # ---- what a deferred free asks of a backend and of the prefill servers ----

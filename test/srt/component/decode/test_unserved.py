@@ -320,6 +320,25 @@ def test_a_room_number_in_use() -> None:
     check_idle(decoder)
 
 
+@pytest.mark.hazard("another-prompt-sent", "bad-kv-in-tree")
+def test_a_request_that_sglang_has_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang refuses it while it compiles its grammar, or for its length, and puts the prompt [0]
+    in the place of its own. Guards against prefill's KV of the true prompt, which is as long, in
+    the tree under [0], where health requests and clients find it; and against another status."""
+    module = "sglang.srt.managers.schedule_batch.get_tensor_model_parallel_rank"
+    monkeypatch.setattr(module, lambda: 0)
+    decoder = Decoder(1, 64)
+    req = without_engine.request(0, [3], 8, VOCABULARY)
+    req.set_finish_with_abort("Failed to compile json grammar")
+    decoder.enqueue(req)
+    decoder.tick_queues()
+    (room,) = decoder.rooms
+    assert room.pages is None and len(room.withdrawn) == 1, "prefill waits for it"
+    reason = decoder.mailbox.reasons[req.rid]
+    assert (reason["status_code"], reason["message"]) == (400, "Failed to compile json grammar")
+    check_idle(decoder)
+
+
 class Grammars(BaseGrammarBackend):
     """A grammar library that raises, as xgrammar does at tags of a shape it does not expect."""
 

@@ -22,6 +22,7 @@ from component.transfer import bare
 from component.transfer.bare import decode
 from component.transfer.messages import DIALECTS, NIXL, Dialect
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta.peer_messages import find_frame
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
 
@@ -201,11 +202,18 @@ def announced_by_us(backend: str, with_frame: bool) -> list[bytes]:
     )
     pages = np.array([4, 5], np.int32)
     if with_frame:
-        receiver.announce(pages, 3, 16)
+        receiver.announce(pages, 3, 16, prompt_tokens=33)
     else:
         receiver.send_metadata(pages, 3, None)
     (frames,) = sent
     return frames[1:] if backend == "nixl" else frames
+
+
+@pytest.mark.parametrize("backend", KINDS)
+def test_our_frame_has_the_length_of_the_prompt(backend: str) -> None:
+    """Guards against a comparison of lengths that prefill never makes."""
+    frame = find_frame(announced_by_us(backend, with_frame=True))
+    assert frame is not None and frame.prompt_tokens == 33
 
 
 @pytest.fixture(scope="module")

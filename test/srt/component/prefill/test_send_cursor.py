@@ -1,5 +1,4 @@
-"""The prefill scheduler: what its chunk sender gives a room is the delta, in order, once; and an
-abort of a request that waits."""
+"""The prefill scheduler: what its chunk sender gives a room is the delta, in order, once."""
 
 from __future__ import annotations
 
@@ -17,9 +16,6 @@ from effort import tries
 from sglang.srt.disaggregation.delta.decode.claims import page_ceil, page_floor
 from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaPrefill
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
-from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.managers.scheduler import Scheduler
 
 FIRST_PAGE = 7
 MAX_PROMPT = 400
@@ -180,42 +176,3 @@ def test_the_stock_method_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     find(scenarios(), lambda scenario: bool(wrong(scenario)), settings=settings(max_examples=500))
     # The stock cursor is set by the caller; even then, a prefix beyond a chunk goes wrong.
     assert wrong(Scenario(16, 64, 64, (16,), False))
-
-
-# ---- aborts ----
-
-
-@pytest.mark.parametrize(("rid", "ended"), [("a", "a"), ("", "ab"), ("x", "")])
-def test_a_request_that_waits_on_prefill(rid: str, ended: str) -> None:
-    """Guards against a room that stays in prefill's tables, and a decode server that waits for it,
-    when the abort finds the request in the waiting queue; and against ending another one's."""
-    calls: list[tuple[str, str]] = []
-
-    def waiting(name: str) -> Any:
-        sender = SimpleNamespace(
-            abort=lambda: calls.append((name, "abort")), clear=lambda: calls.append((name, "clear"))
-        )
-        return SimpleNamespace(
-            rid=name, disagg_kv_sender=sender, mamba_pool_idx=None, metadata_buffer_index=-1
-        )
-
-    scheduler = Scheduler.__new__(Scheduler)
-    scheduler.__dict__.update(
-        server_args=SimpleNamespace(disaggregation_mode="prefill"),
-        disaggregation_mode=DisaggregationMode.PREFILL,
-        waiting_queue=[waiting("a"), waiting("b")],
-        enable_hicache_storage=False,
-        send_to_tokenizer=SimpleNamespace(send_output=lambda *message: None),
-        grammar_manager=SimpleNamespace(abort_requests=lambda request: None),
-        req_to_metadata_buffer_idx_allocator=SimpleNamespace(free=lambda index: None),
-        disagg_prefill_bootstrap_queue=SimpleNamespace(
-            queue=[], kv_manager=SimpleNamespace(rooms=object())
-        ),
-        disagg_prefill_inflight_queue=[],
-        running_batch=SimpleNamespace(reqs=[]),
-        cur_batch=None,
-    )
-    scheduler.abort_request(AbortReq(rid=rid, abort_all=not rid))
-    assert {req.rid for req in scheduler.waiting_queue} == {"a", "b"} - set(ended)
-    ends = [(name, what) for name in ended for what in ("abort", "clear")]
-    assert sorted(calls) == ends

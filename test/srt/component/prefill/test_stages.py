@@ -128,12 +128,18 @@ def test_all_is_well(server: Server) -> None:
 
 @pytest.mark.hazard("stages-part")
 @pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("when", ["first", "before", "between"])
+@pytest.mark.parametrize("when", ["first", "before", "between", "after"])
 def test_a_room_is_withdrawn(server: Server, when: str, where: tuple[int, ...]) -> None:
     """Guards against a stage that runs a request which another one has dropped, because the room
     failed there alone or between their looks: their next batches differ, and the server ends. And
-    against a request that stays in one stage's queue for ever."""
-    if when == "first":
+    against a request that stays in one stage's queue for ever, and one that is computed although
+    the first stage knew before that nobody waits for it."""
+    if when == "after":
+        server.take_in()
+        server.withdraw(*where)
+        server.take_in()
+        assert all(("r7" in stage.runs) == (0 not in where) for stage in server.stages)
+    elif when == "first":
         server.withdraw(*where)
         server.take_in()
     else:

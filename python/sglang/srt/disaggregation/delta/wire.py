@@ -53,6 +53,8 @@ class DeltaFrame(msgspec.Struct, frozen=True, kw_only=True):
     #: It takes the metadata in the note that completes the room (NIXL). A prefill server that does
     #: not know the field, or moves notes in another way, writes them into the slot.
     takes_metadata: bool = False
+    #: Tokens of the whole prompt; 0 where it does not say.
+    prompt_tokens: int = 0
 
 
 def encode_frame(frame: DeltaFrame) -> bytes:

@@ -144,9 +144,10 @@ class PrefillRank:
     def announce(
         self, room: int, pages: Sequence[int], slot: int = 0, peer: str = "decode", prefix: int = 0,
         of: int = 1, in_note: bool = False, state: Sequence[int] = (), is_stock: bool = False,
+        prompt_tokens: int = 0,
     ) -> None:  # fmt: skip
         """A decode rank lists its pages, and those of ``state``; ``of``: ranks that will;
-        ``in_note``: it takes metadata in a note."""
+        ``in_note``: it takes metadata in a note; ``prompt_tokens``: 0 where it does not say."""
         listed, states = (np.array(each, np.int32).tobytes() for each in (pages, state))
         texts = [str(number).encode() for number in (room, slot, of)]
         frames = [conn.GUARD, texts[0], *FROM, peer.encode(), listed, *texts[1:], states]
@@ -157,6 +158,7 @@ class PrefillRank:
             pool_pages=self.decode[peer].slots,
             metadata_slots=5,
             takes_metadata=in_note,
+            prompt_tokens=prompt_tokens,
         )
         self.take(frames if is_stock else [*frames, wire.encode_frame(frame)])
 

@@ -110,6 +110,9 @@ class Answers:
     def fail(self, entry: Any, what: str) -> None:
         """Its room failed; ``what`` began and did not end well."""
         req = entry.req
+        refused = req.to_finish  # by SGLang: its grammar, or its length
+        if refused is not None and refused.status_code is not None:
+            return self._give_up(entry, refused.message, refused.status_code)
         place = f"rank={self._rank}, bootstrap_room={req.bootstrap_room}"
         self._give_up(entry, f"{what} {req.rid} ({place}): {self._why_failed(req)}")
 

@@ -273,10 +273,7 @@ class LocalTurnsScheduler(Scheduler):
 
     @override
     def is_fully_idle(self, for_health_check: bool = False) -> bool:
-        idle: bool = super().is_fully_idle(for_health_check)
-        # Turns that a pause holds run nothing that would answer for a health check.
-        held = for_health_check and self._engine_paused and self._waiting_release is None
-        return idle and (held or not self.local_turns.is_busy)
+        return super().is_fully_idle(for_health_check) and not self.local_turns.is_busy
 
     @override
     def get_load(self, _: Any = None) -> Any:

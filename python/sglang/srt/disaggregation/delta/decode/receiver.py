@@ -160,12 +160,13 @@ class DeltaReceiver(CommonKVReceiver):
         aux_index: int,
         prefix_len: int,
         state_indices: npt.NDArray[np.int32] | None = None,
+        prompt_tokens: int = 0,
     ) -> None:
         """Send the transfer metadata of a room: ``kv_indices`` are the *delta's* destination pages.
 
-        ``prefix_len`` is in tokens; ``state_indices``: the delta's pages of an index cache. The
-        frame is added where the stock code gets its socket, so the stock message and its order of
-        frames stay SGLang's.
+        ``prefix_len`` is in tokens; ``state_indices``: the delta's pages of an index cache;
+        ``prompt_tokens``: of the whole prompt, 0 if prefill is not to compare. The frame is added
+        where the stock code gets its socket, so the stock message stays SGLang's.
         """
         connect = self._connect_to_bootstrap_server
         ours = self.kv_mgr.kv_args
@@ -184,6 +185,7 @@ class DeltaReceiver(CommonKVReceiver):
                 pool_pages=pool_pages,
                 metadata_slots=metadata_slots,
                 takes_metadata=takes_metadata,
+                prompt_tokens=prompt_tokens,
             )
             encoded = wire.encode_frame(frame)
 
@@ -380,9 +382,11 @@ class Handshakes:
         pollers = [_Reached(entry) if tries_here else entry.kv_receiver for entry in entries]
         for entry, vote in zip(entries, poll_and_all_reduce(pollers, group), strict=True):
             poll, is_reached = divmod(vote, 2) if tries_here else (vote, True)
-            if poll == KVPoll.Failed:
+            is_ready = poll == KVPoll.WaitingForInput
+            # SGLang has refused the latter, and replaced its prompt by [0]: not to be announced.
+            if poll == KVPoll.Failed or (is_ready and entry.req.to_finish is not None):
                 failed.append(entry)
-            elif poll == KVPoll.WaitingForInput:
+            elif is_ready:
                 entry.waiting_for_input = True
                 record = record_of(entry.req)
                 record.enter(Stage.IN_LINE)

@@ -203,6 +203,8 @@ class DisaggScheduler(Scheduler):
 
     @override
     def process_decode_queue(self) -> None:
+        if not self.last_batch:  # otherwise its result answers health checks
+            self.maybe_send_health_check_signal()
         super().process_decode_queue()
         if self.disagg_decode_prealloc_queue.retracted_queue:
             # Stock polls neither handshakes nor transfers while a retracted request waits. But
@@ -293,6 +295,16 @@ class DisaggScheduler(Scheduler):
         counted = [*self.waiting_queue, *self.disagg_decode_transfer_queue.queue]
         load.num_tokens -= sum(entry.seqlen for entry in counted)
         return load
+
+    @override
+    def is_fully_idle(self, for_health_check: bool = False) -> bool:
+        # SGLang makes a request of a health check where nothing runs, which would queue for memory
+        # that transfers own. With any request here the loop answers it (process_decode_queue).
+        return bool(
+            self._nothing_waits and not self.offload_tags
+            if for_health_check
+            else super().is_fully_idle()
+        )
 
     @override
     def self_check_during_idle(self) -> None:

@@ -136,11 +136,11 @@ def announce(
         if is_fake(req):
             entry.kv_receiver.send_metadata(pages, index, state)
             return
+        prompt = len(req.origin_input_ids)
         if manager.peer_takes_delta(bootstrap_addr(req)):
-            entry.kv_receiver.announce(pages, index, prefix, state)
+            entry.kv_receiver.announce(pages, index, prefix, state, prompt)
         else:
             entry.kv_receiver.send_metadata(pages, index, state)
-        prompt = len(req.origin_input_ids)
         STATS.count("decode_prefix_prompt_tokens", prompt)
         STATS.count("decode_prefix_hit_tokens", prefix)
         STATS.count("kv_transfer_requested_bytes", len(pages) * sum(ours.kv_item_lens))

@@ -5,13 +5,14 @@ What is sent starts behind the prefix that decode holds (``send_kv_chunk``). A r
 ends in the step in which it has ended on every rank of the server: SGLang reduces what the ranks'
 senders say by MIN, and Failed is the lowest, so that one rank's failure would free pages and a
 metadata slot that another rank's writes still read (``ended``). That wait is bounded by each rank's
-own deadline for its transfers. ``DeltaSender`` is prefill's end of a room, on any backend.
+own deadline for its transfers. A request whose room failed before it is computed is not computed
+(``leave_uncomputed``). ``DeltaSender`` is prefill's end of a room, on any backend.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any  # Any: a result of SGLang's; ids as it has them
 
 import numpy as np
@@ -21,16 +22,18 @@ from typing_extensions import override
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS
-from sglang.srt.disaggregation.delta.pages import INDEX, DeltaMismatch, share_of_chunk
+from sglang.srt.disaggregation.delta.pages import (
+    INDEX,
+    DeltaMismatch,
+    page_indices,
+    share_of_chunk,
+)
 from sglang.srt.disaggregation.delta.peer_messages import plan_delta
 from sglang.srt.disaggregation.delta.prefill.rooms import Announcement, Room
 from sglang.srt.disaggregation.delta.prefill.yielded import EndYielded, Frontend
-from sglang.srt.disaggregation.delta.rank_agreement import minimum
+from sglang.srt.disaggregation.delta.rank_agreement import ended
 
 if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroup
-
     from sglang.srt.disaggregation.common.conn import CommonKVSender
     from sglang.srt.disaggregation.delta.manager import DeltaManager
     from sglang.srt.disaggregation.delta.prefill.transfer_pool import PooledManager
@@ -51,26 +54,14 @@ def prefill_manager(scheduler: Any) -> DeltaManager | None:
     return manager if getattr(manager, "rooms", None) is not None else None
 
 
-def ended(requests: Sequence[Req], groups: Sequence[ProcessGroup]) -> list[str]:
-    """The ids of those ``requests`` that have ended on all ranks of ``groups``: one collective a
-    group, the same answer on each rank.
-
-    A rank whose part is still open where another's has failed sends nothing more of it.
-    """
-    polls = [int(request.disagg_kv_sender.poll()) for request in requests]
-    over = [poll in (KVPoll.Success, KVPoll.Failed) for poll in polls]
-    votes = [*polls, *map(int, over)]
-    for group in groups:
-        votes = minimum(votes, group)
-    count, found = len(polls), []
-    for request, is_over, worst, all_over in zip(
-        requests, over, votes[:count], votes[count:], strict=True
-    ):
-        if all_over:
-            found.append(request.rid)
-        elif worst == KVPoll.Failed and not is_over:
-            request.disagg_kv_sender.fail_with_others()
-    return found
+def leave_uncomputed(scheduler: Any, rids: Container[str]) -> None:
+    """Move requests from the waiting queue back to the bootstrap queue, where SGLang ends requests
+    whose room failed, on all ranks in one step."""
+    gone = [req for req in scheduler.waiting_queue if req.rid in rids]
+    for req in gone:
+        scheduler.waiting_queue.remove(req)
+        scheduler.req_to_metadata_buffer_idx_allocator.free(req.metadata_buffer_index)
+    scheduler.disagg_prefill_bootstrap_queue.queue += gone
 
 
 class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
@@ -119,6 +110,16 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
         sender.send(page_indices(row, start, end, page), index)
 
     @override
+    def get_next_disagg_prefill_batch_to_run(self) -> ScheduleBatch | None:
+        if prefill_manager(self) is not None:
+            leave_uncomputed(
+                self, ended(self.waiting_queue, (self.attn_tp_cpu_group, self.attn_cp_cpu_group))
+            )
+            if not self.last_batch:  # otherwise its result answers health checks
+                self.maybe_send_health_check_signal()
+        return super().get_next_disagg_prefill_batch_to_run()
+
+    @override
     def process_batch_result_disagg_prefill(self, batch: ScheduleBatch, result: Any) -> None:
         # With overlap scheduling this is a copy of the batch, without the start of the first draft:
         # the metadata would say that of the request that had the slot before.
@@ -159,17 +160,6 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
         return super().process_disagg_prefill_inflight_queue(rids_to_check)
 
 
-def page_indices(row: torch.Tensor, start: int, end: int, page: int) -> npt.NDArray[np.int32]:
-    """The pages of tokens ``start`` to ``end``, from a request's row of token slots (1-D).
-
-    ``start`` is at the beginning of a page. The slots are copied as they lie, so that the device's
-    copy engine does it alone, and the host picks the first of each page: a step or a division on
-    the device would be kernels on the scheduler's stream, behind all that is queued there.
-    """
-    slots: npt.NDArray[np.integer] = row[start:end].cpu().numpy()
-    return (slots[::page] // page).astype(np.int32)
-
-
 class PrefillStages(SchedulerPPMixin):
     """Pipeline stages take in the same requests, and end them together; each asks all of its ranks.
 
@@ -184,6 +174,13 @@ class PrefillStages(SchedulerPPMixin):
         # itself): a stage would run batches without a request that the others run.
         if bootstrapped_rids is not None and prefill_manager(self) is not None:
             good, bad = map(set, bootstrapped_rids)
+            if self.pp_group.is_first_rank:
+                # The others follow: their waiting queues are this one's when they come here.
+                bad.update(
+                    ended(self.waiting_queue, (self.attn_tp_cpu_group, self.attn_cp_cpu_group))
+                )
+            leave_uncomputed(self, bad)
+            bootstrapped_rids = [list(good), list(bad)]
             for req in self.disagg_prefill_bootstrap_queue.queue:
                 if not isinstance(req.disagg_kv_sender, DeltaSender):
                     continue  # a warm-up's
@@ -211,18 +208,40 @@ class DeltaScheduler(Scheduler):
         if isinstance(recv_req, EndYielded):
             self._end_yielded(recv_req.rid)
             return
-        queued = list(self.waiting_queue)
+        if prefill_manager(self) is not None:
+            # SGLang drops a request from the waiting queue and forgets its sender: the room would
+            # stay in every table, and decode would wait for it until its deadline.
+            named = [
+                req.rid
+                for req in self.waiting_queue
+                if hasattr(req.disagg_kv_sender, "abort")  # a warm-up's has no room
+                and (recv_req.abort_all or req.rid.startswith(recv_req.rid))
+            ]
+            leave_uncomputed(self, named)
         super().abort_request(recv_req)
-        if prefill_manager(self) is None:
-            return
-        # SGLang drops such a request from the queue and forgets its sender: its room would stay in
-        # every table, and decode would wait for it until its deadline.
-        left = {id(req) for req in self.waiting_queue}
-        for req in queued:
-            if id(req) not in left and hasattr(req.disagg_kv_sender, "abort"):
+
+    @override
+    def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
+        if prefill_manager(self) is not None and self.enable_priority_scheduling:
+            # SGLang gives requests without a priority one on other servers only, and sorts by None.
+            self._set_or_validate_priority(req)
+        super()._add_request_to_queue(req, is_retracted)
+        if isinstance(req.disagg_kv_sender, DeltaSender):
+            req.disagg_kv_sender.prompt_tokens = len(req.origin_input_ids)
+            if req.to_finish is not None:
+                # SGLang has refused it, and replaced its prompt by [0] to end it when that is
+                # computed: decode would take the KV of [0] for that of its own prompt.
+                self._leave_unannounced(req)
                 req.disagg_kv_sender.abort()
-                if hasattr(req.disagg_kv_sender, "clear"):
-                    req.disagg_kv_sender.clear()
+                req.disagg_kv_sender.end()
+                req.finished_reason = req.to_finish
+                self.stream_output([req], req.return_logprob)
+
+    def _leave_unannounced(self, req: Req) -> None:
+        """Remove a request from the bootstrap queue."""
+        self.disagg_prefill_bootstrap_queue.queue.remove(req)
+        if self.enable_hicache_storage:
+            self.tree_cache.release_aborted_request(req.rid)
 
     def _end_yielded(self, rid: str) -> None:
         """Forget the request ``rid``, whose client was answered. On all ranks in one step.
@@ -230,12 +249,9 @@ class DeltaScheduler(Scheduler):
         It waits for its announcement, or for its grammar; where else it might be, decode has
         announced it all the same, and it ends like any other.
         """
-        waiting = self.disagg_prefill_bootstrap_queue
-        for req in [req for req in waiting.queue if req.rid == rid]:
-            waiting.queue = [other for other in waiting.queue if other is not req]
+        for req in [r for r in self.disagg_prefill_bootstrap_queue.queue if r.rid == rid]:
+            self._leave_unannounced(req)
             req.disagg_kv_sender.clear()
-            if self.enable_hicache_storage:
-                self.tree_cache.release_aborted_request(rid)
         grammars = self.grammar_manager
         for req in [req for req in grammars.grammar_queue if req.rid == rid]:
             grammars.grammar_queue = [other for other in grammars.grammar_queue if other is not req]
@@ -274,6 +290,8 @@ class DeltaSender(CommonKVSender):
 
     #: Tokens that decode holds and that are not sent.
     decode_prefix_len = 0
+    #: Tokens of the prompt; 0 for a request that no scheduler has queued.
+    prompt_tokens = 0
     #: The pipeline stage before has taken its request in: so does this one, whatever has become of
     #: the room meanwhile, and ends it in flight like the others.
     is_taken_in = False
@@ -305,6 +323,12 @@ class DeltaSender(CommonKVSender):
                     raise DeltaMismatch(f"room {room}: {info.delta_error}")
                 if not info.gets_nothing:
                     frame = info.delta
+                    theirs = frame.prompt_tokens if frame else 0
+                    if theirs and theirs != (self.prompt_tokens or theirs):
+                        raise DeltaMismatch(
+                            f"room {room}: the prompt has {theirs} tokens on decode, and "
+                            f"{self.prompt_tokens} on prefill"
+                        )
                     prefix = frame.decode_prefix_len if frame else info.later_prefix_len or 0
                     listed.append((prefix, self.listed_pages(info)))
             plan = plan_delta(room, listed, num_kv_indices, self.kv_mgr.kv_args.page_size)
