@@ -1,4 +1,4 @@
-"""How a request ends, by any way: what its tokenizer keeps of it, and whom its id ends with it."""
+"""The end of a request in its tokenizer, by any cause; and which requests an abort ends."""
 
 from __future__ import annotations
 
@@ -191,17 +191,17 @@ def running(decoder: Decoder, *reqs: Any) -> None:
     decoder.tick_batch()
 
 
+@pytest.mark.hazard("abort-of-others")
 @pytest.mark.parametrize("stage", [queued, in_transfer, running])
 def test_an_id_that_another_begins_with(stage: Callable[..., None]) -> None:
     """Guards against a client that ends strangers' requests when it leaves: SGLang compares the
     beginnings of ids, and a client may choose a short one."""
     decoder = build(None)
-    short, long = (receive(decoder, [number] * 40, new=4) for number in (1, 2))
-    short, long = decoder.submitted
-    stage(decoder, short, long)
+    first, second = (receive(decoder, [number] * 40, new=4) for number in (1, 2))
+    stage(decoder, first, second)
     decoder.abort("r0000")
     decoder.abort("")
     decoder.abort("r00000")
     finish(decoder)
-    ends = {req.rid: req.finished_reason.to_json()["type"] for req in (short, long)}
+    ends = {req.rid: req.finished_reason.to_json()["type"] for req in (first, second)}
     assert ends == {"r00000": "abort", "r00001": "length"}
