@@ -41,6 +41,8 @@ FIELDS: dict[str, Any] = {
     "rid": "a",
 }
 
+BATCH: dict[str, Any] = {"input_ids": [[3], [2]], "bootstrap_room": [1, 2], "rid": None}
+
 
 #: SGLang builds the request of a session without its room, and raises at the others.
 INVALID = [
@@ -70,7 +72,16 @@ INVALID = [
     ({"logit_bias": {"5": 1e39}}, {}, "logit_bias of 5 is 1e+39"),
     ({"logit_bias": {"5": float("nan")}}, {}, "logit_bias of 5 is nan"),
     ({"logit_bias": {"5": None}}, {}, "logit_bias of 5 is"),
-    ({}, {"lora_id": ["a"]}, "lora_id is ['a']"),
+    # SGLang fills these in itself, and asserts that they are right.
+    ({}, {"lora_id": "unknown"}, "lora_id is set"),
+    ({}, {"need_wait_for_mm_inputs": True}, "need_wait_for_mm_inputs is set"),
+    ({}, {"num_items_assigned": {"image": [1]}}, "num_items_assigned is set"),
+    ({}, {"disagg_prefill_dp_rank": -1}, "disagg_prefill_dp_rank is -1"),
+    ({}, {"rid": ""}, "rid is ''"),  # the beginning of all ids
+    ({}, BATCH | {"rid": ["a", ""]}, "rid is ''"),
+    ({}, {"rid": "HEALTH_CHECK_1"}, "rid is 'HEALTH_CHECK_1'"),  # left out while others run
+    ({}, BATCH | {"bootstrap_room": [1]}, "bootstrap_room is a list of a wrong length"),
+    ({"n": 2}, BATCH | {"bootstrap_host": ["h"] * 3}, "bootstrap_host is a list of a wrong"),
     ({"logit_bias": [5]}, {}, "logit_bias is [5]"),
     ({"temperature": float("nan")}, {}, "temperature is nan"),
     ({"repetition_penalty": 0}, {}, "repetition_penalty is 0"),
@@ -150,11 +161,11 @@ def no_media(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_manager, "wrap_shm_features", lambda tokenized: tokenized)
 
 
-def answer(tokenizer: Tokenizer, obj: Any) -> Any:
+def answer(tokenizer: Tokenizer, obj: Any, request: Any = None) -> Any:
     """The first response, as SGLang's HTTP server asks for it; the generator is closed then."""
 
     async def ask() -> Any:
-        async with aclosing(tokenizer.generate_request(obj)) as responses:
+        async with aclosing(tokenizer.generate_request(obj, request)) as responses:
             return await anext(responses)
 
     return asyncio.run(ask())
@@ -198,6 +209,12 @@ def test_what_is_served(mode: str, sampling: dict[str, Any], fields: dict[str, A
     """Guards against a refusal of what SGLang serves."""
     obj = GenerateReqInput(sampling_params=sampling, **FIELDS | fields)
     assert answer(Tokenizer(mode), obj)["meta_info"] == {"id": "a"}
+
+
+def test_a_health_check() -> None:
+    """Guards against a check of health that is refused for its id."""
+    obj = GenerateReqInput(sampling_params={}, **FIELDS | {"rid": "HEALTH_CHECK_1"})
+    assert answer(Tokenizer("decode"), obj, SimpleNamespace(method="GET"))
 
 
 def test_what_metadata_hold() -> None:

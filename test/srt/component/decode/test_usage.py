@@ -101,6 +101,17 @@ def test_load_counts_local_turns() -> None:
         assert load.num_tokens == loads.num_used_tokens == decoder._get_token_info()[0]
     assert running == 8
     finish(decoder)
+@pytest.mark.parametrize(("first", "counted"), [(1, 6), (5, 1)])
+def test_reasoning_tokens_of_a_remote_turn(first: int, counted: int) -> None:
+    """Guards against a client that is told one too few, or, where prefill's token ends the
+    reasoning, the whole answer: stock counts only what decode computes."""
+    server = Decoder(16, 640)
+    server._think_end_id = 5
+    (req,) = admit(server, [7] * 20, new=6)
+    req.require_reasoning = True
+    land(server, req, first_token=first)
+    finish(server)
+    assert req.reasoning_tokens == counted
 
 
 def test_queues_are_counted_by_priority(decoder: Decoder) -> None:

@@ -14,6 +14,7 @@ of a pair apply.
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import json
 import re
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any  # Any: SGLang's requests, before and afte
 
 from typing_extensions import override
 
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.disaggregation.delta.wire import fetch_capabilities
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
     from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
+    from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.scheduler_output_processor_mixin import SchedulerOutputProcessorMixin
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -74,28 +77,58 @@ _MOST_BIAS = 1e30  # finite in 32 bits, also when a temperature divides it
 class PairTokenizer(TokenizerManager):
     """Refuses what would raise in a scheduler and end it, on both servers of a pair, before it is
     sent to one, and numbers the rooms of parallel samples. SGLang makes status 400 of a
-    ``ValueError`` here. On other servers it checks nothing."""
+    ``ValueError`` here. On other servers it checks nothing. On all of them, a request that ends
+    gives back its state, its id and its LoRA adapter, whatever ended it."""
 
     @override
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
-        """As SGLang's, which keeps what it has noted of requests that were refused, and of those
-        that only stand for their samples, prompts included; a server that ends waits for them."""
-        if self.server_args.disaggregation_mode != "null" and obj.sampling_params:
-            # SGLang makes lists of this length of all that the client gave, before it is asked.
-            params = obj.sampling_params
-            wanted = (params[0] if isinstance(params, list) else params).get("n", 1)
-            check_number("n", wanted, Integral, 1, MOST_SAMPLES)
+        # Requests are told apart by this object below; a caller of an Engine may share it.
+        obj.sampling_params = copy.deepcopy(obj.sampling_params)
+        if self.server_args.disaggregation_mode != "null":
+            check_request(obj, request)
         try:
             async for response in super().generate_request(obj, request):
                 yield response
         finally:
-            several = isinstance(obj.rid, list)
-            params = obj.sampling_params if several else [obj.sampling_params]
-            for rid, own in zip(obj.rid if several else [obj.rid], params or (), strict=False):
-                state = self.rid_to_state.get(rid)
+            # SGLang keeps the state of a request that was refused, and of a prompt that only stands
+            # for its samples; a server that ends waits for them. When a client leaves, SGLang
+            # aborts the ids of ``obj``, which are not those of its samples.
+            has_samples = getattr(obj, "parallel_sample_num", 1) != 1
+            own = set(map(id, _listed(obj.sampling_params)))
+            left = {
+                rid: state
+                for rid in (list(self.rid_to_state) if has_samples else _listed(obj.rid))
                 # Another request may have the same id: this one is refused then.
-                if state is not None and state.obj.sampling_params is own and not is_sent(state):
+                if (state := self.rid_to_state.get(rid)) and id(state.obj.sampling_params) in own
+            }
+            for rid, state in left.items():
+                if not is_sent(state):
                     del self.rid_to_state[rid]
+                elif has_samples:
+                    self.abort_request(rid)
+            if hasattr(obj, "adapters"):
+                asyncio.create_task(self._release(obj.adapters, left))
+
+    async def _release(self, adapters: Any, left: dict[str, Any]) -> None:
+        """Release LoRA ``adapters`` when the schedulers have ended the requests ``left``."""
+        while any(self.rid_to_state.get(rid) is state for rid, state in left.items()):
+            await asyncio.sleep(0.1)
+        await self.lora_registry.release(adapters)
+
+    @override
+    async def _validate_and_resolve_lora(self, obj: Any) -> None:
+        await super()._validate_and_resolve_lora(obj)
+        if obj.lora_path:
+            # SGLang releases an adapter if ``lora_path`` is set: never, once or twice, by the way
+            # in which a request ends. So only ``generate_request`` releases it.
+            obj.adapters, obj.lora_path = obj.lora_id, None
+
+    @override
+    def _handle_abort_req(self, recv_obj: AbortReq) -> None:
+        # SGLang raises where the request ended meanwhile, and otherwise keeps its state.
+        if recv_obj.rid in self.rid_to_state:
+            super()._handle_abort_req(recv_obj)
+            self.rid_to_state.pop(recv_obj.rid, None)
 
     @override
     async def _tokenize_one_request(self, obj: Any) -> Any:
@@ -208,6 +241,19 @@ class MaskedBatch(SamplingBatchInfo):
             self.vocab_mask.masked_fill_(~self.vocab_mask.any(-1, keepdim=True), -1)
 
 
+class ExactId(str):
+    """The id of a request that an abort of another id does not end: SGLang compares the beginnings,
+    and a short id is the beginning of many. In other processes it is a plain string."""
+
+    @override
+    def startswith(self, prefix: Any, *bounds: Any) -> bool:
+        return self == prefix
+
+    @override
+    def __reduce__(self) -> Any:
+        return str, (str(self),)
+
+
 def room_of_sample(room: int, index: int) -> int:
     """The room of a prompt (``index`` 0) or of its sample ``index``, from the client's ``room``."""
     return room ^ (index << _SHIFT)
@@ -241,6 +287,44 @@ def check_number(name: str, value: Any, number: Any, low: float, high: float) ->
     if not (isinstance(value, number) and low <= value <= high):
         kind = "an integer" if number is Integral else "a number"
         raise ValueError(f"{name} is {value!r}: it must be {kind} from {low} to {high}")
+
+
+def check_request(obj: Any, request: Any) -> None:
+    """Check the lists of a client's request, its ids, and the fields that only SGLang may fill in.
+
+    Args:
+        request: the HTTP request. Health checks, whose ids are reserved, come with GET.
+
+    Raises:
+        ValueError: the client gets status 400.
+    """
+    for params in _listed(obj.sampling_params):
+        # SGLang makes lists of this length of all fields.
+        check_number("n", params.get("n", 1), Integral, 1, MOST_SAMPLES)
+    batch = copy.copy(obj)
+    batch.normalize_batch_and_arguments()
+    entries = batch.batch_size * getattr(batch, "parallel_sample_num", 1)
+    wrong = [
+        *(
+            f"rid is {rid!r}: it must not be empty or begin with {HEALTH_CHECK_RID_PREFIX}"
+            for rid in _listed(obj.rid)
+            if not rid
+            or (rid.startswith(HEALTH_CHECK_RID_PREFIX) and getattr(request, "method", "") != "GET")
+        ),
+        *(
+            f"{name} is set: only the server may do that"
+            for name in ("lora_id", "need_wait_for_mm_inputs", "num_items_assigned")
+            if getattr(obj, name, None) is not None
+        ),
+        *(
+            f"{name} is a list of a wrong length: it needs one entry for each prompt"
+            for name, values in vars(batch).items()
+            if isinstance(values, list) and len(values) != entries
+            if not batch.is_single and name != "rid"
+        ),
+    ]
+    if wrong:
+        raise ValueError("; ".join(wrong))
 
 
 def check_values(obj: Any, input_ids: Any, has_other_input: bool, vocabulary: int) -> None:
@@ -289,7 +373,6 @@ def check_values(obj: Any, input_ids: Any, has_other_input: bool, vocabulary: in
         ("structural_tag", params.get("structural_tag"), str),
         ("extra_key", obj.extra_key, str),
         ("rid", obj.rid, str),
-        ("lora_id", obj.lora_id, str),
         ("custom_params", params.get("custom_params"), dict),
         ("logit_bias", bias, dict),
         *(("custom_labels", label, str) for label in (obj.custom_labels or {}).values()),
@@ -315,6 +398,7 @@ def check_values(obj: Any, input_ids: Any, has_other_input: bool, vocabulary: in
         raise ValueError("structural_tag is empty")
     numbers: list[tuple[str, Any, Any, float, float]] = [
         ("bootstrap_room", obj.bootstrap_room, Integral, 0, _MOST_ROOM),
+        ("disagg_prefill_dp_rank", obj.disagg_prefill_dp_rank, Integral, 0, 2**31 - 1),
         ("top_logprobs_num", obj.top_logprobs_num, Integral, 0, most_tops),
         ("logprob_start_len", obj.logprob_start_len, Integral, -1, 2**31 - 1),
         *((name, params.get(name), *bounds) for name, bounds in _SAMPLING.items()),

@@ -88,8 +88,8 @@ class DecodeLineFields(logging.Filter):
 
 
 def named_by(recv_req: AbortReq) -> Callable[[Req], bool]:
-    """Whether a request is one of those that an abort names, as SGLang reads it."""
-    return lambda req: bool(recv_req.abort_all or req.rid.startswith(recv_req.rid))
+    """Whether a request is one of those that an abort names."""
+    return lambda req: bool(recv_req.abort_all or req.rid == recv_req.rid)
 
 
 class DisaggScheduler(Scheduler):

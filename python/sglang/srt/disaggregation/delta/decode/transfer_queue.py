@@ -333,6 +333,8 @@ class RadixTransferQueue(DecodeTransferQueue):
                 if not self.spec_algorithm.is_none():
                     own_draft_state(req)
                 self._free_slot(entry)
+                # SGLang counts those that decode itself computes.
+                self.scheduler._maybe_update_reasoning_tokens(req, req.output_ids[-1])
                 self.tree_cache.adopt(req)
                 transferred.append(req)
             else:  # its metadata were overwritten after the poll

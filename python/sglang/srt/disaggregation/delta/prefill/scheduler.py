@@ -32,13 +32,14 @@ from sglang.srt.disaggregation.delta.peer_messages import plan_delta
 from sglang.srt.disaggregation.delta.prefill.rooms import Announcement, Room
 from sglang.srt.disaggregation.delta.prefill.yielded import EndYielded, Frontend
 from sglang.srt.disaggregation.delta.rank_agreement import ended
+from sglang.srt.disaggregation.delta.unserved import ExactId
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.conn import CommonKVSender
     from sglang.srt.disaggregation.delta.manager import DeltaManager
     from sglang.srt.disaggregation.delta.prefill.transfer_pool import PooledManager
     from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
-    from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_pp_mixin import SchedulerPPMixin
@@ -201,7 +202,15 @@ class PrefillStages(SchedulerPPMixin):
 
 
 class DeltaScheduler(Scheduler):
-    """Stock on a server that is no prefill server."""
+    """Stock on a server that is no prefill server, but for the ids of a pair's requests."""
+
+    @override
+    def handle_generate_request(self, recv_req: TokenizedGenerateReqInput) -> None:
+        from sglang.srt.disaggregation.utils import DisaggregationMode
+
+        if self.disaggregation_mode != DisaggregationMode.NULL:
+            recv_req.rid = ExactId(recv_req.rid)
+        super().handle_generate_request(recv_req)
 
     @override
     def abort_request(self, recv_req: AbortReq) -> None:
@@ -215,7 +224,7 @@ class DeltaScheduler(Scheduler):
                 req.rid
                 for req in self.waiting_queue
                 if hasattr(req.disagg_kv_sender, "abort")  # a warm-up's has no room
-                and (recv_req.abort_all or req.rid.startswith(recv_req.rid))
+                and (recv_req.abort_all or req.rid == recv_req.rid)
             ]
             leave_uncomputed(self, named)
         super().abort_request(recv_req)
