@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from component.decode import kv
 from component.decode.checks import check, check_idle
 from component.decode.decoder import Decoder
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.io_struct import HealthCheckOutput
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -95,6 +102,29 @@ def evict_all(decoder: Decoder) -> None:
     """Evict what nobody has locked, and put what is nobody's KV in its place."""
     decoder.tree_cache.evict(EvictParams(num_tokens=10_000))
     poison_free_slots(decoder)
+
+
+def health_check(decoder: Decoder) -> tuple[int, int]:
+    """How many answers a health check gets in one turn of the loop in which nothing runs, and how
+    many requests SGLang makes of it."""
+    answers, made = list[Any](), list[Any]()
+    rig: dict[str, Any] = {
+        "maybe_send_health_check_signal": partial(
+            Scheduler.maybe_send_health_check_signal, decoder
+        ),
+        "send_to_tokenizer": SimpleNamespace(send_output=answers.append),
+        "session_controller": SimpleNamespace(maybe_reap=lambda now: None),
+        "return_health_check_ipcs": deque[Any](),
+        "_request_dispatcher": made.append,
+        "last_batch": None,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in rig.items():
+            patch.setitem(vars(decoder), name, value)
+        decoder.process_input_requests([SimpleNamespace(rid=HEALTH_CHECK_RID_PREFIX)])
+        decoder.tick_queues()
+    assert all(isinstance(answer, HealthCheckOutput) for answer in answers)
+    return len(answers), len(made)
 
 
 def in_tree(decoder: Decoder, token_ids: list[int]) -> int:

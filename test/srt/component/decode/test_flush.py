@@ -11,7 +11,7 @@ from component.decode.checks import check
 from component.decode.decoder import Decoder
 from component.decode.pair import Pair, ranks_reduce
 from component.decode.stages import ANSWER, bring_to, options
-from component.decode.steps import PROMPT, admit, finish, in_tree, serve, tick
+from component.decode.steps import PROMPT, admit, finish, health_check, in_tree, serve, tick
 from sglang.srt.disaggregation.delta.decode.prefix_tree import Retired
 from sglang.srt.managers import scheduler_runtime_checker_mixin
 from sglang.srt.managers.io_struct import (
@@ -230,18 +230,13 @@ def test_a_turn_that_a_pause_holds(stage: str, monkeypatch: pytest.MonkeyPatch) 
     mixin = scheduler_runtime_checker_mixin.SchedulerRuntimeCheckerMixin
     monkeypatch.setattr(mixin, "self_check_during_idle", lambda self: checked.append(True))
 
-    def leaves_health_to_a_batch() -> bool:
-        return not decoder.is_fully_idle(for_health_check=True)
-
     bring_to(decoder, stage)
-    assert leaves_health_to_a_batch()
     decoder.pause_generation(PauseGenerationReqInput(mode="retract"))
     tick(decoder)
     decoder.self_check_during_idle()
-    assert decoder.local and not checked and not leaves_health_to_a_batch()
+    assert decoder.local and not checked and health_check(decoder) == (1, 0)
     answers = with_saver(decoder)
     assert decoder.release_memory_occupation(RELEASE) is None  # chunks run for it
-    assert leaves_health_to_a_batch()
     for _ in range(60):
         decoder.tick_batch()
         decoder.tick_queues()

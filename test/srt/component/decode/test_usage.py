@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +9,9 @@ import pytest
 
 from component.decode.decoder import Decoder
 from component.decode.stages import OTHERS, bring_to
-from component.decode.steps import admit, finish, ids, land, serve, tick, turn
-from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from component.decode.steps import admit, finish, health_check, ids, land, serve, tick, turn
 from sglang.srt.disaggregation.delta.decode.scheduler import readings
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.managers.io_struct import HealthCheckOutput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.observability.metrics_collector import QueueCount, SchedulerStats
@@ -126,24 +122,6 @@ def test_queues_are_counted_by_priority(decoder: Decoder) -> None:
 # ---- checks of health ----
 
 
-def checked(decoder: Decoder) -> tuple[int, int]:
-    """How many answers a health check gets in one turn of the loop in which nothing runs, and how
-    many requests SGLang makes of it."""
-    answers, made = list[Any](), list[Any]()
-    decoder.__dict__.update(
-        maybe_send_health_check_signal=partial(Scheduler.maybe_send_health_check_signal, decoder),
-        send_to_tokenizer=SimpleNamespace(send_output=answers.append),
-        session_controller=SimpleNamespace(maybe_reap=lambda now: None),
-        return_health_check_ipcs=deque(),
-        _request_dispatcher=made.append,
-        last_batch=None,
-    )
-    decoder.process_input_requests([SimpleNamespace(rid=HEALTH_CHECK_RID_PREFIX)])
-    decoder.tick_queues()
-    assert all(isinstance(answer, HealthCheckOutput) for answer in answers)
-    return len(answers), len(made)
-
-
 @pytest.mark.parametrize("what", ["nothing", "queue", "transfer", "retracted", "held", "released"])
 def test_health_of_a_server_on_which_nothing_runs(what: str) -> None:
     """Guards against a server that is restarted because prefill computes a long prompt: SGLang's
@@ -158,7 +136,7 @@ def test_health_of_a_server_on_which_nothing_runs(what: str) -> None:
         for _ in range(OTHERS):  # who runs beside it ends
             decoder.tick_batch()
     decoder.offload_tags = {"kv_cache"} if what == "released" else set()
-    assert checked(decoder) == ((0, 1) if what == "nothing" else (1, 0))
+    assert health_check(decoder) == ((0, 1) if what == "nothing" else (1, 0))
 
 
 # ---- when a scheduler may sleep (``--sleep-on-idle``) ----
