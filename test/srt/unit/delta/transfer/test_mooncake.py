@@ -78,6 +78,49 @@ def test_what_waits_is_not_described(rank: MooncakeRank, monkeypatch: pytest.Mon
     assert described == [2, 4, 6], "each when what stood before it, KV and metadata, was written"
 
 
+@pytest.mark.hazard("address-of-a-predecessor")
+@pytest.mark.parametrize("when", ["announced", "waiting", "half", "late"])
+def test_a_decode_rank_that_restarts_under_its_address(rank: MooncakeRank, when: str) -> None:
+    """Guards against KV of a room that its predecessor announced in the pages of its requests:
+    whether the room has not begun, waits, or is written, or its announcement comes late."""
+    other = rank.sender(8)
+    if when != "late":
+        rank.announce(8, [10, 11], slot=2)
+        other.init(2, 3)
+    if when == "waiting":
+        other.send(pages(5, 6))
+        rank.tick(0.01)
+    elif when != "half":
+        rank.settle("DONE")
+        rank.settle("DONE")
+    begun, new = len(rank.writes), rank.restart()
+    if when == "late":
+        rank.announce(8, [10, 11], slot=2)
+        other.init(2, 3)
+    was = new.snapshot()
+    if when != "waiting":
+        other.send(pages(5, 6))
+    rank.tick(0.01)
+    if when in ("waiting", "half"):
+        rank.writes[0].rows.clear()  # the engine writes to the memory of before
+    rank.finish()
+    assert other.poll() == KVPoll.Failed and rank.heard(8) == ["stopped"]
+    assert "has restarted since" in str(failure_of(other)) or when == "waiting"
+    assert len(rank.writes) == begun, "not even metadata"
+    assert all(map(np.array_equal, new.snapshot(), was))
+
+
+def test_a_decode_rank_that_registers_again(rank: MooncakeRank) -> None:
+    """Guards against healthy rooms that fail: a decode rank registers at all ranks of a server when
+    one of them has forgotten it."""
+    other = started(rank, 8)
+    rank.register("decode")
+    other.send(pages(5, 6))
+    rank.finish()
+    assert other.poll() == KVPoll.Success and rank.heard(8) == ["complete"]
+    assert rank.heard(ROOM) == ["complete"]
+
+
 # ---- the threads that call the engine ----
 
 

@@ -79,7 +79,7 @@ class Registered:
 
     #: SGLang's ``KVArgsRegisterInfo``.
     registration: Any
-    #: A write failed: nothing more goes to it.
+    #: A write failed, or its process was replaced: nothing more goes to it.
     has_failed: bool = False
 
 
@@ -215,9 +215,13 @@ class MooncakeBackend:
     # ---- decode ranks ----
 
     def register(self, registration: Any) -> None:
-        """A decode rank registers. Calls for an earlier registration of it say nothing about it."""
+        """A decode rank registers. Calls for an earlier registration of it say nothing about it; if
+        another process registers under its address, they write no more."""
         peer = registration.mooncake_session_id
         with self._lock:
+            before = self._ranks.get(peer)
+            if before is not None and before.registration != registration:
+                before.has_failed = True
             self._ranks[peer], self._registered[peer] = Registered(registration), registration
 
     def forget(self, peer: str, rank: Registered | None = None) -> None:

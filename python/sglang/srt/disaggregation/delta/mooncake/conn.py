@@ -202,7 +202,18 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
         self, part: Part, info: MooncakeTransferInfo, target: KVArgsRegisterInfo
     ) -> Iterator[tuple[str, Batch]]:
         """What goes to one decode rank: KV, state and metadata. Each batch is asked for when those
-        before it are written."""
+        before it are written.
+
+        Raises:
+            TransferError: the process that announced the room is not the one that is registered. A
+                session is an address, which a decode rank that restarts may get again; the port of
+                its control socket is new.
+        """
+        if (info.endpoint, info.dst_port) != (target.endpoint, target.dst_port):
+            text = (
+                f"decode rank {info.mooncake_session_id} has restarted since it announced the room"
+            )
+            raise TransferError(Reason.PEER_LOST, text)
         moved = 0
         for batch in self._kv(part, info, target) if len(part.pages) else ():
             moved += int(batch[:, 2].sum())
@@ -322,6 +333,11 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
         room, status, writer = (int(frame) for frame in frames)
         if writer < 0 or status not in (KVPoll.Success, KVPoll.Failed):
             raise BadMessage(f"room {room}: status {status} of writer {writer} is invalid")
+        progress = self.transfer_statuses.get(room)
+        if progress is None or progress.metadata_slot is None:
+            # Its room has ended, or a process announced it that had this address before.
+            logger.debug("status %s of room %s, which is not announced", status, room)
+            return
         if status == KVPoll.Failed:
             self.servers.fail(
                 room, Reason.PEER_FAILED, f"room {room}: prefill could not deliver it (its log "
@@ -329,10 +345,6 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
             )  # fmt: skip
             return
         # Everything of this writer is here; the last one completes the room.
-        progress = self.transfer_statuses.get(room)
-        if progress is None:
-            logger.debug("late completion of room %s by writer %s", room, writer)
-            return
         progress.done_writers.add(writer)
         wanted = self.required_prefill_response_num_table.get(room)
         if wanted is not None and len(progress.done_writers) >= wanted:
