@@ -72,17 +72,6 @@ def test_words_of_unknown_rooms_leave_nothing() -> None:
     assert not any(manager.open_rooms().values()) and not manager.aux.any()
 
 
-@pytest.mark.hazard("address-of-a-predecessor")
-@pytest.mark.parametrize("value", [0, 4])
-def test_words_of_a_room_that_was_not_announced(value: int) -> None:
-    """Guards against a status that waited in prefill's socket for the process that had this address
-    before, and ends a room of the same number whose pages nobody wrote."""
-    manager = decode("mooncake", 7)
-    manager.transfer_statuses[7].metadata_slot = None
-    reader_of(manager).handle(status(7, value))
-    assert manager.request_status == {7: KVPoll.WaitingForInput}
-
-
 def test_words_of_a_room_that_is_followed() -> None:
     """Guards against pages of a room that was given up that stay held although every writer has
     delivered or stopped, and are released when only one of them has."""

@@ -137,6 +137,6 @@ def test_each_limit_has_its_variable(
     """Guards against two limits that read each other's variable, and against a window that ends
     within a page: only whole pages enter the tree."""
     for number, variable in enumerate(LIMITS):
-        monkeypatch.setenv(variable.name, str(16 * number))
+        monkeypatch.setenv(variable.name, str(16 * number + 16))
     monkeypatch.setenv(env.PREFIX_WAIT_TOKENS.name, tokens)
-    assert Limits.read(page) == (0.0, 16.0, 32.0, window)
+    assert Limits.read(page) == (16.0, 32.0, 48.0, window)

@@ -127,7 +127,7 @@ def test_a_decode_rank_that_registers_again(rank: MooncakeRank) -> None:
 class Ranks:
     """The backend with its threads, and a call of the engine for each that the test settles."""
 
-    def __init__(self, threads: int, at_once: int = 1) -> None:
+    def __init__(self, threads: int, at_once: int = 1, **options: Any) -> None:
         #: Of each call that was begun: the decode rank, and what it will return.
         self.begun: SimpleQueue[tuple[str, Future[int]]] = SimpleQueue()
         self.table: dict[str, Any] = {}
@@ -137,7 +137,7 @@ class Ranks:
             lambda _: None,
             lambda room: False,
             self.table,
-            Callers(threads, at_once),
+            Callers(threads, at_once, **options),
         )
 
     def batch_transfer_sync(self, session: str, *rows: list[int]) -> int:
@@ -202,6 +202,28 @@ def test_a_decode_rank_that_hangs_leaves_threads_to_others(
     for each in stuck[1:]:
         ranks.settle("hangs")
         assert each.result(60) is State.DONE
+
+
+@pytest.mark.hazard("slow-peer")
+def test_decode_servers_that_hang_leave_threads_to_others() -> None:
+    """Guards against healthy decode servers that wait for whole timeouts of the engine, because
+    more ranks hang than there are threads; and against threads that stay when the calls return."""
+    before, peers = threading.active_count(), [f"hangs-{number}" for number in range(5)]
+    ranks = Ranks(threads=2, hangs_s=0.05)
+    for peer in (*peers, "lives"):
+        ranks.register(peer)
+    stuck, hanging = [ranks.post(peer) for peer in peers], list[Future[int]]()
+    for _ in range(3):
+        done = ranks.post("lives")
+        while (begun := ranks.begun.get(timeout=60))[0] != "lives":
+            hanging.append(begun[1])
+        begun[1].set_result(0)
+        assert done.result(60) is State.DONE
+    assert not any(each.done() for each in stuck)
+    for call in hanging:
+        call.set_result(0)
+    assert [each.result(60) for each in stuck] == [State.DONE] * 5
+    until(lambda: threading.active_count() <= before + 3, "two threads and their watch stay")
 
 
 def test_a_decode_rank_that_is_gone() -> None:

@@ -333,11 +333,6 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
         room, status, writer = (int(frame) for frame in frames)
         if writer < 0 or status not in (KVPoll.Success, KVPoll.Failed):
             raise BadMessage(f"room {room}: status {status} of writer {writer} is invalid")
-        progress = self.transfer_statuses.get(room)
-        if progress is None or progress.metadata_slot is None:
-            # Its room has ended, or a process announced it that had this address before.
-            logger.debug("status %s of room %s, which is not announced", status, room)
-            return
         if status == KVPoll.Failed:
             self.servers.fail(
                 room, Reason.PEER_FAILED, f"room {room}: prefill could not deliver it (its log "
@@ -345,6 +340,10 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
             )  # fmt: skip
             return
         # Everything of this writer is here; the last one completes the room.
+        progress = self.transfer_statuses.get(room)
+        if progress is None:
+            logger.debug("late completion of room %s by writer %s", room, writer)
+            return
         progress.done_writers.add(writer)
         wanted = self.required_prefill_response_num_table.get(room)
         if wanted is not None and len(progress.done_writers) >= wanted:
