@@ -47,10 +47,16 @@ class Variable(Generic[T]):
             raise ValueError(f"{self.name} must be {self.allowed}, not {text!r}") from None
 
 
+#: Largest duration, 11 days: Python's waits refuse one of 292 years, and end their thread.
+_MOST_S = 1_000_000
+#: Largest integer.
+_MOST = 2**31 - 1
+
+
 def _number(parse: Callable[[str], Any], least: float, most: float) -> Callable[[str], Any]:
     def within(text: str) -> Any:
         value = parse(text)
-        if not least <= value <= most or math.isinf(value):
+        if not least <= value <= most:
             raise ValueError
         return value
 
@@ -60,17 +66,16 @@ def _number(parse: Callable[[str], Any], least: float, most: float) -> Callable[
 def _seconds(
     name: str, group: str, default: float, text: str, *, least: float = 0
 ) -> Variable[float]:
-    parse = _number(float, least, math.inf)
-    allowed = f"a number of seconds of at least {least:g}"
+    parse = _number(float, least, _MOST_S)
+    allowed = f"a number of seconds from {least:g} to {_MOST_S}"
     return Variable(name, group, text, default, allowed, parse, f"{default:g} s")
 
 
 def _integer(
-    name: str, group: str, default: int, text: str, *, least: int = 0, most: float = math.inf,
+    name: str, group: str, default: int, text: str, *, least: int = 0, most: int = _MOST,
     unit: str = "", shown: str = "",
 ) -> Variable[int]:  # fmt: skip
-    bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-    allowed = f"an integer {bounds}" + (f" ({unit})" if unit else "")
+    allowed = f"an integer from {least} to {most}" + (f" ({unit})" if unit else "")
     shown = shown or " ".join(filter(None, (str(default), unit)))
     return Variable(name, group, text, default, allowed, _number(int, least, most), shown)
 
@@ -135,6 +140,7 @@ QUARANTINE_TIMEOUT = _seconds(
     "transfer that prefill may still write to. Set it on both sides. A prefill process that did "
     "not run for half of this time posts nothing more for earlier rooms. A transfer that the "
     "transport failed counts as under way for this time.",
+    least=10,
 )  # fmt: skip
 EVENT_LOG: Variable[str] = Variable(
     "SGLANG_DISAGGREGATION_EVENT_LOG", "both",
@@ -147,6 +153,7 @@ ADMISSION_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_DECODE_ADMISSION_TIMEOUT", "decode", 300.0,
     "Longest time for which a request waits for decode memory. Then its client gets status 503 "
     "and the reason.",
+    least=1,
 )  # fmt: skip
 WAIT_LOG = _seconds(
     "SGLANG_DISAGGREGATION_DECODE_WAIT_LOG", "decode", 10.0,
@@ -174,17 +181,21 @@ TRANSFER_TIMEOUT = _seconds(
     "Longest time of a chunk, over NIXL and over Mooncake, from prefill's queue to its end. Then "
     "its room fails with the reason `timeout`, and its error names the decode ranks that it did "
     "not reach.",
+    least=1,
 )  # fmt: skip
 CLAIM_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_CLAIM_TIMEOUT", "prefill", 120.0,
     "Longest time for which a room that decode announced waits for its request on prefill. Then "
     "decode is notified. Time in which prefill compiles, loads or is paused counts, so set it "
     "above the longest such time.",
+    least=10,
 )  # fmt: skip
 PEER_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_PEER_TIMEOUT", "prefill", 120.0,
-    "Time without a ping after which prefill forgets a decode rank that used to ping. Of ranks "
-    "that never ping (stock, or without the flag) the longest unused are forgotten beyond 4,096.",
+    "Time without a ping after which prefill forgets a decode rank that used to ping: three times "
+    "the rank's `SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL`, if that is longer. Of ranks that never "
+    "ping (stock, or without the flag) the longest unused are forgotten beyond 4,096.",
+    least=10,
 )  # fmt: skip
 
 QUEUES = _integer(
@@ -201,6 +212,7 @@ WORKER_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_WORKER_TIMEOUT", "nixl", 30.0,
     "Time without a finished step after which a busy transfer thread counts as stuck. Its rooms "
     "then fail with the reason `internal`, until it makes progress.",
+    least=10,
 )  # fmt: skip
 TRANSFER_LOG_INTERVAL = _seconds(
     "SGLANG_DISAGGREGATION_TRANSFER_LOG_INTERVAL", "nixl", 60.0,
@@ -210,7 +222,7 @@ NIXL_PROGRESS_DELAY = _integer(
     "SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY", "nixl", 1000,
     "Pause of NIXL's own progress thread, on prefill and decode. With `0` it polls without a "
     "pause, as in stock SGLang.",
-    unit="microseconds",
+    most=100_000, unit="microseconds",
 )  # fmt: skip
 
 BUFFER_READ_TIMEOUT = _seconds(
@@ -225,6 +237,7 @@ BUFFER_ALWAYS_FETCH = _switch(
 STORE_DEADLINE = _seconds(
     "SGLANG_HICACHE_STORE_DEADLINE", "store", 10.0,
     "Longest time of a store call. After that, the store counts as down until it answers a probe.",
+    least=0.1,
 )  # fmt: skip
 # A probe that hangs keeps a thread: without a pause, each step of the scheduler would start one.
 STORE_FIRST_RETRY = _seconds(
@@ -261,7 +274,7 @@ LOCAL_MAX_ITL_MS: Variable[float] = Variable(
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_MAX_ITL_MS", "lead",
     "Decode: a bound on the inter-token latency of running requests, in milliseconds. Chunks are "
     "sized so that 99 of 100 gaps between tokens with a chunk in them are shorter.",
-    0.0, "a number of milliseconds of at least 0", _number(float, 0, math.inf), "0 (no bound)",
+    0.0, f"a number of milliseconds from 0 to {_MOST}", _number(float, 0, _MOST), "0 (no bound)",
 )  # fmt: skip
 
 FALLBACK_PREFILL_TOKENS = _integer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
 )
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.patchset import environment
 
 RELEASE = ReleaseMemoryOccupationReqInput(tags=["kv_cache"])
 RESUME = ResumeMemoryOccupationReqInput(tags=["kv_cache"])
@@ -138,7 +140,8 @@ def test_memory_is_released_when_nobody_can_write_to_it(
         for room in decoder.rooms[-2:]:
             decoder.write_late(room)
     elif then == "the bound passes":
-        monkeypatch.setenv("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", "0")
+        passed = replace(environment.QUARANTINE_TIMEOUT, default=0.0)
+        monkeypatch.setattr(environment, "QUARANTINE_TIMEOUT", passed)
     else:
         calls = []
     if calls:

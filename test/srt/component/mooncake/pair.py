@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from sglang.srt.disaggregation.mooncake import conn
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
+from sglang.srt.patchset import environment
 
 
 class Side(pair.Side):
@@ -44,7 +46,8 @@ class Pair(pair.Pair):
     def start(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
             # So long a transfer that was broken off counts as under way.
-            patch.setenv("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", "1")
+            hold = replace(environment.QUARANTINE_TIMEOUT, default=1.0)
+            patch.setattr(environment, "QUARANTINE_TIMEOUT", hold)
             self.prefill.manager.start_prefill_thread()
         self.decode.manager.start_decode_thread()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,7 @@ from component.transfer.pair import Hold
 from sglang.srt.disaggregation.delta.nixl.agent import configured_agents
 from sglang.srt.disaggregation.nixl import conn
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.patchset import environment
 
 
 @cache
@@ -65,7 +67,8 @@ class Pair(pair.Pair):
     def start(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
             # So long a transfer that was broken off counts as under way.
-            patch.setenv("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", "0.1")
+            hold = replace(environment.QUARANTINE_TIMEOUT, default=0.1)
+            patch.setattr(environment, "QUARANTINE_TIMEOUT", hold)
             self.prefill.manager._start_bootstrap_thread()
         self.decode.manager._start_heartbeat_checker_thread()
 

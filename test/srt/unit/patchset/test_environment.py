@@ -12,7 +12,7 @@ from sglang.srt.patchset import environment
 from sglang.srt.patchset.environment import VARIABLES, Variable
 
 PACKAGE = Path(__file__).parents[4] / "python"
-SECONDS = environment.CLAIM_TIMEOUT
+SECONDS = environment.WAIT_LOG
 INTEGER = environment.LOCAL_CHUNK
 BOUNDED = environment.QUEUES
 
@@ -73,6 +73,58 @@ def test_wrong_values(variable: Variable[Any], text: str, monkeypatch: pytest.Mo
     with pytest.raises(ValueError) as error:
         variable.read()
     assert str(error.value) == f"{variable.name} must be {variable.allowed}, not {text!r}"
+
+
+FOR_EVER = 1_000_000  # seconds
+MOST = 2**31 - 1
+#: The least and the most that each number may be, and what a server would do with less.
+BOUNDS: dict[Variable[Any], tuple[float, float]] = {
+    # A prefill rank whose reader is late for half of it stops its rooms; the reader ticks each
+    # second, and the interpreter keeps it waiting for seconds.
+    environment.QUARANTINE_TIMEOUT: (10, FOR_EVER),
+    environment.PREFIX_WAIT_TOKENS: (0, MOST),
+    environment.PREFIX_WAIT_TIMEOUT: (0, FOR_EVER),
+    environment.ADMISSION_TIMEOUT: (1, FOR_EVER),  # 0: no request is admitted
+    environment.WAIT_LOG: (0, FOR_EVER),
+    environment.LOCAL_CHUNK: (1, MOST),
+    environment.HANDSHAKE_TIMEOUT: (0, FOR_EVER),
+    environment.TRANSFER_TIMEOUT: (1, FOR_EVER),  # 0: each chunk is late when it is queued
+    environment.CLAIM_TIMEOUT: (10, FOR_EVER),  # requests that come after the announcement fail
+    environment.PEER_TIMEOUT: (10, FOR_EVER),  # a decode rank is forgotten between two pings
+    environment.QUEUES: (1, 256),
+    environment.THREADS: (1, 256),
+    environment.WORKER_TIMEOUT: (10, FOR_EVER),  # a change of NIXL's peers may take 5 s
+    environment.TRANSFER_LOG_INTERVAL: (0, FOR_EVER),
+    environment.NIXL_PROGRESS_DELAY: (0, 100_000),  # more: each write waits for it
+    environment.BUFFER_READ_TIMEOUT: (0, FOR_EVER),
+    environment.STORE_DEADLINE: (0.1, FOR_EVER),  # 0: each call is late, the store is never used
+    environment.STORE_FIRST_RETRY: (0.1, FOR_EVER),
+    environment.STORE_LONGEST_RETRY: (0.1, FOR_EVER),
+    environment.STORE_MAX_CALLS: (1, MOST),
+    environment.LOCAL_TOKENS: (0, MOST),
+    environment.LOCAL_SHARE: (5e-324, 1),  # a chunk runs every 64 decode steps all the same
+    environment.LOCAL_MAX_ITL_MS: (0, MOST),  # every 100 steps all the same
+    environment.FALLBACK_PREFILL_TOKENS: (0, MOST),
+}
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [each for each in VARIABLES if type(each.default) in (int, float)],
+    ids=lambda each: each.name,
+)
+def test_an_allowed_number_serves(variable: Variable[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a server that starts with a setting which fails every request, or with a wait
+    that Python refuses where a thread would wait: a chunk's deadline of 300 years ended it."""
+    least, most = BOUNDS[variable]
+    for value in (least, most):
+        monkeypatch.setenv(variable.name, str(value))
+        assert variable.read() == value
+    step = 1 if isinstance(variable.default, int) else 0.01
+    for value in (least - step, most + 1):
+        monkeypatch.setenv(variable.name, str(value))
+        with pytest.raises(ValueError, match=variable.name):
+            variable.read()
 
 
 def test_a_default_of_the_readers_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,9 +168,10 @@ class DeltaManager(CommonKVManager):
         for peer in self.decode_ranks.tick():
             known = self.decode_kv_args_table.get(peer)
             logger.warning(
-                "decode rank %s (%s) was silent for %g s (SGLANG_DISAGGREGATION_PEER_TIMEOUT), or "
-                "is the least recently used of more than 4,096 registered ranks: its rooms fail "
-                "and its registration is dropped. A rank that pings reconnects by itself",
+                "decode rank %s (%s) was silent for %g s or longer "
+                "(SGLANG_DISAGGREGATION_PEER_TIMEOUT), or is the least recently used of more than "
+                "4,096 registered ranks: its rooms fail and its registration is dropped. A rank "
+                "that pings reconnects by itself",
                 peer,
                 f"{known.endpoint}:{known.dst_port}" if known is not None else "not registered",
                 environment.PEER_TIMEOUT.read(),

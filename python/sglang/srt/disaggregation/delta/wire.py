@@ -127,6 +127,8 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     peer: str
     host: str
     port: int
+    #: Seconds until the next one; of a rank that does not say, SGLang's default.
+    interval_s: float = 5.0
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):

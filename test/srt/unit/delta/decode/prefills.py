@@ -53,7 +53,7 @@ class Beats:
         """One probe of each server."""
         if not self._runs:
             self._runs = True
-            self._servers.start_heartbeat(5.0, self.failures)
+            self._servers.start_heartbeat(7.0, self.failures)
             assert self._asleep.acquire(timeout=60)
         self._go.release()
         assert self._asleep.acquire(timeout=60)

@@ -126,5 +126,5 @@ def test_wrong_settings_name_themselves(
 def test_each_limit_has_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against two limits that read each other's variable."""
     for number, variable in enumerate(LIMITS):
-        monkeypatch.setenv(variable.name, str(16 * number))
-    assert Limits.read() == (0.0, 16.0)
+        monkeypatch.setenv(variable.name, str(16 * number + 16))
+    assert Limits.read() == (16.0, 32.0)

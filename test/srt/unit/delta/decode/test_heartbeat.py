@@ -176,7 +176,7 @@ def test_ranks_that_do_not_answer_pings(prefills: Prefills) -> None:
     ports = [rank["rank_port"] for rank in prefills.ranks]
     prefills.beat()
     assert prefills.sockets.take() == [
-        ("127.0.0.1", port, wire.Ping(f"127.0.0.1:{port}", "decode", "10.9.9.9", 4999))
+        ("127.0.0.1", port, wire.Ping(f"127.0.0.1:{port}", "decode", "10.9.9.9", 4999, 7.0))
         for port in ports
     ]
     known = prefills.manager.prefill_info_table

@@ -76,9 +76,9 @@ class Side:
         fields = {"host": peer, "port": PORT, "reason": "bored"} | fields
         self.ranks.take(wire.Withdraw(room, peer, **fields))
 
-    def ping(self, peer: str = "D") -> None:
+    def ping(self, peer: str = "D", **fields: float) -> None:
         """A sign of life."""
-        self.ranks.take(wire.Ping("a:1", peer, peer, PORT))
+        self.ranks.take(wire.Ping("a:1", peer, peer, PORT, **fields))
 
     def enter(self, room: int = ROOM) -> bool:
         """Whether a worker may post a write."""

@@ -128,6 +128,33 @@ def test_a_decode_rank_that_falls_silent(side: Side) -> None:
     assert side.advance(60) == [], "once"
 
 
+@pytest.mark.parametrize(("interval_s", "allowed_s"), [(5, 120), (40, 120), (120, 360)])
+def test_a_decode_rank_that_pings_rarely(side: Side, interval_s: float, allowed_s: int) -> None:
+    """Guards against a living rank that is forgotten, with its rooms, because its server probes
+    less often (SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL) than prefill expects."""
+    side.claim()
+    side.announce()
+    for _ in range(3):
+        side.ping(interval_s=interval_s)
+        assert side.advance(interval_s + 1) == []
+    assert side.advance(allowed_s - interval_s - 2) == []
+    assert side.status() == KVPoll.WaitingForInput
+    assert side.advance(1) == ["D"] and side.status() == KVPoll.Failed
+
+
+@pytest.mark.hazard("address-of-a-predecessor")
+def test_a_decode_rank_whose_predecessor_falls_silent(side: Side) -> None:
+    """Guards against a rank that restarted under the name of the one before it, and is forgotten
+    when that one has been silent for long enough."""
+    side.ping()
+    assert side.advance(119) == []
+    side.register("D", host="D2")
+    side.claim()
+    side.announce(host="D2")
+    assert side.advance(10) == [] and side.status() == KVPoll.WaitingForInput
+    assert side.sockets.dropped == [("D", PORT)]
+
+
 @pytest.mark.hazard("dead-peer-leftovers")
 @pytest.mark.parametrize("is_registered", [True, False])
 def test_the_socket_of_a_decode_rank_that_is_gone(side: Side, is_registered: bool) -> None:

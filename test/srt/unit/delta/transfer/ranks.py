@@ -87,7 +87,7 @@ class Engine:
     """Mooncake's: a call returns when the test settles it."""
 
     def __init__(self, source: Side, target: Side) -> None:
-        self._source, self._target = source.memory, target.memory
+        self._source, self.target = source.memory, target.memory
         self.calls: list[Call] = []
         self.room = 0
         self.changed = Condition()
@@ -103,7 +103,7 @@ class Engine:
         if call.state != "DONE":
             return -1
         for source, target, length in call.rows:
-            self._target.at(target, length)[:] = self._source.at(source, length)
+            self.target.at(target, length)[:] = self._source.at(source, length)
         return 0
 
 
@@ -187,13 +187,21 @@ class MooncakeRank:
         self.pool = self.manager.transfers
         self.register("decode")
 
-    def register(self, name: str) -> None:
+    def register(self, name: str, port: bytes = b"4000") -> None:
         args = self.decode[name].args
-        self._take(
-            MOONCAKE.registration(
-                item=args.kv_item_lens[0], kv=args.kv_data_ptrs, aux=args.aux_data_ptrs
-            )
+        message = MOONCAKE.registration(
+            item=args.kv_item_lens[0], kv=args.kv_data_ptrs, aux=args.aux_data_ptrs
         )
+        message[2] = port
+        self._take(message)
+
+    def restart(self) -> Side:
+        """The decode server starts again: its engine has the address of before, and nothing else is
+        as it was. Its memory, after it has registered."""
+        new = self.decode["decode"] = Side(2**42, 60)
+        self.engine.target = new.memory
+        self.register("decode", port=b"4999")
+        return new
 
     def sender(self, room: int) -> Any:
         return conn.MooncakeKVSender(self.manager, ADDRESS, room, [0], 0)

@@ -78,13 +78,56 @@ def test_what_waits_is_not_described(rank: MooncakeRank, monkeypatch: pytest.Mon
     assert described == [2, 4, 6], "each when what stood before it, KV and metadata, was written"
 
 
+@pytest.mark.hazard("address-of-a-predecessor")
+@pytest.mark.parametrize("when", ["announced", "waiting", "half", "late"])
+def test_a_decode_rank_that_restarts_under_its_address(rank: MooncakeRank, when: str) -> None:
+    """Guards against KV of a room that its predecessor announced in the pages of its requests:
+    whether the room has not begun, waits, or is written, or its announcement comes late."""
+    other = rank.sender(8)
+    if when != "late":
+        rank.announce(8, [10, 11], slot=2)
+        other.init(2, 3)
+    if when == "waiting":
+        other.send(pages(5, 6))
+        rank.tick(0.01)
+    elif when != "half":
+        rank.settle("DONE")
+        rank.settle("DONE")
+    begun, new = len(rank.writes), rank.restart()
+    if when == "late":
+        rank.announce(8, [10, 11], slot=2)
+        other.init(2, 3)
+    was = new.snapshot()
+    if when != "waiting":
+        other.send(pages(5, 6))
+    rank.tick(0.01)
+    if when in ("waiting", "half"):
+        rank.writes[0].rows.clear()  # the engine writes to the memory of before
+    rank.finish()
+    assert other.poll() == KVPoll.Failed and rank.heard(8) == ["stopped"]
+    assert "has restarted since" in str(failure_of(other)) or when == "waiting"
+    assert len(rank.writes) == begun, "not even metadata"
+    assert all(map(np.array_equal, new.snapshot(), was))
+
+
+def test_a_decode_rank_that_registers_again(rank: MooncakeRank) -> None:
+    """Guards against healthy rooms that fail: a decode rank registers at all ranks of a server when
+    one of them has forgotten it."""
+    other = started(rank, 8)
+    rank.register("decode")
+    other.send(pages(5, 6))
+    rank.finish()
+    assert other.poll() == KVPoll.Success and rank.heard(8) == ["complete"]
+    assert rank.heard(ROOM) == ["complete"]
+
+
 # ---- the threads that call the engine ----
 
 
 class Ranks:
     """The backend with its threads, and a call of the engine for each that the test settles."""
 
-    def __init__(self, threads: int, at_once: int = 1) -> None:
+    def __init__(self, threads: int, at_once: int = 1, **options: Any) -> None:
         #: Of each call that was begun: the decode rank, and what it will return.
         self.begun: SimpleQueue[tuple[str, Future[int]]] = SimpleQueue()
         self.table: dict[str, Any] = {}
@@ -94,7 +137,7 @@ class Ranks:
             lambda _: None,
             lambda room: False,
             self.table,
-            Callers(threads, at_once),
+            Callers(threads, at_once, **options),
         )
 
     def batch_transfer_sync(self, session: str, *rows: list[int]) -> int:
@@ -159,6 +202,28 @@ def test_a_decode_rank_that_hangs_leaves_threads_to_others(
     for each in stuck[1:]:
         ranks.settle("hangs")
         assert each.result(60) is State.DONE
+
+
+@pytest.mark.hazard("slow-peer")
+def test_decode_servers_that_hang_leave_threads_to_others() -> None:
+    """Guards against healthy decode servers that wait for whole timeouts of the engine, because
+    more ranks hang than there are threads; and against threads that stay when the calls return."""
+    before, peers = threading.active_count(), [f"hangs-{number}" for number in range(5)]
+    ranks = Ranks(threads=2, hangs_s=0.05)
+    for peer in (*peers, "lives"):
+        ranks.register(peer)
+    stuck, hanging = [ranks.post(peer) for peer in peers], list[Future[int]]()
+    for _ in range(3):
+        done = ranks.post("lives")
+        while (begun := ranks.begun.get(timeout=60))[0] != "lives":
+            hanging.append(begun[1])
+        begun[1].set_result(0)
+        assert done.result(60) is State.DONE
+    assert not any(each.done() for each in stuck)
+    for call in hanging:
+        call.set_result(0)
+    assert [each.result(60) for each in stuck] == [State.DONE] * 5
+    until(lambda: threading.active_count() <= before + 3, "two threads and their watch stay")
 
 
 def test_a_decode_rank_that_is_gone() -> None:

@@ -61,6 +61,7 @@ class WatchedServers(PrefillServers):
         """Probe all prefill servers every ``interval_s``
         (``SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL``)."""
         timeout_s = min(environment.HANDSHAKE_TIMEOUT.read(), interval_s)
+        self._interval_s = interval_s
 
         def run() -> None:
             misses: dict[str, int] = {}
@@ -145,7 +146,7 @@ class WatchedServers(PrefillServers):
             unanswered = max(ranks.values(), default=0)
             for rank in ranks:
                 ranks[rank] += 1
-                ping = wire.Ping(f"{rank[0]}:{rank[1]}", *ours)
+                ping = wire.Ping(f"{rank[0]}:{rank[1]}", *ours, self._interval_s)
                 self._send(rank, ping, "that counts as no answer")
         return Probe(not unanswered, incarnation=wire.incarnation_in(response.content))
 

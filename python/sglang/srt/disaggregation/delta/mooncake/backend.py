@@ -4,7 +4,8 @@ The engine's blocking calls are made on threads of our own, and a handle is the 
 goes of one chunk to one decode rank. Its asynchronous calls do not serve: asking how far a batch is
 (``get_batch_transfer_status``) waits until the batch has settled, and the engines of other
 accelerators have none. A call that hangs is under way until it returns, at most for the engine's
-own ``MC_TRANSFER_TIMEOUT``; it holds up transfers to its own decode rank, and keeps its thread.
+own ``MC_TRANSFER_TIMEOUT``; it holds up transfers to its own decode rank, and keeps its thread, for
+which another one is started.
 
 SGLang's staging buffers gather head slices on the GPU by a worker of SGLang's own: with them the
 whole group stays stock.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -37,6 +39,10 @@ from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
 )
 
 logger = logging.getLogger(__name__)
+
+#: Seconds after which a call does not count among those that are made at once. (16,384 rows may be
+#: 2 GB; a call to a rank that stopped lasts 30 s.)
+_HANGS_S = 1.0
 
 #: What one call of the engine writes: rows of (source, target, bytes).
 Batch = npt.NDArray[np.uint64]
@@ -79,7 +85,7 @@ class Registered:
 
     #: SGLang's ``KVArgsRegisterInfo``.
     registration: Any
-    #: A write failed: nothing more goes to it.
+    #: A write failed, or its process was replaced: nothing more goes to it.
     has_failed: bool = False
 
 
@@ -94,17 +100,33 @@ class _Line:
 class Callers:
     """Threads that make calls, two at least. Daemons: a process that ends does not wait for a call
     that hangs, as it would for an executor's. Decode ranks take turns, each with so many calls at
-    once whatever it registers meanwhile, and never with one on each thread, so that one whose calls
-    hang leaves threads to the others."""
+    once whatever it registers meanwhile, and never with one on each thread.
 
-    def __init__(self, threads: int, at_once: int) -> None:
+    A call that hangs takes a core and its thread, and a decode server that stops has several ranks:
+    for each such call another thread serves the other ranks.
+    """
+
+    def __init__(self, threads: int, at_once: int, hangs_s: float = _HANGS_S) -> None:
+        """``hangs_s``: seconds after which a call counts as hanging."""
         threads = max(threads, 2)
         self._at_once = min(at_once, threads - 1)
+        self._hangs_s = hangs_s
         self._lock = threading.Lock()
         self._lines: dict[str, _Line] = {}
         self._turns: SimpleQueue[str] = SimpleQueue()
+        #: When each call under way began; without those that hang, whose threads were replaced.
+        self._began: dict[Future[State], float] = {}
         for _ in range(threads):
             threading.Thread(target=self._run, name="kv-mooncake", daemon=True).start()
+        threading.Thread(target=self._replace, name="kv-mooncake-watch", daemon=True).start()
+
+    def _replace(self) -> None:
+        while True:
+            time.sleep(self._hangs_s / 2)
+            hangs_since = time.monotonic() - self._hangs_s
+            for future, began in list(self._began.items()):
+                if began <= hangs_since and self._began.pop(future, 0.0):
+                    threading.Thread(target=self._run, name="kv-mooncake", daemon=True).start()
 
     def submit(self, peer: str, call: Callable[..., State], *arguments: Any) -> Future[State]:
         future: Future[State] = Future()
@@ -128,12 +150,15 @@ class Callers:
                         del self._lines[peer]
                     continue
                 future, call = line.waiting.popleft()
+                self._began[future] = time.monotonic()
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
                 except BaseException as error:
                     future.set_exception(error)
             self._turns.put(peer)
+            if self._began.pop(future, None) is None:
+                return  # it was replaced
 
 
 class MooncakeBackend:
@@ -215,9 +240,13 @@ class MooncakeBackend:
     # ---- decode ranks ----
 
     def register(self, registration: Any) -> None:
-        """A decode rank registers. Calls for an earlier registration of it say nothing about it."""
+        """A decode rank registers. Calls for an earlier registration of it say nothing about it; if
+        another process registers under its address, they write no more."""
         peer = registration.mooncake_session_id
         with self._lock:
+            before = self._ranks.get(peer)
+            if before is not None and before.registration != registration:
+                before.has_failed = True
             self._ranks[peer], self._registered[peer] = Registered(registration), registration
 
     def forget(self, peer: str, rank: Registered | None = None) -> None:

@@ -202,7 +202,18 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
         self, part: Part, info: MooncakeTransferInfo, target: KVArgsRegisterInfo
     ) -> Iterator[tuple[str, Batch]]:
         """What goes to one decode rank: KV, state and metadata. Each batch is asked for when those
-        before it are written."""
+        before it are written.
+
+        Raises:
+            TransferError: the process that announced the room is not the one that is registered. A
+                session is an address, which a decode rank that restarts may get again; the port of
+                its control socket is new.
+        """
+        if (info.endpoint, info.dst_port) != (target.endpoint, target.dst_port):
+            text = (
+                f"decode rank {info.mooncake_session_id} has restarted since it announced the room"
+            )
+            raise TransferError(Reason.PEER_LOST, text)
         moved = 0
         for batch in self._kv(part, info, target) if len(part.pages) else ():
             moved += int(batch[:, 2].sum())

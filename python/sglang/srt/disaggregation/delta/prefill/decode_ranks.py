@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 #: Decode ranks that are registered at most.
 _MOST_REGISTERED = 4096
+#: Pings in a row that a rank may miss: how often it pings is decode's setting.
+_MISSED_PINGS = 3
 #: How long an answer to a rank that is not registered may take to be sent.
 _STRANGER_S = 2.0
 #: How long a bootstrap server may take to answer; SGLang's.
@@ -63,7 +65,7 @@ class DecodeRanks:
         #: Decode computes the request of this room: has it answered. From most ranks SGLang answers
         #: nobody.
         self.on_computed: Callable[[int], None] = lambda room: None
-        #: When each decode rank that pings was last heard of, by the name it registered under, and
+        #: When each decode rank that pings counts as silent, by the name it registered under, and
         #: what it registered.
         self._heard: dict[str, tuple[float, KVArgsRegisterInfo]] = {}
         #: Where those listened that the last tick found gone.
@@ -118,7 +120,8 @@ class DecodeRanks:
         if isinstance(message, wire.Ping):
             info = self._registered.get(message.peer)
             if info is not None:
-                self._heard[message.peer] = self._clock(), info
+                silence_s = max(self._timeout_s, _MISSED_PINGS * message.interval_s)
+                self._heard[message.peer] = self._clock() + silence_s, info
             self._answer(message, info, wire.Pong(message.to, info is not None))
         elif isinstance(message, wire.Withdraw):
             self._withdraw(message)
@@ -161,8 +164,8 @@ class DecodeRanks:
 
     def tick(self) -> list[str]:
         """Called every second or so by the reader thread. Decode ranks to drop: they used to ping,
-        and have not for ``SGLANG_DISAGGREGATION_PEER_TIMEOUT``, so that their rooms fail; or they
-        are too many, do not ping and have no rooms."""
+        and have not for ``SGLANG_DISAGGREGATION_PEER_TIMEOUT`` or three of their intervals, so that
+        their rooms fail; or they are too many, do not ping and have no rooms."""
         self._rooms.tick()
         now = self._clock()
         # Those that the last tick found gone have been told by now, if they are there after all.
@@ -173,13 +176,14 @@ class DecodeRanks:
         self.sockets.drop_unused(self._timeout_s)
         self._strangers.drop_unused(_STRANGER_S)
         heard = list(self._heard.items())
-        lost = [peer for peer, (at, _) in heard if now - at >= self._timeout_s]
-        gone = [self._heard.pop(peer)[1] for peer in lost]
-        self._gone = [(info.endpoint, int(info.dst_port)) for info in gone]
+        silent = {peer: self._heard.pop(peer)[1] for peer, (until, _) in heard if now >= until}
+        self._gone = [(info.endpoint, int(info.dst_port)) for info in silent.values()]
+        # Over Mooncake another process may have registered under the name of one that ended.
+        lost = [peer for peer, info in silent.items() if self._registered.get(peer, info) == info]
         for peer in lost:
             for room in self._rooms.all():
                 if peer in room.announcements:
-                    text = f"decode rank {peer} was silent for {self._timeout_s} s"
+                    text = f"decode rank {peer} was silent for {self._timeout_s} s or longer"
                     self._rooms.fail(room, Reason.PEER_LOST, text)
         registered, announced = list(self._registered), self._rooms.last_announced
         for peer in announced.keys() - registered:

@@ -193,7 +193,7 @@ class RoomTable:
         #: whether their requests have come.
         self._ended: OrderedDict[int, tuple[str, bool]] = OrderedDict()
         self._claim_s = environment.CLAIM_TIMEOUT.read()
-        self._lease_s = max(environment.QUARANTINE_TIMEOUT.read() / 2, 1.0)
+        self._lease_s = environment.QUARANTINE_TIMEOUT.read() / 2
         self._ticked_at = clock()
 
     def room(self, number: int) -> Room | None:
