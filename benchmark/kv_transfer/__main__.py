@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokens", "--sizes", type=_numbers, help="of a room; several: one load each")
     add("--page-size", type=int, help="tokens a page; 16, and 1 for send")
     add("--rooms", type=int, help="of a round")
+    add("--peers", type=int, help="decode processes")
     add("--rounds", type=int, help="measured rounds in a pass")
     add("--passes", type=int, help="times that every arm is started afresh")
     add("--out", type=Path, default=Path("out/kv_transfer"), help="folder of the results")

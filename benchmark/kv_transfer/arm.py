@@ -20,7 +20,7 @@ from typing import Any
 from benchmark.harness.command import RunFailed
 from benchmark.harness.models import REPOSITORY
 from benchmark.harness.watchdog import NEW_GROUP, Watchdog, kill_group
-from benchmark.kv_transfer.runs import TRANSPORTS, Room, Round, Setup, deal
+from benchmark.kv_transfer.runs import ARMS, TRANSPORTS, Room, Round, Setup, deal
 
 _watchdog = Watchdog()
 #: Seconds of a round, at most, and for what a process has to answer beside it.
@@ -43,8 +43,9 @@ def in_processes(setup: Setup) -> Found:
         "MKL_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         "SGLANG_HOST_IP": "127.0.0.1",
-        "SGLANG_PATCHSET": "0" if setup.arm == "stock" else "1",
+        "SGLANG_PATCHSET": "1",
         "NIXL_LOG_LEVEL": "ERROR",
+        **ARMS[setup.arm],
         **TRANSPORTS[setup.transport],
     }
     if setup.device == "cpu":

@@ -11,9 +11,15 @@ import numpy.typing as npt
 
 from benchmark.kv_transfer.shapes import Shape
 
-#: ``radix`` is ours with decode as the flag of the radix cache makes it: it says how many pages it
-#: has, and takes the metadata in a note.
-ARMS = ("stock", "ours", "radix")
+#: The environment of each arm. ``radix`` is ours with decode as the flag of the radix cache makes
+#: it: it says how many pages it has, and takes the metadata in a note. ``queues-N`` is ours with N
+#: transfer threads.
+ARMS: dict[str, dict[str, str]] = {
+    "stock": {"SGLANG_PATCHSET": "0"},
+    "ours": {},
+    "radix": {},
+    **{f"queues-{n}": {"SGLANG_DISAGGREGATION_QUEUE_SIZE": str(n)} for n in (1, 2, 4)},
+}
 BACKENDS = ("nixl", "mooncake")
 #: ``--transport`` -> UCX's choice.
 TRANSPORTS = {

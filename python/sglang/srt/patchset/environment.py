@@ -200,12 +200,14 @@ PEER_TIMEOUT = _seconds(
 
 QUEUES = _integer(
     "SGLANG_DISAGGREGATION_QUEUE_SIZE", "nixl", 4,
-    "Transfer queues. All chunks of a room use the same queue.",
+    "Transfer queues, each with a thread. All chunks of a room use the same queue. Over NIXL each "
+    "thread has a UCX worker, with an endpoint for each decode rank.",
     least=1, most=256,
 )  # fmt: skip
 THREADS = _integer(
     "SGLANG_DISAGGREGATION_THREAD_POOL_SIZE", "nixl", 4,
-    "Number of transfer threads over all queues; at least one per queue.",
+    "Over Mooncake: the largest number of engine calls at one time. Not below "
+    "`SGLANG_DISAGGREGATION_QUEUE_SIZE`.",
     least=1, most=256, shown="min(max(4, cpus / 2 / 8), 12)",
 )  # fmt: skip
 WORKER_TIMEOUT = _seconds(

@@ -16,23 +16,26 @@ from component.transfer import pair
 from component.transfer.bare import without_engine
 from component.transfer.pair import Hold
 from sglang.srt.disaggregation.delta.nixl.agent import configured_agents
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings
 from sglang.srt.disaggregation.nixl import conn
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.patchset import environment
 
 
 @cache
-def agent_of(name: str, workers: int) -> Any:
-    """One for all pairs of an interpreter: of dozens, each slows the others down."""
-    with configured_agents(workers):
-        return _api.nixl_agent(name, _api.nixl_agent_config(backends=["UCX"]))
+def agent_of(name: str, sends: bool) -> Any:
+    """One for all pairs of an interpreter: of dozens, each slows the others down. As SGLang asks
+    for it: a prefill server's has a thread pool."""
+    with configured_agents(Settings().queues if sends else 0):
+        config = _api.nixl_agent_config(backends=["UCX"], num_threads=8 if sends else 0)
+        return _api.nixl_agent(name, config)
 
 
 class Side(pair.Side):
     """One server with an agent."""
 
     def __init__(self, name: str, mode: Any) -> None:
-        agent = agent_of(name, 4 if mode == DisaggregationMode.PREFILL else 0)
+        agent = agent_of(name, mode == DisaggregationMode.PREFILL)
         statuses = defaultdict(conn.TransferStatus)
         kind = conn.NixlKVManager
         super().__init__(without_engine(kind, agent=agent, transfer_statuses=statuses), mode)

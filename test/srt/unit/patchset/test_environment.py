@@ -82,8 +82,6 @@ BOUNDS: dict[Variable[Any], tuple[float, float]] = {
     # A prefill rank whose reader is late for half of it stops its rooms; the reader ticks each
     # second, and the interpreter keeps it waiting for seconds.
     environment.QUARANTINE_TIMEOUT: (10, FOR_EVER),
-    environment.PREFIX_WAIT_TOKENS: (0, MOST),
-    environment.PREFIX_WAIT_TIMEOUT: (0, FOR_EVER),
     environment.ADMISSION_TIMEOUT: (1, FOR_EVER),  # 0: no request is admitted
     environment.WAIT_LOG: (0, FOR_EVER),
     environment.LOCAL_CHUNK: (1, MOST),

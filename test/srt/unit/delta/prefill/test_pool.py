@@ -105,7 +105,7 @@ class Threads(Side):
 
     def same_worker(self, room: int, start: int) -> int:
         """A room from ``start`` on, of the same worker."""
-        count = self.settings.workers
+        count = self.settings.queues
         return next(n for n in range(start, 10**6) if worker_of(n, count) == worker_of(room, count))
 
 
@@ -123,7 +123,7 @@ def started() -> Iterator[Threads]:
 def test_rooms_on_several_threads() -> None:
     """Guards against chunks of one room on two threads, or out of order, rooms that get lost
     between queues, and threads that are not prepared."""
-    threads, rooms = Threads(queues=2, threads=5), range(1, 201)
+    threads, rooms = Threads(queues=4, threads=5), range(1, 201)
     threads.pool.start()
     for room in rooms:
         threads.send(room, chunks=3)
@@ -133,7 +133,7 @@ def test_rooms_on_several_threads() -> None:
     for room in rooms:
         posted = [chunk.is_last for chunk, _ in threads.transport.posts if chunk.room == room]
         assert posted == [False, False, True] and len(threads.transport.threads[room]) == 1
-    assert len(set(threads.prepared)) == threads.settings.workers == 4
+    assert len(set(threads.prepared)) == threads.settings.queues == 4
     assert set().union(*threads.transport.threads.values()) == set(threads.prepared)
     assert threads.transport.misuse == []
 
@@ -252,7 +252,7 @@ def test_a_worker_that_hangs_is_noticed(started: Threads, caplog: pytest.LogCapt
         started.pool.tick()
     assert sorted(failed) == theirs and len(theirs) < 20
     assert STATS.totals["kv_transfer_stuck_workers",] == counted + 1
-    name = f"kv-transfer-{worker_of(0, started.settings.workers)}"
+    name = f"kv-transfer-{worker_of(0, started.settings.queues)}"
     for text in failed.values():
         assert f"transfer worker {name} has not finished a step for" in text
     assert caplog.text.count(f"KV transfer worker {name} has not finished a step for") == 1

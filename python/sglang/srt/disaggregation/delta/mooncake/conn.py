@@ -160,7 +160,9 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
             self._is_stopped,
             self.decode_kv_args_table,
             # A call takes a core until it is done, whatever it waits for.
-            Callers(min(settings.workers, os.cpu_count() or 1), settings.threads_per_queue),
+            Callers(
+                min(settings.threads, os.cpu_count() or 1), settings.threads // settings.queues
+            ),
         )
         return self._backend
 

@@ -41,9 +41,6 @@ _AGENT = (
     "send_notif",
     "transfer",
 )
-#: How nice NIXL's threads of a sending agent are. By Linux' weights they get a tenth of a core
-#: beside a thread at work.
-_NICE = 10
 
 
 @contextmanager
@@ -55,13 +52,11 @@ def configured_agents(workers: int = 0) -> Iterator[None]:
     its scheduler's thread alone. We ask for readers and writers: posts, polls and releases run side
     by side. With strict synchronisation a release waits for the whole of another thread's post, and
     it does so holding the interpreter's lock. Posts over one UCX worker would still wait for each
-    other, so every thread gets one of its own (and one is left for the others).
+    other, so every thread gets one of its own.
 
     NIXL's own progress thread never sleeps: its Python binding asks for a pause of zero. With any
-    other pause it waits for the transport's events, and polls by itself once a pause. A sending
-    agent has more threads, which copy and poll without a pause while anything is under way. They
-    are nicer than ours: where cores are scarce, a worker that holds the interpreter's lock would
-    wait for one, and the scheduler for both. Not for use while other threads make agents.
+    other pause it waits for the transport's events, and polls by itself once a pause. Not for use
+    while other threads make agents.
 
     Raises:
         ValueError: ``SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY`` is no number.
@@ -79,13 +74,13 @@ def configured_agents(workers: int = 0) -> Iterator[None]:
         stock: Any = _api.nixl_agent
 
         class Agent(stock):
-            """With so many workers in its UCX backend, which Python callers cannot ask for, and
-            with nicer threads. (Those of the sockets, which SGLang opens beside it, stay.)"""
+            """With ``workers`` UCX workers beside those of NIXL's own threads, which Python
+            callers cannot ask for."""
 
-            def create_backend(self, backend: str, options: Any = None) -> None:
-                extra = {"num_workers": str(workers + 1)} if backend == "UCX" else {}
-                with batch_scheduling(_NICE):
-                    super().create_backend(backend, {**(options or {}), **extra})
+            def create_backend(self, backend: str, options: dict[str, str]) -> None:
+                # ``num_workers`` is a total: NIXL's thread pool takes ``num_threads`` of it.
+                total = int(options.get("num_threads", 0)) + workers
+                super().create_backend(backend, {**options, "num_workers": str(total)})
 
         names["nixl_agent"] = Agent
     with exchanged("nixl_async", "nixl._api", names), batch_scheduling():
@@ -93,7 +88,7 @@ def configured_agents(workers: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def pausing_agents(*, sends: bool) -> Iterator[None]:
+def pausing_agents() -> Iterator[None]:
     """Agents that are made meanwhile have a progress thread with our pause, and native threads
     that leave the CPU to ours, as above. For a later SGLang: all else stays the binding's, and its
     agents are safe for several threads as they are."""
@@ -105,7 +100,7 @@ def pausing_agents(*, sends: bool) -> Iterator[None]:
             binding = getattr(_api, holder)
             stack.callback(setattr, binding, last, getattr(binding, last))
             setattr(binding, last, value)
-        stack.enter_context(batch_scheduling(_NICE if sends else 0))
+        stack.enter_context(batch_scheduling())
         yield
 
 
@@ -130,9 +125,22 @@ def _with_delay(api: Any, delay: environment.Variable[int]) -> dict[str, Any]:
 
 
 def obstacle() -> str:
-    """Why asynchronous transfer cannot use this NIXL; empty if it can."""
+    """Return why asynchronous transfer cannot use this NIXL or its chosen backend; empty if it can.
+
+    Only NIXL's UCX backend reports a write as done when its bytes are in the peer's memory, and
+    the note that completes a room relies on that (``NixlBackend.state``). LIBFABRIC reports local
+    completion.
+    """
     from packaging.version import Version
 
+    from sglang.srt.environ import envs
+
+    name = "SGLANG_DISAGGREGATION_NIXL_BACKEND"
+    if (chosen := getattr(envs, name).get()) != "UCX":
+        return (
+            f"{name} is {chosen}: decode may see a room complete before its KV has arrived. Only "
+            "UCX is known to keep that order"
+        )
     try:
         from nixl import _api
     except ImportError as error:

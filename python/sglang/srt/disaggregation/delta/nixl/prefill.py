@@ -206,7 +206,7 @@ class DeltaNixlManager(NixlPrefill, NixlDecode):
         from sglang.srt.disaggregation.utils import DisaggregationMode
 
         sends = disaggregation_mode == DisaggregationMode.PREFILL
-        with agent.configured_agents(Settings.read().workers if sends else 0):
+        with agent.configured_agents(Settings.read().queues if sends else 0):
             super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
 
 

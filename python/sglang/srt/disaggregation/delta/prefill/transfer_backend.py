@@ -25,9 +25,9 @@ from sglang.srt.patchset import environment
 class Settings:
     """Of one transfer pool."""
 
-    #: FIFO queues.
+    #: Transfer threads, each with a FIFO queue of its own.
     queues: int = 4
-    #: Threads over all queues; each queue has ``threads // queues`` of them.
+    #: Calls at once of a backend whose calls block, over all decode ranks.
     threads: int = 4
     #: Transfers (one chunk to one peer) that a worker may have under way, over all its peers. A
     #: peer that has none may always have one, so that stopped peers cannot take all places.
@@ -38,23 +38,6 @@ class Settings:
     doubt_s: float = 60.0
     #: Seconds without a finished step after which a worker with something to do is stuck.
     stuck_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        if self.threads < self.queues:
-            raise ValueError(
-                f"{environment.THREADS.name} ({self.threads}) must be at least "
-                f"{environment.QUEUES.name} ({self.queues}): every queue needs a thread"
-            )
-
-    @property
-    def threads_per_queue(self) -> int:
-        """Threads that serve one queue."""
-        return self.threads // self.queues
-
-    @property
-    def workers(self) -> int:
-        """Threads that are really started: each queue has the same number."""
-        return self.queues * self.threads_per_queue
 
     @classmethod
     def read(cls, cpus: int | None = None) -> Settings:
@@ -149,17 +132,16 @@ def use_batch_scheduling(thread: int = 0) -> None:
 
 
 @contextlib.contextmanager
-def batch_scheduling(nice: int = 0) -> Iterator[None]:
-    """For native threads that a library starts meanwhile: they get SCHED_BATCH, and are so much
-    nicer than this one. Threads of Python's are left alone, whoever starts them: they take the
-    interpreter's lock, and whoever holds it must not wait for a core.
+def batch_scheduling() -> Iterator[None]:
+    """Give SCHED_BATCH to native threads that a library starts meanwhile.
+
+    Threads of Python's are left alone: they take the interpreter's lock, and its holder must not
+    wait for a core.
     """
     before = _threads()
     yield
     for thread in _threads() - before - {each.native_id for each in threading.enumerate()}:
         use_batch_scheduling(thread)
-        with contextlib.suppress(AttributeError, OSError):  # it may have ended
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)
 
 
 def _threads() -> set[int]:

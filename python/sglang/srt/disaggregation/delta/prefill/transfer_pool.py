@@ -157,7 +157,7 @@ class TransferPool:
                 prepare_thread,
                 clock,
             )
-            for index in range(settings.workers)
+            for index in range(settings.queues)
         ]
         #: Workers in trouble at the last tick, by index; in ``_suspected`` for the first time, too.
         self._in_trouble: dict[int, str] = {}
@@ -253,7 +253,7 @@ class TransferPool:
                 self._rooms.abandon(room, Reason.INTERNAL, text)
 
     def alive(self) -> int:
-        """How many of the threads run. Fewer than ``Settings.workers`` before ``stop``: a bug."""
+        """How many of the threads run. Fewer than ``Settings.queues`` before ``stop``: a bug."""
         return sum(each.thread.is_alive() for each in self._threads)
 
     def _put(self, room: int, command: Callable[[Worker], None]) -> None:
