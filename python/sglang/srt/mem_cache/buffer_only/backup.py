@@ -43,7 +43,6 @@ from sglang.srt.mem_cache.buffer_only.nodes import (
     settle,
     tokens_above,
 )
-from sglang.srt.mem_cache.buffer_only.settings import QUEUE_POOLS
 from sglang.srt.mem_cache.buffer_only.stage import Copies, Direction, Pair, StagingPages, slots_of
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class Backups:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._thread = context.threads("backup")
-        self.queue = BackupQueue(QUEUE_POOLS * context.settings.device_tokens)
+        self.queue = BackupQueue()
         self.copies: Copies[Backup] = Copies()
         #: In flight, oldest first.
         self.running: list[Backup] = []
@@ -113,8 +112,7 @@ class Backups:
             chain.append(node)
             node = node.parent
         for missing in reversed(chain):
-            if not self.queue.add(missing):
-                return  # what is below it would be out of reach without it
+            self.queue.add(missing)
 
     def vote(self) -> tuple[int, tuple[int, ...]]:
         """Copies that have ended, and what is known of each backup, on this rank."""
@@ -159,6 +157,7 @@ class Backups:
         """The tree is about to be emptied: forget it, but keep what the store still reads."""
         self.queue.clear(FLUSHED)
         for backup in self.copies.pop(len(self.copies.launches)):
+            self.queue.dropped[FLUSHED] += sum(map(len, backup.segments))
             self._unlock(backup)
             backup.staging.release()
             self.running.remove(backup)
@@ -247,21 +246,26 @@ class Backups:
             if failed:
                 counters["store_write_failures"] += 1
                 backup.overdue = True
-            if not backup.orphan:
-                self._settle(backup, durable)
+            self._settle(backup, durable)
             if backup.overdue:
                 return
         self.running.remove(backup)
         backup.staging.release()
 
     def _settle(self, backup: Backup, durable: int) -> None:
+        """Record that the first ``durable`` pages of ``backup`` are stored, and count the rest."""
         context, tokens = self._context, durable * self._context.page_size
         for segment in backup.segments:
-            settle(segment, min(tokens, len(segment)), context.now_ms + context.settings.touch_ms)
-            if tokens < len(segment) and (pending := segment.node.pending) is not None:
+            taken = min(tokens, len(segment))
+            tokens -= taken
+            self.queue.dropped[REFUSED] += len(segment) - taken
+            if backup.orphan:
+                continue
+            if taken < len(segment) and (pending := segment.node.pending) is not None:
                 # Tried on and on, what a store does not take would keep out all that is behind it.
+                # Before ``settle``, so that the tokens above are not counted twice.
                 self.queue.drop(pending, REFUSED)
-            tokens -= min(tokens, len(segment))
+            settle(segment, taken, context.now_ms + context.settings.touch_ms)
 
     def _unlock(self, backup: Backup) -> None:
         for segment in backup.segments:

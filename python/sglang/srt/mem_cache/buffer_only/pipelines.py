@@ -74,7 +74,8 @@ class Pipelines:
             "stranded_pages": stage.stranded,
             "pending_intents": len(queue),
             "pending_tokens": queue.tokens,
-            "store_up": int(client.up),
+            # While all calls hang that it may have, each further one is refused.
+            "store_up": int(client.up and client.overdue < client.settings.max_calls),
             "store_calls": client.under_way,
             "store_overdue_calls": client.overdue,
         }

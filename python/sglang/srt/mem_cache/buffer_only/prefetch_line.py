@@ -241,7 +241,8 @@ class PrefetchLine:
         if not prefetch.keys:
             self._settle(prefetch)
             return
-        self._context.counters["prefetch_hit_tokens"] += tokens
+        self._context.counters["prefetch_hit_tokens"] += max(0, tokens - prefetch.hit_tokens)
+        prefetch.hit_tokens = max(tokens, prefetch.hit_tokens)
         prefetch.unready = prefetch.all_comes = None
         if not prefetch.pieces:  # else the calls that are under way for it would count against it
             prefetch.choice = None
