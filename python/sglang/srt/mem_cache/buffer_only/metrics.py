@@ -45,8 +45,8 @@ _DECLARED = (
             "store_written_pages": "Pages that became durable in the store, on all ranks",
             "store_read_pages": "Pages read from the store, on all ranks",
             "store_write_failures": "Writes that ended before their last page on some rank",
-            "store_lost_pages": "Pages in use on the device that the store had lost, to be written "
-            "again",
+            "store_lost_pages": "Pages of this rank, in use on the device, that the store had "
+            "lost, to be written again",
             "store_query_failures": "Queries that failed on this rank",
             "store_read_failures": "Reads that failed on this rank",
             "prefetch_hit_tokens": "Tokens that the store was found to have for a request, once a "
