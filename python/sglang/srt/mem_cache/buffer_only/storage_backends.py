@@ -172,8 +172,9 @@ class FileParts(PartStore):
         folder = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get() or file_path
         os.makedirs(folder, exist_ok=True)
         super().__init__(storage_config, file_path)
-        if len(self.config_suffix.encode()) > MAX_SUFFIX_BYTES:
-            self.config_suffix = f"_{hashlib.sha256(self.config_suffix.encode()).hexdigest()}"
+        # SGLang's class is not typed here.
+        if len(suffix := vars(self)["config_suffix"].encode()) > MAX_SUFFIX_BYTES:
+            self.config_suffix = f"_{hashlib.sha256(suffix).hexdigest()}"
         # Of writers that were killed; those of others that run are younger.
         for path in glob.iglob(os.path.join(glob.escape(folder), f"*.bin.{'[0-9a-f]' * 32}")):
             with contextlib.suppress(OSError):
