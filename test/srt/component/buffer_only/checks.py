@@ -121,7 +121,7 @@ def _check_queue(cache: Cache) -> None:
     assert all(count == 1 for count in covered.values()), "a node in two entries"
     for node in nodes(cache.tree):
         assert (node.pending is not None) == (node in covered)
-    assert queue.tokens == sum(pending.tokens for pending in queue) <= queue.max_tokens
+    assert queue.tokens == sum(pending.tokens for pending in queue) <= cache.device.size
 
 
 def _check_content(cache: Cache) -> None:

@@ -36,6 +36,26 @@ def test_what_is_fetched(
     assert hit or not cache.store.asked("batch_get_v1")
 
 
+@pytest.mark.parametrize(
+    ("server", "choice"),
+    [("decodes", Choice.UNASKED), ("is full", Choice.FASTER), ("was idle", Choice.FASTER)],
+)
+def test_steps_of_the_scheduler_count(server: str, choice: Choice):
+    """Guards against a request that waits two long steps for what takes less to compute, although
+    the store answers in 3 ms; and against steps that cost a request nothing."""
+    tokens = prompt(1, 5)
+    cache = stored(tokens)
+    measured(cache, 0.003)
+    for _ in range(5):
+        cache.buffer.prefetches.in_line([], full=server == "is full")
+        cache.buffer.is_idle = server == "was idle"
+        cache.now += 0.04
+        cache.step()
+    cache.want("r", tokens)
+    steps(cache, 4)
+    assert cache.buffer.context.choices == {choice: 1}
+
+
 @pytest.mark.parametrize("in_store", [0, 5], ids=["nothing is stored", "all is stored"])
 def test_one_in_sixteen_waits_for_a_slow_store(in_store: int):
     """To see whether it is still slow. An answer takes a step of the scheduler, and so would every

@@ -138,6 +138,20 @@ def test_writes_that_hang_for_ever():
     assert all(node.storage_backed for node in nodes(cache.tree))
 
 
+def test_a_store_that_answers_probes_alone():
+    """Guards against a gauge, and with it an alert, that takes a store for used although all calls
+    that it may have hang, so that each further one is refused."""
+    cache = Cache()
+    cache.client.settings = dataclasses.replace(cache.client.settings, max_calls=2)
+    for used in (1, 0):
+        cache.store.hang("batch_exists")
+        cache.client.query(["f" * 64])
+        cache.now += 100.0
+        cache.client.poll()
+        cache.calm()
+        assert cache.client.up and cache.buffer.gauges()["store_up"] == used
+
+
 @pytest.mark.parametrize("left_s", [0.0, 2.0])
 def test_the_end_of_a_server_waits_for_all_at_once(left_s: float, monkeypatch: pytest.MonkeyPatch):
     """Not for one thread after the other: eight of them could take 80 s, and whoever ends servers

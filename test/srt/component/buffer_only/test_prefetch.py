@@ -154,6 +154,7 @@ def test_what_the_tree_held_may_go_or_be_split(state: State, how: str, evicted: 
     assert cache.run("r", PROMPT) == 8 * PAGE
     fetched = pages_fetched(cache)
     assert len(fetched) == len(set(fetched)) == 4 + evicted
+    assert cache.buffer.context.counters["prefetch_hit_tokens"] == (4 + evicted) * PAGE
 
 
 def test_what_the_tree_held_goes_again_and_again():

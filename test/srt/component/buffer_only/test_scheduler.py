@@ -53,6 +53,7 @@ def test_busy_pipelines_are_not_idle_and_do_not_sleep(monkeypatch: pytest.Monkey
         assert server.is_fully_idle() is idle and server.is_fully_idle(for_health_check=True)
         server.maybe_sleep_on_idle()
         assert (naps, server.calls["sleep"]) == ([NAP_S], idle)
+        assert cache.buffer.is_idle is idle, "how long it sleeps is no step's time"
         cache.settle()
     assert NAP_S < 0.001
 

@@ -248,6 +248,20 @@ def test_temporary_files_of_killed_writers_are_removed(
     assert sorted(tmp_path.iterdir()) == sorted([page, fresh, *others])
 
 
+@pytest.mark.parametrize(
+    "name", ["m" * 150, "org/" + "m" * 400, "\u6a21" * 60], ids=["long", "longer", "not ASCII"]
+)
+def test_a_model_name_of_any_length(tmp_path: Path, name: str) -> None:
+    """Guards against file names that no file system takes: not a page would be stored."""
+    pool = host_pool("mha", DIRECT)
+    for rank in (0, 1):
+        store = backends.file(pool, tmp_path, model_name=name, rank=rank, ranks=2)
+        assert store.batch_exists(hashes(1)) == 0  # not of another rank
+        assert store.batch_set_v1(hashes(1), slots(rank)) == [True]
+    other = backends.file(pool, tmp_path, model_name=f"{name}-2", ranks=2)
+    assert other.batch_exists(hashes(1)) == 0
+
+
 @pytest.mark.parametrize("how", ["cut short", "not readable"])
 def test_a_file_that_is_no_page_is_missing_alone(tmp_path: Path, how: str) -> None:
     """Guards against a file whose writer died: found for ever, and read by nobody; and against one

@@ -3,6 +3,8 @@ written again when it has lost them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from component.buffer_only.cache import PAGE, Cache, prompt
@@ -85,7 +87,39 @@ def test_what_the_store_has_lost_is_written_again(page: int | None):
     cache.settle()
     assert set(cache.store.content) == set(keys)
     assert all(node.storage_backed for node in nodes(cache.tree))
-    assert cache.buffer.context.counters["store_lost_pages"] == 6 - good
+    assert cache.buffer.context.counters["store_lost_pages"] == (page is not None)
+
+
+@pytest.mark.parametrize(("lost", "counted"), [(range(0), 0), ((1, 4), 2), (range(30), 30)])
+def test_each_lost_page_is_counted(lost: Sequence[int], counted: int):
+    """Guards against pages that are counted as lost since they lie behind one."""
+    cache, tokens = Cache(pages=32, tokens=80 * PAGE), prompt(1, 30)
+    cache.compute(tokens)
+    cache.settle()
+    for page in lost:
+        cache.store.drop(cache.keys(tokens)[page])
+    later(cache)
+    cache.compute(tokens)
+    steps(cache, 3)
+    assert cache.buffer.context.counters["store_lost_pages"] == counted
+
+
+@pytest.mark.parametrize("prefix_keys", [False, True])
+def test_a_shared_prefix_is_looked_up_once(prefix_keys: bool):
+    """Guards against a trunk that is looked up again for each session below it."""
+    cache = Cache(pages=64, tokens=80 * PAGE, settings={"pass_prefix_keys": prefix_keys})
+    sessions = [prompt(number, 2, base=BASE) for number in range(2, 7)]
+    for tokens in sessions:
+        cache.compute(tokens)
+        cache.settle()
+    cache.store.calls.clear()
+    later(cache)
+    for tokens in sessions:
+        cache.compute(tokens)
+        steps(cache, 2)
+    first, *others = cache.store.asked("batch_exists")
+    assert first == cache.keys(sessions[0])
+    assert others == [cache.keys(tokens)[3:] for tokens in sessions[1:]]
 
 
 @pytest.mark.hazard("split-while-under-way")

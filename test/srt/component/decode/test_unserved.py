@@ -10,6 +10,7 @@ import re
 from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from sglang.srt.disaggregation.utils import (
     MetadataBuffers,
 )
 from sglang.srt.managers import tokenizer_manager
-from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.managers.scheduler_output_processor_mixin import SchedulerOutputProcessorMixin
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -243,6 +244,36 @@ def test_a_batch_with_one_that_is_refused() -> None:
     batch["bootstrap_host"] = ["h"] * 3
     with pytest.raises(ValueError, match="input_ids has -1"):
         answer(tokenizer, GenerateReqInput(sampling_params={}, **batch))
+    assert tokenizer.rid_to_state == {} and tokenizer.sent == []
+
+
+#: Prompts with an id that no model has, as clients of servers without a router send them.
+WRONG_IDS = [
+    (GenerateReqInput, {"input_ids": [3, -1]}, "input_ids has -1"),
+    (GenerateReqInput, {"input_ids": [[3], [VOCABULARY]]}, f"input_ids has {VOCABULARY}"),
+    (GenerateReqInput, {"input_ids": [[3], [2, 1.5]]}, "input_ids has 1.5"),
+    (GenerateReqInput, {"input_ids": [-1], "image_data": ["a"]}, "input_ids has -1"),
+    (GenerateReqInput, {"input_ids": [3], "token_ids_logprob": [-3]}, "token_ids_logprob has -3"),
+    (EmbeddingReqInput, {"input_ids": [[3], [-1]]}, "input_ids has -1"),
+]
+
+
+@pytest.mark.hazard("wrong-token-ids")
+@pytest.mark.parametrize(("kind", "fields", "told"), WRONG_IDS)
+def test_a_buffer_only_server_refuses_wrong_ids(
+    kind: type[GenerateReqInput | EmbeddingReqInput], fields: dict[str, Any], told: str
+) -> None:
+    """Guards against one client's ids that end an aggregated server: page hashes, which are made of
+    them in the scheduler, take 32 bits without a sign. A processor of images passes them on."""
+    tokenizer = Tokenizer("null")
+    tokenizer.server_args.hicache_host_memory_mode = "buffer_only"
+    tokenizer.server_args.limit_mm_data_per_request = None
+    tokenizer.is_generation, tokenizer.max_req_input_len = kind is GenerateReqInput, 4096
+    processed = SimpleNamespace(input_ids=[3], token_type_ids=None, mm_items=[])
+    tokenizer.mm_processor = mock.AsyncMock()
+    tokenizer.mm_processor.process_mm_data_async.return_value = processed
+    with pytest.raises(ValueError, match=re.escape(told)):
+        answer(tokenizer, kind(**fields))
     assert tokenizer.rid_to_state == {} and tokenizer.sent == []
 
 

@@ -40,6 +40,14 @@ def test_how_long_a_fetch_takes(
     assert found == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(("queries", "steps"), [(0, 1), (3, 2)])
+def test_answers_are_noticed_in_steps(queries: int, steps: int):
+    """Guards against a request that waits for two long steps for what is computed sooner."""
+    known = chooser().fetch_seconds(1, 0, queries)
+    found = chooser(step_us=20_000).fetch_seconds(1, 0, queries)
+    assert found == pytest.approx(known + steps * 0.02)
+
+
 @pytest.mark.parametrize(
     ("tokens", "tokens_ahead", "choice"),
     [(101, 0, Choice.FASTER), (99, 0, Choice.SLOWER), (50, 51, Choice.FASTER)],

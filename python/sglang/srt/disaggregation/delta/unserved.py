@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.disaggregation.delta.wire import fetch_capabilities
+from sglang.srt.patchset.flags import wants_buffer_only
 
 if TYPE_CHECKING:
     import torch
@@ -77,8 +78,9 @@ _MOST_BIAS = 1e30  # finite in 32 bits, also when a temperature divides it
 class PairTokenizer(TokenizerManager):
     """Refuses what would raise in a scheduler and end it, on both servers of a pair, before it is
     sent to one, and numbers the rooms of parallel samples. SGLang makes status 400 of a
-    ``ValueError`` here. On other servers it checks nothing. On all of them, a request that ends
-    gives back its state, its id and its LoRA adapter, whatever ended it."""
+    ``ValueError`` here. Of other servers, those with ``buffer_only`` check token ids, from which
+    they make keys; the rest check nothing. On all of them, a request that ends gives back its
+    state, its id and its LoRA adapter, whatever ended it."""
 
     @override
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
@@ -152,8 +154,11 @@ class PairTokenizer(TokenizerManager):
         token_type_ids: list[int] | None = None,
     ) -> Any:
         try:
-            if self.server_args.disaggregation_mode != "null" and hasattr(obj, "bootstrap_room"):
-                others = mm_inputs is not None or input_embeds is not None
+            is_pair = self.server_args.disaggregation_mode != "null"
+            others = mm_inputs is not None or input_embeds is not None
+            if is_pair or wants_buffer_only(self.server_args):
+                check_ids(obj, input_ids, others, self.model_config.vocab_size)
+            if is_pair and hasattr(obj, "bootstrap_room"):
                 check_values(obj, input_ids, others, self.model_config.vocab_size)
                 allowed = self.server_args.tokenizer_metrics_allowed_custom_labels or ()
                 unknown = sorted(set(obj.custom_labels or ()) - set(allowed))
@@ -327,14 +332,40 @@ def check_request(obj: Any, request: Any) -> None:
         raise ValueError("; ".join(wrong))
 
 
+def check_ids(obj: Any, input_ids: Any, has_other_input: bool, vocabulary: int) -> None:
+    """Check the token ids of the request ``obj``: at others the model or a tree ends the server.
+
+    Args:
+        input_ids: the prompt's, as tokenized.
+        has_other_input: images, sounds or embeddings belong to the prompt. A multimodal processor
+            puts ids of its own between the client's.
+
+    Raises:
+        ValueError: an id is no integer, negative, or beyond the vocabulary.
+    """
+    ids = {
+        "input_ids": (obj.input_ids, 2**31) if has_other_input else (input_ids, vocabulary),
+        # A request with min_new_tokens masks those of all requests that run with it.
+        "stop_token_ids": (obj.sampling_params.get("stop_token_ids"), vocabulary),
+        "token_ids_logprob": (getattr(obj, "token_ids_logprob", None), vocabulary),
+    }
+    for name, (values, bound) in ids.items():
+        whole = all(issubclass(kind, Integral) for kind in set(map(type, values or ())))
+        if values and not (whole and min(values) >= 0 and max(values) < bound):
+            wrong = next(i for i in values if not (isinstance(i, Integral) and 0 <= int(i) < bound))
+            raise ValueError(
+                f"{name} has {wrong!r}, which is not a token of the model: ids are 0 to {bound - 1}"
+            )
+
+
 def check_values(obj: Any, input_ids: Any, has_other_input: bool, vocabulary: int) -> None:
     """Look at all that a client gave for the request ``obj``, before SGLang's own checks: those
     raise at types that they do not expect.
 
     Args:
         input_ids: the prompt's, where ``obj`` has none.
-        has_other_input: images, sounds or embeddings belong to the prompt. A multimodal processor
-            puts ids of its own between the client's.
+        has_other_input: images, sounds or embeddings belong to the prompt.
+        vocabulary: number of token ids that the model knows.
 
     Raises:
         ValueError: a value that SGLang's scheduler or the model would raise at.
@@ -348,22 +379,6 @@ def check_values(obj: Any, input_ids: Any, has_other_input: bool, vocabulary: in
             "bootstrap_room needs bootstrap_host: a PD router sets both. Sessions (session_params) "
             "are not supported with disaggregation"
         )
-    ids = {
-        "input_ids": () if has_other_input else input_ids,
-        # A request with min_new_tokens masks those of all requests that run with it.
-        "stop_token_ids": params.get("stop_token_ids"),
-        "token_ids_logprob": obj.token_ids_logprob,
-    }
-    for name, values in ids.items():
-        whole = all(issubclass(kind, Integral) for kind in set(map(type, values or ())))
-        if values and not (whole and min(values) >= 0 and max(values) < vocabulary):
-            wrong = next(
-                i for i in values if not (isinstance(i, Integral) and 0 <= int(i) < vocabulary)
-            )
-            raise ValueError(
-                f"{name} has {wrong!r}, which is not a token of the model: ids are 0 to "
-                f"{vocabulary - 1}"
-            )
     bias = params.get("logit_bias")
     most_tops = _MOST_TOP_LOGPROBS if obj.return_logprob else vocabulary
     others: list[tuple[str, Any, type]] = [

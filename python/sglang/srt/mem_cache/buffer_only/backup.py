@@ -12,16 +12,15 @@ Touch: what is noted as stored is looked up in the store while it is in use, and
 where the store has lost it.
 
 A prefix that every request finds on the device is never asked for in the store, and nobody would
-write it again, since it is noted as stored. So the path of a request that has run is looked up, at
-most once in ``touch_ms`` for each node, and not so soon after the store has taken or given it. What
-it has lost is not noted as stored any more, so that the next request that passes has it written.
-For a store with leases or an order of use, looking a key up is also what makes it recent: it would
-lose first what is used most.
+write it again, since it is noted as stored. So the path of a request that has run is looked up, as
+far as it is due: each node at most once in ``touch_ms``, and not so soon after the store has taken
+or given it. What the store has lost is not noted as stored any more, so that the next request that
+passes has it written. For a store with leases or an order of use, looking a key up is also what
+makes it recent: it would lose first what is used most.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -43,7 +42,6 @@ from sglang.srt.mem_cache.buffer_only.nodes import (
     settle,
     tokens_above,
 )
-from sglang.srt.mem_cache.buffer_only.settings import QUEUE_POOLS
 from sglang.srt.mem_cache.buffer_only.stage import Copies, Direction, Pair, StagingPages, slots_of
 
 if TYPE_CHECKING:
@@ -53,6 +51,9 @@ if TYPE_CHECKING:
 
 #: Paths that wait to be touched, at most; the oldest go first.
 MOST_WAITING = 256
+#: Pages that are counted as lost one by one, each with a query for those behind it. The rest of the
+#: path then counts as lost.
+MAX_HOLES = 16
 
 
 @dataclass(eq=False)
@@ -77,7 +78,7 @@ class Backups:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._thread = context.threads("backup")
-        self.queue = BackupQueue(QUEUE_POOLS * context.settings.device_tokens)
+        self.queue = BackupQueue()
         self.copies: Copies[Backup] = Copies()
         #: In flight, oldest first.
         self.running: list[Backup] = []
@@ -113,8 +114,7 @@ class Backups:
             chain.append(node)
             node = node.parent
         for missing in reversed(chain):
-            if not self.queue.add(missing):
-                return  # what is below it would be out of reach without it
+            self.queue.add(missing)
 
     def vote(self) -> tuple[int, tuple[int, ...]]:
         """Copies that have ended, and what is known of each backup, on this rank."""
@@ -159,6 +159,7 @@ class Backups:
         """The tree is about to be emptied: forget it, but keep what the store still reads."""
         self.queue.clear(FLUSHED)
         for backup in self.copies.pop(len(self.copies.launches)):
+            self.queue.dropped[FLUSHED] += sum(map(len, backup.segments))
             self._unlock(backup)
             backup.staging.release()
             self.running.remove(backup)
@@ -235,7 +236,7 @@ class Backups:
     def _answered(self, backup: Backup, durable: int) -> None:
         """The store has answered on all ranks, or has let go of the pages on all ranks."""
         if not backup.overdue:
-            counters = self._context.counters
+            counters, page = self._context.counters, self._context.page_size
             counters["store_written_pages"] += durable
             now_ms, failed = self._context.now_ms, durable < len(backup.keys)
             if not failed:
@@ -246,6 +247,7 @@ class Backups:
                 self._refused.failed(now_ms)
             if failed:
                 counters["store_write_failures"] += 1
+                self.queue.dropped[REFUSED] += sum(map(len, backup.segments)) - durable * page
                 backup.overdue = True
             if not backup.orphan:
                 self._settle(backup, durable)
@@ -257,10 +259,11 @@ class Backups:
     def _settle(self, backup: Backup, durable: int) -> None:
         context, tokens = self._context, durable * self._context.page_size
         for segment in backup.segments:
-            settle(segment, min(tokens, len(segment)), context.now_ms + context.settings.touch_ms)
             if tokens < len(segment) and (pending := segment.node.pending) is not None:
                 # Tried on and on, what a store does not take would keep out all that is behind it.
+                # Before ``settle``, because it would count what was tried a second time.
                 self.queue.drop(pending, REFUSED)
+            settle(segment, min(tokens, len(segment)), context.now_ms + context.settings.touch_ms)
             tokens -= min(tokens, len(segment))
 
     def _unlock(self, backup: Backup) -> None:
@@ -270,10 +273,10 @@ class Backups:
 
 @dataclass
 class Touch:
-    """A path that is looked up: its first ``tokens`` tokens, which are noted as stored."""
+    """A part of a path that is looked up: its first ``tokens`` tokens, noted as stored."""
 
     node: TreeNode
-    #: From the start of the path to the end of ``node``, which no split and no deletion changes.
+    #: From the start of the part to the end of ``node``, which no split and no deletion changes.
     length: int
     tokens: int
     job: Job
@@ -285,7 +288,8 @@ class Touches:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._thread = context.threads("touch")
-        self._waiting: dict[TreeNode, None] = {}
+        #: Tokens to look up, back from the end of each node.
+        self._waiting: dict[TreeNode, int] = {}
         #: The path that is looked up now.
         self.running: Touch | None = None
 
@@ -298,9 +302,7 @@ class Touches:
         if not node.stored or now < node.touch_after_ms:
             return
         node.touch_after_ms = now + self._context.settings.touch_ms
-        if node.parent is not None:
-            self._waiting.pop(node.parent, None)
-        self._waiting[node] = None
+        self._waiting[node] = self._waiting.pop(node.parent, 0) + len(node.key)
         if len(self._waiting) > MOST_WAITING:
             del self._waiting[next(iter(self._waiting))]
 
@@ -315,13 +317,13 @@ class Touches:
 
     def apply(self, found: int) -> None:
         """All ranks have an answer, unless ``found`` is ``PENDING``."""
-        touch, page = self.running, self._context.page_size
+        touch = self.running
         if touch is None or found == PENDING:
             return
         self.running = None
         if found >= touch.tokens:
             return
-        self._context.counters["store_lost_pages"] += (touch.tokens - found) // page
+        self._context.counters["store_lost_pages"] += touch.job.lost
         for node, back in path_pieces(touch.node, touch.length):
             begin = touch.length - back - len(node.key)
             if begin + node.stored > found:  # nothing behind what was found is stored
@@ -332,9 +334,9 @@ class Touches:
         if self.running is not None or not self._waiting:
             return
         context, store = self._context, self._context.store
-        node = next(iter(self._waiting))
+        node, length = next(iter(self._waiting.items()))
         del self._waiting[node]
-        path, hashes, tokens = list(path_pieces(node, sys.maxsize))[::-1], list[str](), 0
+        path, hashes, tokens = list(path_pieces(node, length))[::-1], list[str](), 0
         for piece, _ in path:
             pages = piece.stored // context.page_size
             hashes.extend(page_hashes(piece, context.page_size)[:pages])
@@ -344,14 +346,22 @@ class Touches:
         if not tokens:
             return  # it was lost meanwhile
         namespace, extra_key = store.namespace, node.key.extra_key
-        extra: list[str] | None = [] if context.settings.pass_prefix_keys else None
+        begin = tokens_above(path[0][0]) // context.page_size
+        above = context.prefix_keys(path[0][0].parent)
 
         def look_up(job: Job) -> int:
-            keys = store.keys(hashes, extra_key, 0, namespace)
-            return store.call(job, store.client.query, keys, extra)
+            keys = store.keys(hashes, extra_key, begin, namespace)
+            found = at = store.call(job, store.client.query, keys, above)
+            while at < len(keys) and job.lost < MAX_HOLES and not job.fault:
+                job.lost += 1
+                at += 1 + store.call(
+                    *(job, store.client.query, keys[at + 1 :]),
+                    None if above is None else [*above, *keys[: at + 1]],
+                )
+            job.lost = 0 if job.fault else job.lost + len(keys) - at
+            return found
 
         context.checksum.note("touch", tokens, hashes[-1])
-        length = sum(len(piece.key) for piece, _ in path)
         self.running = Touch(node, length, tokens, self._thread.submit(look_up))
 
     def reset(self) -> None:

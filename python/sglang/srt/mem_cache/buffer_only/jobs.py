@@ -28,6 +28,8 @@ class Job:
         self.fault: str | None = None
         #: Calls that were given up and may still use the staging pages.
         self.overdue_calls: list[Future[object]] = []
+        #: Pages noted as stored that the store was found not to have.
+        self.lost = 0
         #: How long the work took.
         self.seconds = 0.0
         #: Leading good pages; ``PENDING`` until the job has ended.

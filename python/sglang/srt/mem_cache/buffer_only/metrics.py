@@ -32,8 +32,8 @@ _DECLARED = (
             "use",
             "pending_intents": "Nodes that wait for staging pages to be written",
             "pending_tokens": "Tokens of these nodes",
-            "store_up": "1 if the store is used, 0 after it was silent and until it answers a "
-            "probe",
+            "store_up": "1 if the store is used; 0 after it was silent, until it answers a "
+            "probe, and while all calls hang that it may have",
             "store_calls": "Calls of the store under way",
             "store_overdue_calls": "Calls of the store that were given up and have not returned",
         },
@@ -45,11 +45,12 @@ _DECLARED = (
             "store_written_pages": "Pages that became durable in the store, on all ranks",
             "store_read_pages": "Pages read from the store, on all ranks",
             "store_write_failures": "Writes that ended before their last page on some rank",
-            "store_lost_pages": "Pages in use on the device that the store had lost, to be written "
-            "again",
+            "store_lost_pages": "Pages of this rank, in use on the device, that the store had "
+            "lost, to be written again",
             "store_query_failures": "Queries that failed on this rank",
             "store_read_failures": "Reads that failed on this rank",
-            "prefetch_hit_tokens": "Tokens that the store was found to have for a request",
+            "prefetch_hit_tokens": "Tokens that the store was found to have for a request, once a "
+            "request",
             "prefetch_loaded_tokens": "Tokens that came from the store into the device tree",
             "prefetch_deferred_tokens": "Tokens of hits that waited for staging pages, once a hit",
             "prefetch_timeouts": "Requests that were computed after waiting too long",

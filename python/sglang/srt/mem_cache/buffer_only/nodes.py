@@ -28,7 +28,7 @@ else:
     TreeNode = object
 
 #: Why tokens were not written, or not yet: label values of the counter.
-FULL, EVICTED, UNCOVERED, FLUSHED = "queue_full", "evicted", "parent_failed", "flushed"
+EVICTED, UNCOVERED, FLUSHED = "evicted", "parent_failed", "flushed"
 #: The staging buffer is full of what overdue calls of the store may still use.
 STUCK = "store_stuck"
 #: The store did not take what was tried; a request that passes has it tried again.
@@ -123,13 +123,12 @@ class PendingBackup:
 
 @dataclass(eq=False)
 class BackupQueue:
-    """First in, first out; at most one entry a node; at most ``max_tokens`` tokens.
+    """First in, first out; at most one entry a node, so never more tokens than the device pool.
 
     Entries hold no lock: what is evicted while it waits is dropped. All that is dropped is counted
     in ``dropped``, in tokens by reason.
     """
 
-    max_tokens: int
     tokens: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     entries: dict[PendingBackup, None] = field(default_factory=dict)
@@ -140,16 +139,12 @@ class BackupQueue:
     def __iter__(self) -> Iterator[PendingBackup]:
         return iter(self.entries)
 
-    def add(self, node: TreeNode) -> bool:
-        """Queue ``node``, which has no entry; False where the queue has no room for it."""
+    def add(self, node: TreeNode) -> None:
+        """Queue ``node``, which has no entry."""
         tokens = len(node.key)
-        if self.tokens + tokens > self.max_tokens:
-            self.dropped[FULL] += tokens
-            return False
         node.pending = PendingBackup(node, tokens)
         self.entries[node.pending] = None
         self.tokens += tokens
-        return True
 
     def done(self, pending: PendingBackup) -> None:
         """All of ``pending`` was launched."""

@@ -40,6 +40,8 @@ class Pipelines:
         self.touches = Touches(context)
         #: To compute a token of a prompt, on this rank.
         self._token_seconds = Mean(keep=0.9997)
+        #: Set by a scheduler without a batch: the step that ends next has waited for requests.
+        self.is_idle = False
         #: Of the weights that the server has.
         self._namespace = context.store.namespace
         self._reduce_min = reduce_min
@@ -74,7 +76,8 @@ class Pipelines:
             "stranded_pages": stage.stranded,
             "pending_intents": len(queue),
             "pending_tokens": queue.tokens,
-            "store_up": int(client.up),
+            # While all calls hang that it may have, each further one is refused.
+            "store_up": int(client.up and client.overdue < client.settings.max_calls),
             "store_calls": client.under_way,
             "store_overdue_calls": client.overdue,
         }
@@ -98,9 +101,11 @@ class Pipelines:
             now_ms, backup_copies, load_back_copies, backups, queries, fetches, up, touched, *speeds
         )
         agreed = agree(vote, self.context.checksum, self._reduce_min)
-        self.context.now_ms = max(self.context.now_ms, agreed.clock_ms)
+        before_ms = self.context.now_ms
+        self.context.now_ms = max(before_ms, agreed.clock_ms)
         self.backups.apply(agreed)
-        self.prefetches.apply(agreed)
+        self.prefetches.apply(agreed, 0 if self.is_idle else self.context.now_ms - before_ms)
+        self.is_idle = False
         self.touches.apply(agreed.touched)
         # Prefetches first: a request waits for them.
         self.prefetches.launch()

@@ -101,6 +101,8 @@ class Prefetch:
     #: In the order of the prompt.
     pieces: list[Piece] = field(default_factory=list)
     query: Query | None = None
+    #: Tokens that were counted as its hit; what is found again is not counted again.
+    hit_tokens: int = 0
     #: How often all was asked for anew, since the tree had lost what came before.
     anews: int = 0
     #: When the scheduler first waited for it, until it need not.

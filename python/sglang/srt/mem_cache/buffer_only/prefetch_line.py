@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.buffer_only.load_back import LoadBacks
 from sglang.srt.mem_cache.buffer_only.metrics import ended
 from sglang.srt.mem_cache.buffer_only.nodes import page_hashes
 from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, Query, State, WaitingLine
-from sglang.srt.mem_cache.buffer_only.worth import Choice, Chooser, Speeds
+from sglang.srt.mem_cache.buffer_only.worth import Choice, Chooser, Mean, Speeds
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +55,7 @@ class PrefetchLine:
         self.load_backs = LoadBacks(context, self.calls)
         #: Whether nobody is admitted in this step.
         self._full = False
+        self._step_ms = Mean()
         #: What was known when the line was last gone through to its end, or to where nobody behind
         #: gets more.
         self._gone_through: object = None
@@ -165,14 +166,17 @@ class PrefetchLine:
 
     # ---- a step ----
 
-    def apply(self, agreed: TransferVote) -> None:
-        """Act on what has ended on all ranks."""
+    def apply(self, agreed: TransferVote, step_ms: int) -> None:
+        """Act on what has ended on all ranks; ``step_ms``: how long the last step took."""
+        self._step_ms.add(step_ms)
         self.load_backs.finish(agreed.load_back_copies)
         self._chooser.speeds = Speeds(
             call_us=-agreed.minus_call_us,
             call_bytes=agreed.call_bytes,
             query_us=-agreed.minus_query_us,
             tokens_per_s=agreed.tokens_per_s,
+            # A full server admits no request meanwhile, so that waiting for an answer costs none.
+            step_us=0 if self._full else int(self._step_ms.value * 1000),
         )
         for prefetch in self.calls.fetched(agreed.fetches):
             if prefetch.state in (State.WAITING, State.QUERYING):
@@ -241,7 +245,8 @@ class PrefetchLine:
         if not prefetch.keys:
             self._settle(prefetch)
             return
-        self._context.counters["prefetch_hit_tokens"] += tokens
+        self._context.counters["prefetch_hit_tokens"] += max(0, tokens - prefetch.hit_tokens)
+        prefetch.hit_tokens = max(tokens, prefetch.hit_tokens)
         prefetch.unready = prefetch.all_comes = None
         if not prefetch.pieces:  # else the calls that are under way for it would count against it
             prefetch.choice = None

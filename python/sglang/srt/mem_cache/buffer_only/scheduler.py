@@ -255,6 +255,7 @@ class BufferOnlyScheduler(Scheduler):
             time.sleep(NAP_S)
         else:
             super().maybe_sleep_on_idle()
+            self.tree_cache.buffer.is_idle = True
 
     # ---- new weights ----
 

@@ -18,8 +18,6 @@ CACHE_RATIO = 2.0
 #: The default stage holds what a store delivers (bytes a second of a rank: 100 Gbit/s) while pages
 #: stay in it (seconds: the call, and the wait for a batch), and as much on the way to the store.
 STORE_RATE, STAY_S = 12.5e9, 0.2
-#: The queue of pending backups holds so many times the device pool, in tokens.
-QUEUE_POOLS = 2
 
 
 #: Bytes and pages of one call of the store. A call that moves more takes longer than others can
@@ -105,7 +103,6 @@ class Settings:
 
     page_size: int
     prefetch_threshold: int
-    device_tokens: int
     #: "best_effort", "timeout" or "wait_complete" (--hicache-storage-prefetch-policy).
     policy: str = "wait_complete"
     #: Longest wait of a request for its prefetch, from when the scheduler first looked at it.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import hashlib
 import logging
 import os
 import time
@@ -151,6 +152,9 @@ class PartStore(HiCacheStorage):
 
 #: Seconds after which nobody writes to a temporary file any more.
 STALE_S = 600.0
+#: Longest end of a file's name that SGLang makes of model and rank, in bytes. Most file systems
+#: allow 255 for a name: a page's key has 64, a temporary name 33 and a part's label a few.
+MAX_SUFFIX_BYTES = 128
 
 
 class FileParts(PartStore):
@@ -168,6 +172,9 @@ class FileParts(PartStore):
         folder = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get() or file_path
         os.makedirs(folder, exist_ok=True)
         super().__init__(storage_config, file_path)
+        # SGLang's class is not typed here.
+        if len(suffix := vars(self)["config_suffix"].encode()) > MAX_SUFFIX_BYTES:
+            self.config_suffix = f"_{hashlib.sha256(suffix).hexdigest()}"
         # Of writers that were killed; those of others that run are younger.
         for path in glob.iglob(os.path.join(glob.escape(folder), f"*.bin.{'[0-9a-f]' * 32}")):
             with contextlib.suppress(OSError):

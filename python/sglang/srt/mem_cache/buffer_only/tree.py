@@ -105,7 +105,6 @@ class BufferOnlyTree(HiRadixCache):
         settings = Settings(
             page_size=self.page_size,
             prefetch_threshold=controller.prefetch_threshold,
-            device_tokens=device.size,
             policy=self.prefetch_stop_policy,
             prefetch_timeout_ms=int(environment.BUFFER_READ_TIMEOUT.read() * 1000),
             timeout_base_ms=self.prefetch_timeout_base * 1000,

@@ -65,6 +65,8 @@ class Speeds:
     query_us: int = 0
     #: Of prefill.
     tokens_per_s: int = 0
+    #: Mean time of a scheduler step while requests could be admitted.
+    step_us: int = 0
 
 
 @dataclass(eq=False)
@@ -91,10 +93,13 @@ class Chooser:
         whether the store has the pages.
 
         A call that is smaller than the mean is not taken for faster: it may be latency that counts.
-        Where no call was measured, only the queries count.
+        Where no call was measured, only the queries count. The scheduler notices each answer in a
+        step, so that queries and calls take up to one more step each.
         """
         speeds = self.speeds
-        asked = queries * speeds.query_us / 1e6
+        asked = (
+            queries * speeds.query_us + (bool(queries) + bool(speeds.call_bytes)) * speeds.step_us
+        ) / 1e6
         if not speeds.call_bytes:
             return asked
         rounds = math.ceil((pages_of(pages, self.piece_pages) + calls_ahead) / SIDE_BY_SIDE)
