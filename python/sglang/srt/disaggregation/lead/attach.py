@@ -17,11 +17,9 @@ from importlib import metadata
 from typing import Any, NamedTuple  # Any: SGLang's functions and objects
 
 from sglang.srt.patchset import environment
-from sglang.srt.patchset.table import CURRENT_VERSION
+from sglang.srt.patchset.table import CURRENT_VERSION, LEAD
 
 logger = logging.getLogger(__name__)
-
-GROUP = "lead"
 
 Function = Callable[..., Any]
 
@@ -58,7 +56,7 @@ def parts_on() -> list[Part]:
     Raises:
         ValueError: a variable is set to something that is not allowed.
     """
-    if not environment.ACTIVE.read() or GROUP in environment.DISABLED_GROUPS.read():
+    if not environment.is_active() or LEAD in environment.DISABLED_GROUPS.read():
         return []
     return [part for part in PARTS if part.is_on()]
 
@@ -70,16 +68,19 @@ def activate() -> None:
         SystemExit: a variable or a method of SGLang is not what it has to be. The loader logs any
             other exception and starts the server without the plugin.
     """
+    if not environment.is_active():
+        return
     try:
-        parts = parts_on()
+        environment.check()
     except ValueError as error:
         raise SystemExit(str(error)) from None
+    parts = parts_on()
     if not parts or attached:
         return
     found = metadata.version("sglang")
     if found != CURRENT_VERSION:
         logger.warning(
-            "inert: the group %s is for SGLang %s, found %s", GROUP, CURRENT_VERSION, found
+            "inert: the group %s is for SGLang %s, found %s", LEAD, CURRENT_VERSION, found
         )
         return
     wraps = Wraps()
@@ -149,7 +150,7 @@ def _refuse_at_start(wrap: Wraps) -> None:
         if reasons:
             raise ValueError(
                 f"{', '.join(part.name for part in parts_on() if part.is_plain)} of the group "
-                f"{GROUP} was not tried with {', '.join(reasons)}: leave out either"
+                f"{LEAD} was not tried with {', '.join(reasons)}: leave out either"
             )
         stock()
 
