@@ -57,7 +57,8 @@ CANNOT_MATTER = {
         expert_balancedness_report_mode
     """,
     "It places processes, or says how they start and sleep.": """
-        nnodes node_rank dist_init_addr nccl_port dist_timeout gated_launch_port base_gpu_id gpu_id_step sleep_on_idle
+        nnodes node_rank dist_init_addr nccl_port dist_timeout gated_launch_port base_gpu_id
+        gpu_id_step sleep_on_idle
         custom_sigquit_handler numa_node gc_threshold enable_p2p_check
         disaggregation_ib_device scheduler_recv_interval
     """,
@@ -157,7 +158,7 @@ CANNOT_MATTER = {
         speculative_attention_mode
         speculative_draft_kv_cache_dtype speculative_boundary_reduction
     """,
-    "Only models that are refused (SWA, Mamba, DSA, another architecture of that kind) read it.": """
+    "Only models that are refused (SWA, Mamba, DSA and the like) read it.": """
         c128_page_size swa_full_tokens_ratio _swa_full_tokens_ratio_explicitly_set swa_prefix_tails
         disable_hybrid_swa_memory dsa_prefill_backend dsv4_prefill_backend dsa_decode_backend
         dsa_paged_mqa_logits_backend dsa_topk_backend enable_deepseek_v4_fp4_indexer

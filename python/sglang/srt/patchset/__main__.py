@@ -22,6 +22,7 @@ from sglang.srt.patchset.table import CURRENT_VERSION, LEAD
 
 #: The name of our entry point in SGLang's group of plugins, as in pyproject.toml.
 PLUGINS, NAME = "sglang.srt.plugins", "disagg_lead"
+REFUSES = "\na server does not start: {}\n"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,19 +63,10 @@ def main(argv: list[str] | None = None) -> int:
             cpu_standin.install()
             sys.stdout.write("no GPU driver: checked with the CPU stand-in\n")
     now = load_all() if options.check else examine()
-    refused = refusal()
-    sys.stdout.write(render(now) + refused)
-    wrong = {GroupStatus.STOCK, GroupStatus.PENDING} if options.check else {GroupStatus.STOCK}
-    return 2 if refused or any(each.status in wrong for each in now.groups) else 0
-
-
-def refusal() -> str:
-    """Return the line that says why a server would not start; empty if it would."""
-    try:
-        environment.check()
-    except ValueError as error:
-        return f"\na server does not start: {error}\n"
-    return ""
+    wrong = environment.wrong()
+    sys.stdout.write(render(now) + REFUSES.format(wrong) * bool(wrong))
+    bad = {GroupStatus.STOCK, GroupStatus.PENDING} if options.check else {GroupStatus.STOCK}
+    return 2 if wrong or any(each.status in bad for each in now.groups) else 0
 
 
 def render(now: State) -> str:
@@ -116,7 +108,7 @@ def report_current(*, check: bool) -> tuple[str, int]:
     from sglang.srt.disaggregation.lead import attach
 
     is_active, problem = environment.is_active(), ""
-    refused = refusal() if is_active else ""
+    wrong = environment.wrong() if is_active else ""
     if not is_active:
         problem = "inert: turned off by SGLANG_PATCHSET=0"
     elif NAME not in metadata.entry_points(group=PLUGINS).names:
@@ -126,7 +118,7 @@ def report_current(*, check: bool) -> tuple[str, int]:
     wraps = attach.Wraps()
     for part in attach.PARTS if check else ():
         importlib.import_module(f"{attach.__package__}.{part.name}").install(wraps)
-    on = [] if refused else attach.parts_on()
+    on = [] if wrong else attach.parts_on()
     lines = (
         f"version  {__version__}",
         f"sglang   found {CURRENT_VERSION}: the group {LEAD}, attached by SGLang's plugins",
@@ -137,8 +129,8 @@ def report_current(*, check: bool) -> tuple[str, int]:
         *(f"  by {each}" for each in environment.given(LEAD)),
         *(f"  does not fit: {each}" for each in wraps.misfits),
     )
-    status = 1 if not is_active else 2 if problem or refused or wraps.misfits else 0
-    return "\n".join(lines) + "\n" + refused, status
+    status = 1 if not is_active else 2 if problem or wrong or wraps.misfits else 0
+    return "\n".join(lines) + "\n" + REFUSES.format(wrong) * bool(wrong), status
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ class DisaggArgs(_Base):
 
     @override
     def __post_init__(self) -> None:
-        environment.check()
+        if wrong := environment.wrong():
+            raise ValueError(wrong)
         if self.disaggregation_mode != "null":
             # What keeps it stock is said here, once, and not by each process of the server.
             examine(closure(flags.backend_group(self)))

@@ -328,24 +328,20 @@ VARIABLES: tuple[Variable[Any], ...] = tuple(
 
 def is_active() -> bool:
     """Return False if the package is turned off. A text that is not allowed counts as on, so that
-    a server is there to refuse it (``check``)."""
+    a server is there to refuse it (``wrong``)."""
     return os.environ.get(ACTIVE.name, "1").strip().lower() not in _OFF
 
 
-def check() -> None:
-    """Read every variable, also those that this process has no use for.
-
-    Raises:
-        ValueError: some are set to texts that are not allowed; the message names all of them.
-    """
-    wrong = []
+def wrong() -> str:
+    """Read every variable, also those that this process has no use for. Return which ones have a
+    text that is not allowed, so that a server does not start; empty if none."""
+    found = []
     for each in VARIABLES:
         try:
             each.read()
         except ValueError as error:
-            wrong.append(str(error))
-    if wrong:
-        raise ValueError("; ".join(wrong))
+            found.append(str(error))
+    return "; ".join(found)
 
 
 def given(group: str) -> list[str]:

@@ -71,10 +71,8 @@ def activate() -> None:
     """
     if not environment.is_active():
         return
-    try:
-        environment.check()
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
+    if wrong := environment.wrong():
+        raise SystemExit(wrong)
     parts = parts_on()
     if not parts or attached:
         return

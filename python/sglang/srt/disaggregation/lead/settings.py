@@ -13,14 +13,8 @@ from typing import Any  # Any: SGLang's arguments and model configuration
 
 from sglang.srt.patchset.flags import NO_PREFIX_CHUNKS, is_given
 
-_RANKS = "ranks would have to agree across stages, replicas or groups"
 _TREE = "KV is also in other places, or stays locked between requests"
-_HOST = "KV waits in host memory, which the parts neither count nor read in part"
-_POOL = "a slot is not a token of this rank's pool, or its copy is not one of tokens"
-_BATCH = "a chunk of a prompt was not run as such a batch"
 _LOOP = "another event loop, or another order of admission"
-_DRAFT = "what a request's first draft starts from has another form, or was not run"
-_ANSWER = "what the server adds to a token was not run for the first token of a local turn"
 
 #: On prefill and on decode.
 ON_BOTH: dict[str, str] = {
@@ -38,7 +32,7 @@ ON_BOTH: dict[str, str] = {
             *("--elastic-ep-backend", "--ep-join-mode", "--dwdp-size above 1"),
             "--moe-dp-size above 1",
         ),
-        _RANKS,
+        "ranks would have to agree across stages, replicas or groups",
     ),
     **dict.fromkeys(("--enable-lora", "--lora-paths"), "a local turn would need its adapter"),
     **dict.fromkeys(
@@ -46,7 +40,7 @@ ON_BOTH: dict[str, str] = {
             *("--enable-hisparse", "--enable-kv-cache-sharding", "--dcp-size above 1"),
             *("--enable-unified-memory", "--enable-page-major-kv-layout"),
         ),
-        _POOL,
+        "a slot is not a token of this rank's pool, or its copy is not one of tokens",
     ),
     **dict.fromkeys(
         (
@@ -80,7 +74,7 @@ ON_DECODE: dict[str, str] = {
             "--disaggregation-decode-retraction-backup host_pool",
             "SGLANG_DISAGG_STAGING_BUFFER=1",
         ),
-        _HOST,
+        "KV waits in host memory, which the parts neither count nor read in part",
     ),
     "--disaggregation-decode-retraction-backup none": (
         "admission retracts requests, and without a copy they are lost"
@@ -95,7 +89,7 @@ ON_DECODE: dict[str, str] = {
             *("--enable-single-batch-overlap", "--enable-mixed-chunk", "--rl-on-policy-target"),
             "--enable-deterministic-inference",
         ),
-        _BATCH,
+        "a chunk of a prompt was not run as such a batch",
     ),
     **dict.fromkeys(
         (
@@ -114,14 +108,14 @@ ON_DECODE: dict[str, str] = {
             *("--speculative-draft-window-size", "--speculative-draft-sink-size"),
             "another --speculative-moe-a2a-backend than none",
         ),
-        _DRAFT,
+        "what a request's first draft starts from has another form, or was not run",
     ),
     **dict.fromkeys(
         (
             *("--enable-watermark", "--enable-custom-logit-processor"),
             *("--enable-return-aux-hidden-states", "--enable-strict-thinking"),
         ),
-        _ANSWER,
+        "what the server adds to a token was not run for the first token of a local turn",
     ),
 }
 
