@@ -26,6 +26,7 @@ from benchmark.agentic.studies.spec import FOLDER
 from benchmark.harness.models import REPOSITORY
 from benchmark.harness.report import markdown
 from benchmark.kv_transfer import page as transfer_page
+from sglang.srt.disaggregation.lead import settings
 from sglang.srt.patchset import environment, flags, refusals
 from sglang.srt.patchset.table import GROUPS
 
@@ -133,6 +134,14 @@ def refused_with(flag: str) -> str:
     return markdown(["refused", "why"], [[*each] for each in _refused(flag).items()])
 
 
+def refused_by(rows: Mapping[str, str]) -> str:
+    """Return docs/: what the group ``lead`` is refused with, a line for each reason."""
+    whys: dict[str, list[str]] = {}
+    for setting, why in rows.items():
+        whys.setdefault(why, []).append(_code(setting))
+    return markdown(["setting", "why"], [["; ".join(of), _code(why)] for why, of in whys.items()])
+
+
 def _refused(flag: str) -> dict[str, str]:
     """The settings, as they are written, each with the reason."""
     rows = (*refusals.AS_GIVEN, *refusals.ALWAYS, *refusals.MODELS)
@@ -157,6 +166,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "refused-radix": partial(refused_with, flags.FLAG),
     "refused-turns": partial(refused_with, flags.LOCAL),
     "refused-buffer": partial(refused_with, flags.ON),
+    "refused-lead-both": partial(refused_by, settings.ON_BOTH),
+    "refused-lead-decode": partial(refused_by, settings.ON_DECODE),
     **{f"variables-{group}": partial(variables, group) for group in environment.GROUPS},
     **{f"replaced-{g.name.replace('_', '-')}": partial(replaced.table, g.name) for g in GROUPS},
 }

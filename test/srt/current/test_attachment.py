@@ -5,16 +5,21 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any  # Any: settings of SGLang and their values
+from types import SimpleNamespace
+from typing import Any  # Any: values of arguments
 
+import msgspec
 import pytest
+from transformers import PretrainedConfig
 
+from current import arguments
 from current.decode import Decode
-from sglang.srt import runtime_context
+from current.prefill import Prefill
 from sglang.srt.disaggregation import lead
-from sglang.srt.disaggregation.lead import attach
+from sglang.srt.disaggregation.lead import attach, settings
 from sglang.srt.patchset.__main__ import NAME, PLUGINS, report_current
 from sglang.srt.plugins import load_plugins_by_group
+from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 HERE = Path(lead.__path__[0])
 
@@ -51,72 +56,99 @@ def test_every_part_fits_this_release() -> None:
     assert status == 0, text
 
 
-class Changed:
-    """Settings of a server, but for one."""
-
-    def __init__(self, settings: Any, name: str, value: Any) -> None:
-        self._settings = settings
-        setattr(self, name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._settings, name)
-
-
-REFUSED = {
-    ("get_disagg", "disaggregation_transfer_backend", "mooncake"): (
-        "--disaggregation-transfer-backend other than nixl"
-    ),
-    ("get_disagg", "disaggregation_decode_enable_offload_kvcache", True): (
-        "--disaggregation-decode-enable-offload-kvcache"
-    ),
-    ("get_disagg", "disaggregation_decode_host_receive_threshold", 0.5): (
-        "--disaggregation-decode-host-receive-threshold"
-    ),
-    ("get_disagg", "disaggregation_decode_retraction_backup", "host_pool"): (
-        "--disaggregation-decode-retraction-backup host_pool"
-    ),
-    ("get_parallel", "attn_dcp_size", 2): "--dcp-size",
-    ("get_memory", "enable_unified_memory", True): "--enable-unified-memory",
-    ("get_memory", "enable_session_radix_cache", True): "--enable-session-radix-cache",
-    ("get_model", "kv_cache_dtype", "nvfp4"): "--kv-cache-dtype with scales",
-    ("get_schedule", "enable_priority_scheduling", True): "--enable-priority-scheduling",
-    ("get_serving", "enable_streaming_session", True): "--enable-streaming-session",
-    ("get_exec.moe", "moe_a2a_backend", "deepep"): "--moe-a2a-backend",
-    ("get_exec.overlap", "enable_two_batch_overlap", True): "--enable-two-batch-overlap",
-    ("get_exec.deterministic", "enable_deterministic_inference", True): (
-        "--enable-deterministic-inference"
-    ),
-    ("get_spec", "speculative_algorithm", "EAGLE3"): "--speculative-algorithm other than EAGLE",
-    ("get_spec", "speculative_eagle_topk", 2): "--speculative-eagle-topk above 1",
-    ("get_spec", "enable_multi_layer_eagle", True): "--enable-multi-layer-eagle",
-    ("get_spec", "speculative_adaptive", True): "--speculative-adaptive",
-    ("get_spec", "speculative_use_rejection_sampling", True): (
-        "--speculative-use-rejection-sampling"
-    ),
-}
+DECODE = {"disaggregation_mode": "decode", "disaggregation_decode_enable_radix_cache": True}
+PAIR = {"disaggregation_transfer_backend": "nixl"}
+MODEL = SimpleNamespace(
+    attention_arch=SimpleNamespace(name="MHA"),
+    is_hybrid_swa=False,
+    linear_attn_registry_result=None,
+    hf_config=PretrainedConfig(architectures=["Qwen3ForCausalLM"]),
+)
 
 
-@pytest.mark.server(env={"SGLANG_DISAGGREGATION_DECODE_ADMISSION": "remaining"})
-@pytest.mark.parametrize(("change", "reason"), REFUSED.items(), ids=REFUSED.values())
-def test_what_was_not_tried_is_refused_by_name(
-    decode: Decode,
-    monkeypatch: pytest.MonkeyPatch,
-    change: tuple[str, str, Any],
-    reason: str,
-) -> None:
+def field(setting: str) -> str:
+    """The argument of a row."""
+    flag = setting.removeprefix("no ").removeprefix("another ").split()[0]
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def given(setting: str) -> Any:
+    """A value with which the row holds."""
+    if setting.startswith("no "):
+        return False
+    _, _, value = setting.removeprefix("another ").partition(" ")
+    return {"than": "another", "above": 2, "": True}.get(value.split(" ")[0], value)
+
+
+def reasons(mode: str, config: Any = MODEL, **changes: Any) -> list[str]:
+    """What is refused of a server that has these arguments and else SGLang's defaults."""
+    fields = {each.name: each.default for each in msgspec.structs.fields(ServerArgs)}
+    given = fields | PAIR | (DECODE if mode == "decode" else {"disaggregation_mode": mode})
+    return list(settings.refused(SimpleNamespace(**given | changes), config))
+
+
+@pytest.mark.server()
+def test_each_argument_of_this_release_has_a_verdict() -> None:
+    """Guards against an argument that came with a release, and that no part was run with."""
+    rows = settings.ON_BOTH | settings.ON_DECODE
+    names = [*{field(setting) for setting in rows if setting.startswith(("--", "no ", "another "))}]
+    verdicts = arguments.WORKS | arguments.CANNOT_MATTER
+    for text in (arguments.WITH_A_MODEL, *verdicts.values()):
+        names += text.split()
+    assert sorted(names) == sorted(ServerArgs.__struct_fields__)
+
+
+@pytest.mark.server()
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_each_row_is_refused_on_its_side(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """Guards against a server that starts where no part has run: other pools, other batches, or
-    (Mooncake) a prefill server that releases no rooms."""
-    assert list(attach.not_tried(decode.scheduler)) == []
-    (getter, _, group), name, value = change[0].partition("."), *change[1:]
-    settings = getattr(runtime_context, getter)()
-    changed = Changed(getattr(settings, group) if group else settings, name, value)
-    given = Changed(settings, group, changed) if group else changed
-    monkeypatch.setattr(runtime_context, getter, lambda: given)
-    assert list(attach.not_tried(decode.scheduler)) == [reason]
+    a prefill server that releases no rooms; and against a row that refuses every server."""
+    assert reasons(mode) == []
+    for setting, why in (settings.ON_BOTH | settings.ON_DECODE).items():
+        with monkeypatch.context() as patch:
+            if setting.startswith("SGLANG_"):
+                patch.setenv(setting.removesuffix("=1"), "1")
+            is_here = mode == "decode" or setting in settings.ON_BOTH
+            found = reasons(mode, **{field(setting): given(setting)})
+            assert found == [f"{setting}: {why}"] * is_here, setting
 
 
-@pytest.mark.server(env={"SGLANG_DISAGGREGATION_DECODE_ADMISSION": "remaining"})
-def test_staging_buffers_are_refused(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are a variable of SGLang's."""
-    monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", "1")
-    assert list(attach.not_tried(decode.scheduler)) == ["SGLANG_DISAGG_STAGING_BUFFER"]
+@pytest.mark.server()
+def test_models_of_other_kinds_are_refused() -> None:
+    """Guards against pools beside the KV, and (MLA) against a chunk behind a long prefix for which
+    SGLang has prepared nothing on a decode server."""
+    window = SimpleNamespace(**vars(MODEL) | {"is_hybrid_swa": True})
+    hf = PretrainedConfig(architectures=["DeepseekV32ForCausalLM"], index_topk=4)
+    sparse = SimpleNamespace(**vars(MODEL) | {"hf_config": hf})
+    for mode in ("prefill", "decode"):
+        assert "(SWA)" in " ".join(reasons(mode, window))
+        assert "sparse attention" in " ".join(reasons(mode, sparse))
+    latent = SimpleNamespace(**vars(MODEL) | {"attention_arch": SimpleNamespace(name="MLA")})
+    backend = {"attention_backend": "flashinfer"}
+    assert reasons("decode", latent, **backend) == [settings.MLA]
+    assert reasons("decode", latent, disable_chunked_prefix_cache=True, **backend) == []
+    assert reasons("decode", latent) == reasons("prefill", latent, **backend) == []
+
+
+LOCAL = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "512"}
+
+
+@pytest.mark.server(mode="prefill", env=LOCAL)
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        (("--optimistic-prefill-attempts", "1"), "--optimistic-prefill-attempts above 0: "),
+        (("--use-ray",), "--use-ray: "),
+        (("--dp-size", "2", "--tp-size", "2", "--enable-dp-attention"), "--attn-dp-size above 1: "),
+    ],
+)
+def test_a_server_is_refused_before_it_starts_a_process(
+    prefill: Prefill, model: str, flag: tuple[str, ...], said: str
+) -> None:
+    """Guards against an error that comes when the weights are loaded, and (Ray) against processes
+    in which SGLang loads no plugin. SGLang resolves arguments first, and again in each process."""
+    where = "--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "nixl"
+    args = prepare_server_args(["--model-path", model, "--device", "cpu", *where, *flag])
+    with pytest.raises(ValueError, match="LOCAL_TOKENS=512 cannot be combined with") as error:
+        args.resolve_once()
+    assert said in str(error.value)

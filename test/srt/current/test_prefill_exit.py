@@ -33,6 +33,22 @@ def test_it_ends_with_an_empty_answer_and_no_error(prefill: Prefill, early: bool
 
 
 @pytest.mark.server(mode="prefill", env=LEAD)
+def test_it_ends_its_prefetch_from_a_store(
+    prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against HiCache's tables, which grow with each request that SGLang's tree takes for
+    served: what was loaded for it is counted when prefill computes it, which is never."""
+    released: list[object] = []
+    monkeypatch.setattr(prefill.scheduler.tree_cache, "release_aborted_request", released.append)
+    rid = prefill.ask(PROMPT, 4, bootstrap_room=ROOM + 2)
+    prefill.step(3)
+    prefill.hear([ABORT, str(ROOM + 2).encode(), LOCAL])
+    prefill.step(2)
+    assert prefill.ended(rid)
+    assert released == [prefill.requests[rid].cache_request_handle]
+
+
+@pytest.mark.server(mode="prefill", env=LEAD)
 def test_a_room_that_was_released_can_be_asked_again(prefill: Prefill) -> None:
     """As after a pause: decode asks for it anew under the same number. What other messages say of
     the room that is over, as that its transfer was aborted, is not for the new request."""

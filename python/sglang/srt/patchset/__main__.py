@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import traceback
 from importlib import metadata
 
 from sglang.srt.patchset import __version__, environment
@@ -17,21 +18,27 @@ from sglang.srt.patchset.status import (
     load_all,
     state,
 )
-from sglang.srt.patchset.table import CURRENT_VERSION
+from sglang.srt.patchset.table import CURRENT_VERSION, LEAD
 
 #: The name of our entry point in SGLang's group of plugins, as in pyproject.toml.
 PLUGINS, NAME = "sglang.srt.plugins", "disagg_lead"
+REFUSES = "\na server does not start: {}\n"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the report; 0 if active, 1 if inert, 2 if a group is not attached as it should be."""
+    """Print the report.
+
+    Returns:
+        0 if active, 1 if inert, 2 if a group is not attached as it should be, or a server would
+        refuse to start.
+    """
     parser = argparse.ArgumentParser(prog="python -m sglang.srt.patchset", description=__doc__)
     parser.add_argument(
         "--check",
         action="store_true",
         help=(
-            "import every module of the table and check that each row is bound (without a GPU: "
-            "with SGLANG_CPU_STANDIN=1)"
+            "import every module of the table and check that each row is bound (on a machine "
+            "without a GPU driver, with the CPU stand-in)"
         ),
     )
     parser.add_argument(
@@ -46,12 +53,20 @@ def main(argv: list[str] | None = None) -> int:
         text, status = report_current(check=options.check)
         sys.stdout.write(text)
         return status
-    now = examine() if state().inert or not options.check else load_all()
-    sys.stdout.write(render(now))
-    if now.inert:
+    if state().inert:
+        sys.stdout.write(render(state()))
         return 1
-    wrong = {GroupStatus.STOCK, GroupStatus.PENDING} if options.check else {GroupStatus.STOCK}
-    return 2 if now.problem or any(each.status in wrong for each in now.groups) else 0
+    if options.check:
+        from sglang.srt.hardware_backend import cpu_standin
+
+        if cpu_standin.gpu_device_node() is None:
+            cpu_standin.install()
+            sys.stdout.write("no GPU driver: checked with the CPU stand-in\n")
+    now = load_all() if options.check else examine()
+    wrong = environment.wrong()
+    sys.stdout.write(render(now) + REFUSES.format(wrong) * bool(wrong))
+    bad = {GroupStatus.STOCK, GroupStatus.PENDING} if options.check else {GroupStatus.STOCK}
+    return 2 if wrong or any(each.status in bad for each in now.groups) else 0
 
 
 def render(now: State) -> str:
@@ -62,8 +77,6 @@ def render(now: State) -> str:
         f"sglang   found {now.found}, expected {now.expected} or {CURRENT_VERSION}",
         f"patchset {status}",
     ]
-    if now.problem:
-        lines.append(f"         {now.problem}")
     for each in now.groups:
         group = each.group
         mark = "stock" if now.inert else each.status.value
@@ -91,13 +104,11 @@ def report_current(*, check: bool) -> tuple[str, int]:
     what the variables ask for, 1 if the package is turned off, 2 if something is wrong.
 
     ``check``: compare the signatures of the methods that the parts wrap, which imports SGLang.
-
-    Raises:
-        ValueError: a variable is set to something that is not allowed; a server would not start.
     """
     from sglang.srt.disaggregation.lead import attach
 
-    is_active, problem = environment.ACTIVE.read(), ""
+    is_active, problem = environment.is_active(), ""
+    wrong = environment.wrong() if is_active else ""
     if not is_active:
         problem = "inert: turned off by SGLANG_PATCHSET=0"
     elif NAME not in metadata.entry_points(group=PLUGINS).names:
@@ -107,20 +118,25 @@ def report_current(*, check: bool) -> tuple[str, int]:
     wraps = attach.Wraps()
     for part in attach.PARTS if check else ():
         importlib.import_module(f"{attach.__package__}.{part.name}").install(wraps)
-    on = attach.parts_on()
+    on = [] if wrong else attach.parts_on()
     lines = (
         f"version  {__version__}",
-        f"sglang   found {CURRENT_VERSION}: the group {attach.GROUP}, attached by SGLang's plugins",
+        f"sglang   found {CURRENT_VERSION}: the group {LEAD}, attached by SGLang's plugins",
         f"patchset {problem or 'active'}",
         "",
-        f"group {attach.GROUP}: {', '.join(part.name for part in on) or 'off'}",
+        f"group {LEAD}: {', '.join(part.name for part in on) or 'off'}",
         *(f"  {'on' if part in on else 'off':4} {part.name}" for part in attach.PARTS),
-        *(f"  by {each}" for each in environment.given(attach.GROUP)),
+        *(f"  by {each}" for each in environment.given(LEAD)),
         *(f"  does not fit: {each}" for each in wraps.misfits),
     )
-    status = 1 if not is_active else 2 if problem or wraps.misfits else 0
-    return "\n".join(lines) + "\n", status
+    status = 1 if not is_active else 2 if problem or wrong or wraps.misfits else 0
+    return "\n".join(lines) + "\n" + REFUSES.format(wrong) * bool(wrong), status
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = 2  # Python's own status would be 1, which means inert
+    sys.exit(code)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any  # Any: what has the attributes of ServerA
 from typing_extensions import override
 
 from sglang.srt.mem_cache.buffer_only import settings
-from sglang.srt.patchset import flags, refusals
+from sglang.srt.patchset import environment, flags, refusals
 from sglang.srt.patchset.flags import LOCAL, LOCAL_MAX_ITL, MODE, ON, PAGES, SIZE
-from sglang.srt.patchset.status import closure, examine, require_active, require_switches
+from sglang.srt.patchset.status import closure, examine, require_active
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs as _Base
@@ -39,7 +39,8 @@ class DisaggArgs(_Base):
 
     @override
     def __post_init__(self) -> None:
-        require_switches()
+        if wrong := environment.wrong():
+            raise ValueError(wrong)
         if self.disaggregation_mode != "null":
             # What keeps it stock is said here, once, and not by each process of the server.
             examine(closure(flags.backend_group(self)))

@@ -22,8 +22,8 @@ from typing import Any  # Any: loaders; what a name stands for; arguments of a s
 
 from sglang.srt.patchset import environment, status
 from sglang.srt.patchset.combine import combine, mismatches, separate
-from sglang.srt.patchset.status import BASE, GroupState, GroupStatus, RowState, RowStatus
-from sglang.srt.patchset.table import CURRENT_VERSION, GROUPS, Group, Replacement
+from sglang.srt.patchset.status import GroupState, GroupStatus, RowState, RowStatus
+from sglang.srt.patchset.table import BASE, CURRENT_VERSION, GROUPS, Group, Replacement
 
 _REPORTED = "SGLANG_PATCHSET_REPORTED"
 
@@ -32,7 +32,7 @@ def activate() -> Attachment:
     """Called by the import hook at the first import below ``sglang.srt``."""
     if status.attachment is None:
         found = status.installed_version()
-        off = environment.DISABLED_GROUPS.read()
+        off = environment.sglang_names(status.DISABLE)  # a server refuses a name that is no group
         status.attachment = Attachment(GROUPS, found=found, inert=status.why_inert(found), off=off)
         status.attachment.start()
     return status.attachment
@@ -49,8 +49,6 @@ class Attachment:
         self.inert = inert
         self._groups = {group.name: group for group in groups}
         self._off = tuple(off)
-        #: What is wrong with the switches; servers refuse to start then.
-        self.problem = status.switch_problem(self._groups.values(), self._off)
         self._rows = {row: group for group in self._groups.values() for row in group.rows}
         self._modules: dict[str, list[Replacement]] = {}
         for row in self._rows:
@@ -66,11 +64,9 @@ class Attachment:
     def start(self) -> None:
         """Report if inert; else catch up with targets that were imported before the hook ran."""
         if self.inert:
-            if environment.ACTIVE.read() and self.found != CURRENT_VERSION:
+            if environment.is_active() and self.found != CURRENT_VERSION:
                 _report("inert", f"inert, SGLang runs unpatched: {self.inert}")
             return
-        if self.problem:
-            _report("switches", self.problem)
         for name in self._off:
             if name in self._groups and name != BASE:
                 self._leave_stock(self._groups[name], f"{status.DISABLE} names it", GroupStatus.OFF)

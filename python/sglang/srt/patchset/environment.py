@@ -13,6 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar  # Any: the value of one variable or another
 
+from sglang.srt.patchset.table import BASE, LEAD
+from sglang.srt.patchset.table import GROUPS as FEATURES
+
 T = TypeVar("T")
 
 
@@ -105,6 +108,17 @@ def _choice(*words: str) -> Callable[[str], str]:
     return parse
 
 
+#: The feature groups of both releases that can be switched off.
+SWITCHED = (*(group.name for group in FEATURES if group.name != BASE), LEAD)
+
+
+def _switched(text: str) -> tuple[str, ...]:
+    names = tuple(name for part in text.split(",") if (name := part.strip()))
+    if not set(names) <= set(SWITCHED):
+        raise ValueError
+    return names
+
+
 #: The tables, with their titles.
 GROUPS = {
     "package": "The package",
@@ -129,8 +143,8 @@ DISABLED_GROUPS: Variable[tuple[str, ...]] = Variable(
     "and the group of its backend. A prefill server needs the latter two, or it sends whole "
     "prompts.",
     (),
-    "comma-separated names",
-    lambda text: tuple(name for part in text.split(",") if (name := part.strip())),
+    f"comma-separated names of {', '.join(SWITCHED)}",
+    _switched,
     "none",
 )
 
@@ -174,6 +188,7 @@ HANDSHAKE_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_HANDSHAKE_TIMEOUT", "decode", 5.0,
     "Longest time of one query of decode to a prefill's bootstrap server. Queries run in the "
     "background.",
+    least=0.1,
 )  # fmt: skip
 
 TRANSFER_TIMEOUT = _seconds(
@@ -314,6 +329,24 @@ START_METHOD: Variable[str] = Variable(
 VARIABLES: tuple[Variable[Any], ...] = tuple(
     each for each in list(globals().values()) if isinstance(each, Variable)
 )
+
+
+def is_active() -> bool:
+    """Return False if the package is turned off. A text that is not allowed counts as on, so that
+    a server is there to refuse it (``wrong``)."""
+    return os.environ.get(ACTIVE.name, "1").strip().lower() not in _OFF
+
+
+def wrong() -> str:
+    """Read every variable, also those that this process has no use for. Return which ones have a
+    text that is not allowed, so that a server does not start; empty if none."""
+    found = []
+    for each in VARIABLES:
+        try:
+            each.read()
+        except ValueError as error:
+            found.append(str(error))
+    return "; ".join(found)
 
 
 def given(group: str) -> list[str]:

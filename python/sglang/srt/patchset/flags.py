@@ -35,7 +35,7 @@ DELTA_BACKENDS: dict[str, str] = {"nixl": "nixl_async", "mooncake": "mooncake_de
 
 #: Attention of latent KV that on a decode server lacks what SGLang's chunked prefix cache calls
 #: (``FlashInferMLAAttnBackend.enable_chunk_kv``, and what inherits it).
-_NO_PREFIX_CHUNKS = {"flashinfer", "flashmla", "cutlass_mla", "trtllm_mla"}
+NO_PREFIX_CHUNKS = {"flashinfer", "flashmla", "cutlass_mla", "trtllm_mla"}
 
 
 def is_given(args: Any, setting: str) -> bool:
@@ -49,7 +49,7 @@ def is_given(args: Any, setting: str) -> bool:
     flag, _, value = setting.removeprefix("another ").partition(" ")
     found: Any = getattr(args, FIELDS.get(flag, flag[2:].replace("-", "_")), None)
     if value.startswith("than "):
-        return found not in (None, *value.removeprefix("than ").split(", "))
+        return str(found) not in ("None", *value.removeprefix("than ").split(", "))
     if value.startswith("above "):
         return bool((found or 0) > float(value.removeprefix("above ")))
     return str(found) == value if value else bool(found)
@@ -98,5 +98,5 @@ def attend_prefixes_whole(args: Any) -> None:
     server: its decode servers never run a prompt, and prepare nothing for one."""
     if computes_turns(args):
         extends = {args.get_attention_backends()[0], args.speculative_draft_attention_backend}
-        if extends & _NO_PREFIX_CHUNKS:
+        if extends & NO_PREFIX_CHUNKS:
             args.disable_chunked_prefix_cache = True

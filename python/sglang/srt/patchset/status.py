@@ -11,12 +11,17 @@ from importlib import metadata
 from typing import Any  # Any: attach makes it, and reads this module
 
 from sglang.srt.patchset import environment
-from sglang.srt.patchset.table import BASE_VERSION, CURRENT_VERSION, GROUPS, Group, Replacement
+from sglang.srt.patchset.table import (
+    BASE,
+    BASE_VERSION,
+    CURRENT_VERSION,
+    GROUPS,
+    Group,
+    Replacement,
+)
 
 #: The variable that names feature groups which are to stay stock.
 DISABLE = environment.DISABLED_GROUPS.name
-#: Flags and start-up check: what tells the user that something is off cannot be off itself.
-BASE = "base"
 #: ``attach.Attachment``, which ``attach.activate`` sets once for a process.
 attachment: Any = None
 
@@ -64,16 +69,12 @@ class GroupState:
 
 @dataclass(frozen=True)
 class State:
-    """The patch set in this process; ``inert`` says why it is that, and is empty if active.
-
-    ``problem``: what is wrong with the switches.
-    """
+    """The patch set in this process; ``inert`` says why it is that, and is empty if active."""
 
     expected: str
     found: str
     inert: str
     groups: tuple[GroupState, ...]
-    problem: str = ""
 
 
 def installed_version() -> str:
@@ -86,7 +87,7 @@ def installed_version() -> str:
 
 def why_inert(found: str) -> str:
     """Why the table stays out of SGLang ``found``; empty if it may attach."""
-    if not environment.ACTIVE.read():
+    if not environment.is_active():
         return "turned off by SGLANG_PATCHSET=0"
     made_for = f"made for SGLang {BASE_VERSION} and {CURRENT_VERSION}"
     if found == "none":
@@ -100,28 +101,11 @@ def why_inert(found: str) -> str:
     return "" if found == BASE_VERSION else f"{made_for}, found {found}"
 
 
-def switch_problem(groups: Iterable[Group], names: Iterable[str]) -> str:
-    """What is wrong with the ``names`` of groups that the user switched off; empty if nothing."""
-    known = [group.name for group in groups if group.name != BASE]
-    unknown = [name for name in names if name not in known]
-    if not unknown:
-        return ""
-    return (
-        f"{DISABLE} names {', '.join(map(repr, unknown))}, but the feature groups that can be "
-        f"switched off are {', '.join(known)} (SGLANG_PATCHSET=0 turns all of them off)"
-    )
-
-
 def state() -> State:
     """Report without importing anything of SGLang."""
     if attachment is not None:
-        return State(
-            BASE_VERSION,
-            attachment.found,
-            attachment.inert,
-            attachment.group_states(),
-            attachment.problem,
-        )
+        groups = attachment.group_states()
+        return State(BASE_VERSION, attachment.found, attachment.inert, groups)
     pending = tuple(
         GroupState(
             group,
@@ -163,14 +147,6 @@ def closure(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(group.name for group in GROUPS if group.name in wanted)
 
 
-def require_switches() -> None:
-    """Raise :class:`PatchsetError` if the user switched off what does not exist: a misspelt name
-    would leave a feature on."""
-    problem = state().problem
-    if problem:
-        raise PatchsetError(problem)
-
-
 def require_active(flag: str, *groups: str, load: bool = False) -> None:
     """Raise :class:`PatchsetError` unless ``flag`` can rely on ``groups`` and what they need.
 
@@ -180,7 +156,6 @@ def require_active(flag: str, *groups: str, load: bool = False) -> None:
     now = state()
     if now.inert:
         raise PatchsetError(f"{flag} needs sglang-disagg-patchset, which is inert: {now.inert}")
-    require_switches()
     needed = closure(groups)
     now = load_all(needed) if load else examine(needed)
     accepted = (GroupStatus.ATTACHED,) if load else (GroupStatus.ATTACHED, GroupStatus.PENDING)

@@ -30,6 +30,9 @@ BASE_VERSION = "0.5.10.post1"
 #: The only one on which the group ``lead`` attaches, which has no rows: SGLang loads it as a plugin
 #: (:mod:`sglang.srt.disaggregation.lead.attach`).
 CURRENT_VERSION = "0.5.23"
+LEAD = "lead"
+#: Flags and start-up check: what tells the user that something is off cannot be off itself.
+BASE = "base"
 
 
 @dataclass(frozen=True)

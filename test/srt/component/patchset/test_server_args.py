@@ -52,6 +52,15 @@ def test_without_the_flag_all_is_stock(model_config, caplog, mode):
     assert values[FIELD] is False
 
 
+@pytest.mark.parametrize("mode", ["null", "prefill", "decode"])
+@pytest.mark.parametrize("value", ["0", "soon"])
+def test_a_wrong_variable_is_refused_on_every_server(monkeypatch, mode, value):
+    """Guards against a text that is found on decode only, or by the thread that reads it."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_HANDSHAKE_TIMEOUT", value)
+    with pytest.raises(ValueError, match="HANDSHAKE_TIMEOUT must be a number of seconds of"):
+        ServerArgs(model_path="dummy", disaggregation_mode=mode, **CPU)
+
+
 def test_each_setting_of_a_refusal_can_be_given():
     """Guards against a row that refuses nothing: SGLang renamed the setting, or it was misspelt."""
     rows = (*refusals.ALWAYS, *refusals.AS_GIVEN, *refusals.FILLED_IN, *refusals.WARNED)

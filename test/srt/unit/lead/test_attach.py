@@ -109,15 +109,15 @@ def test_another_release_stays_stock_and_says_so(monkeypatch: Any, caplog: Any) 
     assert len(caplog.records) == 1 and "found 0.5.24" in caplog.text
 
 
-def test_a_wrong_variable_ends_the_start(monkeypatch: Any) -> None:
-    """Guards against a plugin that the loader leaves out with a traceback while the server
-    starts."""
+@pytest.mark.parametrize("value", ["0", "soon"])
+def test_a_wrong_variable_ends_the_start(monkeypatch: Any, value: str) -> None:
+    """Guards against a text that ends a thread later, and against one that is found on decode and
+    not on prefill, where no part reads it."""
 
-    def is_on() -> bool:
-        raise ValueError("SGLANG_X must be an integer")
-
-    monkeypatch.setattr(attach, "PARTS", (Part("one", is_on),))
-    with pytest.raises(SystemExit, match="SGLANG_X must be an integer"):
+    name = "SGLANG_DISAGGREGATION_HANDSHAKE_TIMEOUT"
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(attach, "PARTS", ())
+    with pytest.raises(SystemExit, match=f"{name} must be a number of seconds of at least 0.1"):
         attach.activate()
 
 

@@ -79,8 +79,10 @@ ON, ALL = {"ONE": "1"}, "group lead: one\n  on   one\n  off  two\n"
         ({}, 0, "group lead: off\n"),
         (ON | {"SGLANG_PATCHSET": "0"}, 1, "inert: turned off by SGLANG_PATCHSET=0"),
         (ON | {"SGLANG_PATCHSET_DISABLE": "lead"}, 0, "group lead: off"),
-        # A server would not start with it.
-        (ON | {"SGLANG_PATCHSET": "maybe"}, 1, "SGLANG_PATCHSET must be"),
+        # A server would not start with these, on whatever side they are read.
+        (ON | {"SGLANG_PATCHSET": "maybe"}, 2, "does not start: SGLANG_PATCHSET must be"),
+        (ON | {"SGLANG_PATCHSET_DISABLE": "laed"}, 2, "lead, not 'laed'"),
+        ({"SGLANG_DISAGGREGATION_HANDSHAKE_TIMEOUT": "soon"}, 2, "HANDSHAKE_TIMEOUT must be"),
         # Variables that nobody reads: SGLang was told to load other plugins only.
         (ON | {"SGLANG_PLUGINS": "other, plugin"}, 2, "SGLANG_PLUGINS does not name disagg_lead"),
         (ON | {"SGLANG_PLUGINS": "other, disagg_lead"}, 0, ALL),

@@ -15,6 +15,7 @@ import runpy, sys
 sys.argv[1:] = {options}
 runpy.run_module("sglang.srt.patchset", run_name="__main__", alter_sys=True)
 """
+WRONG = {"SGLANG_DISAGGREGATION_HANDSHAKE_TIMEOUT": "soon"}
 OFF, GROUP_OFF = {"SGLANG_PATCHSET": "0"}, {"SGLANG_PATCHSET_DISABLE": "feature"}
 
 
@@ -37,8 +38,17 @@ OFF, GROUP_OFF = {"SGLANG_PATCHSET": "0"}, {"SGLANG_PATCHSET_DISABLE": "feature"
             {"group feature: off": 1, "stock ": 2, "DISABLE names it": 1},
         ),
         ("a group", ["--check"], GROUP_OFF, 0, {"group feature: off": 1, "stock ": 2}),
+        (
+            "a variable",
+            [],
+            WRONG,
+            2,
+            {"does not start: SGLANG_DISAGG": 1},
+        ),
         ("a misfit", ["--check"], {}, 2, {"failed   sglang.srt.engine:Engine": 1}),
         ("no hook", [], {}, 1, {"hook did not run": 1}),
+        # Status 1 would say inert.
+        ("a bug", ["--check"], {}, 2, {}),
     ],
 )
 def test_the_command(fake_sglang, about, options, env, status, said):
@@ -49,6 +59,8 @@ def test_the_command(fake_sglang, about, options, env, status, said):
         fake_sglang.set_version("0.5.99")
     elif about == "a misfit":
         fake_sglang.set_table((("Engine", "Drifted"),))
+    elif about == "a bug":
+        fake_sglang.write("sglang/srt/engine.py", "1 / 0")
     elif about == "no hook":
         code = f"import sys; sys.meta_path.pop(0)\n{code}"
     result = fake_sglang.run(code, check=False, **env)

@@ -189,4 +189,5 @@ def _end(stock: Function, self: Any, req: Any) -> None:
     prepare_abort(req, "")  # no log probabilities either
     req.finished_reason = FINISH_LENGTH(length=0)
     self.output_streamer.stream_output([req], req.return_logprob)
-    self.tree_cache.finish(req.cache_request_handle, CacheRequestOutcome.SUCCESS)
+    # Its prefetch from a HiCache store has no other end: prefill will not read what it brings.
+    self.tree_cache.finish(req.cache_request_handle, CacheRequestOutcome.ABORT)

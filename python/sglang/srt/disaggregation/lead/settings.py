@@ -1,0 +1,160 @@
+"""Settings of SGLang 0.5.23 with which the parts of the group are refused.
+
+Checked where SGLang resolves its arguments: before a process is started, and in each scheduler
+before it loads weights. A row is the setting as ``flags.is_given`` reads it, and why it is refused.
+``python -m benchmark.tables`` prints the rows into the page of the group. A test holds a verdict on
+every other argument of that release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any  # Any: SGLang's arguments and model configuration
+
+from sglang.srt.patchset.flags import NO_PREFIX_CHUNKS, is_given
+
+_TREE = "KV is also in other places, or stays locked between requests"
+_LOOP = "another event loop, or another order of admission"
+
+#: On prefill and on decode.
+ON_BOTH: dict[str, str] = {
+    "another --disaggregation-transfer-backend than nixl": (
+        "only NIXL's manager on prefill notes that decode computes a request"
+    ),
+    "--use-ray": "SGLang's schedulers load no plugins there",
+    "--optimistic-prefill-attempts above 0": (
+        "a request that prefill computes before its room is ready cannot be released"
+    ),
+    **dict.fromkeys(
+        (
+            *("--pp-size above 1", "--dp-size above 1", "--attn-dp-size above 1"),
+            *("--enable-dp-attention", "--attn-cp-size above 1", "--enable-prefill-cp"),
+            *("--elastic-ep-backend", "--ep-join-mode", "--dwdp-size above 1"),
+            "--moe-dp-size above 1",
+        ),
+        "ranks would have to agree across stages, replicas or groups",
+    ),
+    **dict.fromkeys(("--enable-lora", "--lora-paths"), "a local turn would need its adapter"),
+    **dict.fromkeys(
+        (
+            *("--enable-hisparse", "--enable-kv-cache-sharding", "--dcp-size above 1"),
+            *("--enable-unified-memory", "--enable-page-major-kv-layout"),
+        ),
+        "a slot is not a token of this rank's pool, or its copy is not one of tokens",
+    ),
+    **dict.fromkeys(
+        (
+            *("--enable-lmcache", "--enable-flexkv", "--radix-cache-backend"),
+            *("--enable-unified-cache-external-linker", "--enable-streaming-session"),
+            "--enable-session-radix-cache",
+        ),
+        _TREE,
+    ),
+    **dict.fromkeys(
+        (
+            *("--enable-pdmux", "--enable-pd-role-switch", "--dllm-algorithm"),
+            "another --disaggregation-decode-allocation-policy than early",
+            "another --decoupled-spec-role than null",
+        ),
+        _LOOP,
+    ),
+    **dict.fromkeys(("--is-embedding", "--enable-mis"), "there is no token to generate"),
+    "--language-only": "images are computed by another server",
+    "--disaggregation-enable-kv-checksum": "it was not run with KV that decode computes",
+    "another --kv-canary than none": "it was not run with KV that decode computes",
+}
+
+ON_DECODE: dict[str, str] = {
+    "no --disaggregation-decode-enable-radix-cache": "the parts match prompts against the tree",
+    "--enable-hierarchical-cache": _TREE,
+    **dict.fromkeys(
+        (
+            "--disaggregation-decode-enable-offload-kvcache",
+            "another --disaggregation-decode-host-receive-threshold than 1.0",
+            "--disaggregation-decode-retraction-backup host_pool",
+            "SGLANG_DISAGG_STAGING_BUFFER=1",
+        ),
+        "KV waits in host memory, which the parts neither count nor read in part",
+    ),
+    "--disaggregation-decode-retraction-backup none": (
+        "admission retracts requests, and without a copy they are lost"
+    ),
+    "another --kv-cache-dtype than auto, bf16, bfloat16, fp8_e4m3, fp8_e5m2": (
+        "resume copies a part of a request's KV, and no scales"
+    ),
+    "another --radix-eviction-policy than lru": "what it can evict was not compared",
+    **dict.fromkeys(
+        (
+            *("another --moe-a2a-backend than none", "--enable-two-batch-overlap"),
+            *("--enable-single-batch-overlap", "--enable-mixed-chunk", "--rl-on-policy-target"),
+            "--enable-deterministic-inference",
+        ),
+        "a chunk of a prompt was not run as such a batch",
+    ),
+    **dict.fromkeys(
+        (
+            "--enable-priority-scheduling",
+            "--disaggregation-decode-polling-interval above 1",
+            "another --retraction-policy than length",
+        ),
+        _LOOP,
+    ),
+    **dict.fromkeys(
+        (
+            "another --speculative-algorithm than EAGLE",
+            *("--speculative-eagle-topk above 1", "--enable-multi-layer-eagle"),
+            *("--speculative-adaptive", "--speculative-use-rejection-sampling"),
+            *("--speculative-use-block-verification", "--speculative-token-map"),
+            *("--speculative-draft-window-size", "--speculative-draft-sink-size"),
+            "another --speculative-moe-a2a-backend than none",
+        ),
+        "what a request's first draft starts from has another form, or was not run",
+    ),
+    **dict.fromkeys(
+        (
+            *("--enable-watermark", "--enable-custom-logit-processor"),
+            *("--enable-return-aux-hidden-states", "--enable-strict-thinking"),
+        ),
+        "what the server adds to a token was not run for the first token of a local turn",
+    ),
+}
+
+
+def refused(args: Any, config: Any) -> Iterator[str]:
+    """Yield what is refused of a server, each with the reason. ``config``: its ``ModelConfig``."""
+    is_decode = args.disaggregation_mode == "decode"
+    for setting, why in (ON_BOTH | ON_DECODE if is_decode else ON_BOTH).items():
+        if is_given(args, setting):
+            yield f"{setting}: {why}"
+    for kind, holds in _kinds(config).items():
+        if holds:
+            yield f"{kind}: its KV is not one pool of pages"
+    if is_decode and _chunks_of_prefixes_fail(args, config):
+        yield MLA
+
+
+#: SGLang prepares no chunks of a prefix on a decode server (``FlashInferMLAAttnBackend``).
+MLA = (
+    f"--attention-backend {', '.join(sorted(NO_PREFIX_CHUNKS))} for a model with MLA without "
+    "--disable-chunked-prefix-cache: a local turn behind a long prefix would end the server"
+)
+
+
+def _chunks_of_prefixes_fail(args: Any, config: Any) -> bool:
+    if config.attention_arch.name != "MLA" or args.disable_chunked_prefix_cache:
+        return False
+    backend = args.prefill_attention_backend or args.attention_backend
+    return not NO_PREFIX_CHUNKS.isdisjoint({backend, args.speculative_draft_attention_backend})
+
+
+def _kinds(config: Any) -> dict[str, bool]:
+    """Return the kinds of models that are refused, and whether ``config`` is of one."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import is_deepseek_dsa, is_minimax_sparse
+
+    is_sparse = is_deepseek_dsa(config.hf_config) or is_minimax_sparse(config.hf_config)
+    return {
+        "a model with sliding windows (SWA)": bool(config.is_hybrid_swa),
+        "a model with Mamba states": mambaish_config(config) is not None,
+        "a model with sparse attention (DSA and others)": is_sparse,
+    }
