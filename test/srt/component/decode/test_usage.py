@@ -97,6 +97,8 @@ def test_load_counts_local_turns() -> None:
         assert load.num_tokens == loads.num_used_tokens == decoder._get_token_info()[0]
     assert running == 8
     finish(decoder)
+
+
 @pytest.mark.parametrize(("first", "counted"), [(1, 6), (5, 1)])
 def test_reasoning_tokens_of_a_remote_turn(first: int, counted: int) -> None:
     """Guards against a client that is told one too few, or, where prefill's token ends the

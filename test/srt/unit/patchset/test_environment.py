@@ -85,7 +85,7 @@ BOUNDS: dict[Variable[Any], tuple[float, float]] = {
     environment.ADMISSION_TIMEOUT: (1, FOR_EVER),  # 0: no request is admitted
     environment.WAIT_LOG: (0, FOR_EVER),
     environment.LOCAL_CHUNK: (1, MOST),
-    environment.HANDSHAKE_TIMEOUT: (0, FOR_EVER),
+    environment.HANDSHAKE_TIMEOUT: (0.1, FOR_EVER),
     environment.TRANSFER_TIMEOUT: (1, FOR_EVER),  # 0: each chunk is late when it is queued
     environment.CLAIM_TIMEOUT: (10, FOR_EVER),  # requests that come after the announcement fail
     environment.PEER_TIMEOUT: (10, FOR_EVER),  # a decode rank is forgotten between two pings
