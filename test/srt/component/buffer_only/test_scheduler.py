@@ -341,7 +341,7 @@ def test_no_request_is_preempted_for_one_that_waits_for_the_store(policy: str):
         cache.want(req.rid, PROMPT)
     assert server.admitted(*waiting) == []
     assert server.running_batch.reqs == server.running and server.waiting_queue == waiting
-    assert [cache.prefetch(req.rid).asked_ms for req in waiting] == [0, None]
+    assert [cache.prefetch(req.rid).waited_ms for req in waiting] == [0, None]
     cache.buffer.prefetches.in_line([])
     cache.want("ready", PROMPT)
     reach(cache, State.STAGED, "ready")
