@@ -244,8 +244,8 @@ NIXL_PROGRESS_DELAY = _integer(
 
 BUFFER_READ_TIMEOUT = _seconds(
     "SGLANG_HICACHE_BUFFER_READ_TIMEOUT", "store", 10.0,
-    "Longest wait of a request for its prefetch, from when the scheduler first checks it. Then its "
-    "tokens are computed.",
+    "Longest wait of a request for its prefetch. Steps in which the server admits no request do "
+    "not count. Then its tokens are computed.",
 )  # fmt: skip
 BUFFER_ALWAYS_FETCH = _switch(
     "SGLANG_HICACHE_BUFFER_ALWAYS_FETCH", "store",
@@ -266,11 +266,6 @@ STORE_LONGEST_RETRY = _seconds(
     "SGLANG_HICACHE_STORE_LONGEST_RETRY", "store", 60.0,
     "Longest time between two probes.",
     least=0.1,
-)  # fmt: skip
-STORE_MAX_CALLS = _integer(
-    "SGLANG_HICACHE_STORE_MAX_CALLS", "store", 16,
-    "Largest number of store calls under way at one time, including those that were given up.",
-    least=1,
 )  # fmt: skip
 
 LOCAL_TOKENS = _integer(

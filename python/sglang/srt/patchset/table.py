@@ -361,6 +361,12 @@ _BUFFER_ONLY = (
         when="sglang.srt.patchset.flags:wants_buffer_only",
     ),
     Replacement(
+        module="sglang.srt.managers.schedule_policy",
+        name="PrefillAdder",
+        mixin=f"{_CACHE}.buffer_only.scheduler:ReadyPreemption",
+        why="no request is preempted for one that still waits for its prefetch",
+    ),
+    Replacement(
         module="sglang.srt.managers.scheduler",
         name="Scheduler",
         mixin=f"{_CACHE}.buffer_only.scheduler:BufferOnlyScheduler",

@@ -172,7 +172,7 @@ class Cache:
         self.now += 100.0
         self.client.query(["f" * 64])
         self.calm()
-        assert self.client.up
+        assert self.client.poll()
 
     # ---- threads ----
 

@@ -105,7 +105,7 @@ def shape(cache: Cache) -> Any:
     )  # fmt: skip
     prefetches = cache.buffer.prefetches
     states = [
-        (one.rid, one.state.name, one.place, one.begin, len(one.keys), one.asked_ms,
+        (one.rid, one.state.name, one.place, one.begin, len(one.keys), one.waited_ms,
          [(piece.start, piece.staged, piece.staging.pages) for piece in one.pieces])
         for one in prefetches.line
     ]  # fmt: skip

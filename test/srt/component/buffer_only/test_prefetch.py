@@ -310,6 +310,22 @@ def test_how_long_a_request_waits_for_a_silent_store(
     assert cache.compute(PROMPT, rid="r") == 0
 
 
+def test_the_time_of_a_full_server_does_not_count():
+    """The store had no part in it: behind one long prompt all requests lost their hits."""
+    cache = stored(PROMPT)
+    cache.want("r", PROMPT)
+    reach(cache, State.FETCHING)
+    for seconds, full in ((6.0, False), (60.0, True), (4.0, False), (0.1, False)):
+        cache.buffer.prefetches.in_line(["r"], full)
+        cache.step(work=False)
+        assert full or not cache.tree.check_prefetch_progress("r")
+        cache.now += seconds
+    cache.buffer.prefetches.in_line(["r"])
+    cache.step(work=False)
+    assert cache.tree.check_prefetch_progress("r")
+    assert cache.buffer.context.counters["prefetch_timeouts"] == 1
+
+
 @pytest.mark.parametrize("policy", ["wait_complete", "timeout", "best_effort"])
 @pytest.mark.parametrize("first", [True, False])
 def test_what_had_arrived_is_used(policy: str, first: bool):

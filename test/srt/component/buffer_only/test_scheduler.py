@@ -13,10 +13,12 @@ import pytest
 from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import nodes
 from component.buffer_only.scenes import reach, steps, stored
-from component.buffer_only.servers import PLACES, Server, request
+from component.buffer_only.servers import PLACES, FormsABatch, Server, request
 from component.buffer_only.test_prefetch import pages_fetched
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 from sglang.srt.mem_cache.buffer_only.scheduler import NAP_S
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 PROMPT = prompt(1, 9)
 UPDATES = [f"update_weights_from_{where}" for where in ("disk", "distributed", "tensor", "ipc")]
@@ -271,6 +273,95 @@ def test_prefetches_know_whether_somebody_can_be_admitted(changes: dict[str, Any
     server.waiting_queue = [request("r")]
     server.get_new_batch_prefill()
     assert cache.buffer.prefetches.loadable("r", 0, len(PROMPT)) == (0 if full else 8 * PAGE)
+
+
+# ---- preemption ----
+
+
+def sglang_request(rid: str, tokens: list[int], priority: int, max_new_tokens: int = 4) -> Req:
+    """A request of SGLang's."""
+    sampling = SamplingParams(max_new_tokens=max_new_tokens)
+    sampling.normalize(None)
+    req = Req(rid, "", tokens, sampling)
+    req.priority = priority
+    return req
+
+
+class Preempting(Server):
+    """SGLang chooses the batch itself, and all places are taken by requests of priority 0."""
+
+    def __init__(self, cache: Cache) -> None:
+        super().__init__(
+            cache,
+            enable_hicache_storage=True,
+            enable_priority_preemption=True,
+            policy=SimpleNamespace(calc_priority=lambda *_: None),
+            priority_scheduling_preemption_threshold=5,
+            max_prefill_tokens=4096,
+            max_prefill_bs=0,
+            max_running_requests=PLACES,
+            enable_dynamic_chunking=False,
+            enable_lora=False,
+            truncation_align_size=None,
+            dllm_config=None,
+            server_args=SimpleNamespace(
+                prefill_max_requests=None, schedule_low_priority_values_first=False
+            ),
+        )
+        self.running = [sglang_request(f"low-{n}", prompt(50 + n, 2), 0) for n in range(PLACES)]
+        self.running_batch.reqs = self.running
+        self.running_batch.release_req = lambda *_: None
+        self.running_batch.filter_batch = self._keep
+
+    def _keep(self, keep_indices: list[int]) -> None:
+        self.running_batch.reqs = [self.running[at] for at in keep_indices]
+
+    def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
+        self._prefetch_kvcache(req)
+        self.waiting_queue.append(req)
+
+    def admitted(self, *waiting: Req) -> list[str]:
+        """Requests of the batch that SGLang forms next."""
+        self.waiting_queue, formed = list(waiting), FormsABatch()
+        with mock.patch.object(ScheduleBatch, "init_new", side_effect=formed) as made:
+            self.get_new_batch_prefill()
+        return [req.rid for req in made.call_args.args[0]] if made.called else []
+
+
+@pytest.mark.hazard("preempted-for-a-prefetch")
+@pytest.mark.parametrize("policy", ["wait_complete", "timeout"])
+def test_no_request_is_preempted_for_one_that_waits_for_the_store(policy: str):
+    """SGLang preempts first and checks the prefetch then: the preempted requests were neither
+    running nor waiting, and their clients waited for ever. A ready request behind it is admitted.
+    The time limit of a request that may preempt no other does not start."""
+    cache = stored(PROMPT, settings={"policy": policy})
+    server = Preempting(cache)
+    ready, high = [sglang_request(rid, PROMPT, 10) for rid in ("ready", "high")]
+    waiting = [high, sglang_request("equal", PROMPT, 0)]
+    for req in waiting:
+        cache.want(req.rid, PROMPT)
+    assert server.admitted(*waiting) == []
+    assert server.running_batch.reqs == server.running and server.waiting_queue == waiting
+    assert [cache.prefetch(req.rid).waited_ms for req in waiting] == [0, None]
+    cache.buffer.prefetches.in_line([])
+    cache.want("ready", PROMPT)
+    reach(cache, State.STAGED, "ready")
+    cache.want("high", PROMPT)
+    assert server.admitted(high, ready) == ["ready"]
+    cache.tree.dec_lock_ref(ready.last_node)  # it has run
+    lost = {*server.running} - {*server.running_batch.reqs, *server.waiting_queue}
+    assert not lost and len(server.running_batch.reqs) == PLACES - 1
+
+
+def test_a_preempted_request_waits_again_where_no_other_is_admitted():
+    """SGLang forgot it where the request that it made room for did not fit after all."""
+    cache = stored(PROMPT, tokens=20 * PAGE)
+    server = Preempting(cache)
+    large = sglang_request("large", prompt(7, 19), 10, max_new_tokens=4 * PAGE)
+    server.admitted(large)
+    (preempted,) = {*server.running} - {*server.running_batch.reqs}
+    assert server.waiting_queue == [large, preempted]
+    assert cache.prefetch(preempted.rid) is not None
 
 
 # ---- batches ----

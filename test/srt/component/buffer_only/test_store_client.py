@@ -15,7 +15,12 @@ import pytest
 from component.buffer_only.backends import content, fill, hashes, host_pool, slots
 from component.buffer_only.scripted_store import Gate, ScriptedStore, until
 from sglang.srt.mem_cache.buffer_only.settings import StoreClientSettings
-from sglang.srt.mem_cache.buffer_only.store_client import PROBE_KEY, Fault, StoreClient
+from sglang.srt.mem_cache.buffer_only.store_client import (
+    MAX_EMPTY_READS,
+    PROBE_KEY,
+    Fault,
+    StoreClient,
+)
 
 KEYS = hashes(3)
 METHODS = ("batch_exists", "batch_get_v1", "batch_set_v1")
@@ -61,7 +66,7 @@ class Scene:
         """A probe is answered."""
         self.now += 10.0
         self.client.query(KEYS)
-        until(lambda: self.client.up)
+        until(self.client.poll)
 
     def calm(self) -> None:
         """Every call has returned, or hangs at a gate."""
@@ -160,8 +165,8 @@ def test_a_store_that_hangs_is_down_until_it_answers_a_probe(
     """Guards against a deadline for every call of a dead store, against threads and messages
     without number, and against a store that is never asked again."""
     caplog.set_level(logging.WARNING)
-    scene.hang("batch_get_v1")
-    assert scene.call("batch_get_v1").fault is Fault.DEADLINE
+    scene.hang("batch_set_v1")
+    assert scene.call("batch_set_v1").fault is Fault.DEADLINE
     scene.store.calls.clear()
     for _ in range(50):
         assert scene.call("batch_exists").fault is scene.call("batch_set_v1").fault is Fault.DOWN
@@ -170,7 +175,7 @@ def test_a_store_that_hangs_is_down_until_it_answers_a_probe(
     scene.store.fail("batch_exists")
     probe = scene.store.hang("batch_exists", call=2)
     for seconds in (1.0, 3.0):  # a probe that fails or hangs holds up nobody, and is no answer
-        until(lambda: scene.client.under_way == 1)  # the read: the probe before has ended
+        until(lambda: scene.client.under_way == 1)  # the write: the probe before has ended
         scene.now += seconds
         assert scene.call("batch_exists").fault is Fault.DOWN
     assert probe.entered.wait(60)
@@ -182,12 +187,12 @@ def test_a_store_that_hangs_is_down_until_it_answers_a_probe(
 
 
 def test_threads_are_bounded() -> None:
-    """Guards against a thread for every call of a store whose look-ups answer and whose reads
+    """Guards against a thread for every call of a store whose look-ups answer and whose writes
     hang for ever."""
     scene = Scene(max_calls=3, longest_retry=1.0)
     for _ in range(10):
-        scene.hang("batch_get_v1")
-        scene.call("batch_get_v1")
+        scene.hang("batch_set_v1")
+        scene.call("batch_set_v1")
         scene.up_again()
     assert scene.client.under_way == scene.client.faults[Fault.DEADLINE] == 3
     scene.settled()
@@ -199,8 +204,8 @@ def test_probes_that_hang_do_not_keep_a_store_from_being_asked_again() -> None:
     """A connection that was cut without a word never answers: such probes used to take all calls
     that may be under way, and after hours of it nobody asked a store that had recovered."""
     scene = Scene(max_calls=3, longest_retry=1.0)
-    scene.hang("batch_get_v1")
-    scene.call("batch_get_v1")
+    scene.hang("batch_set_v1")
+    scene.call("batch_set_v1")
     for hanging in range(5):
         probe = scene.store.hang("batch_exists")
         scene.now += 1.0 + hanging
@@ -214,10 +219,10 @@ def test_probes_that_hang_do_not_keep_a_store_from_being_asked_again() -> None:
 
 
 def waited(scene: Scene) -> float:
-    """A read hangs; how long after its deadline a probe is answered, with a look every half
+    """A write hangs; how long after its deadline a probe is answered, with a look every half
     second."""
-    scene.hang("batch_get_v1")
-    assert scene.call("batch_get_v1").fault is Fault.DEADLINE
+    scene.hang("batch_set_v1")
+    assert scene.call("batch_set_v1").fault is Fault.DEADLINE
     start = scene.now
     while not scene.client.poll():
         scene.now += 0.5
@@ -228,7 +233,7 @@ def waited(scene: Scene) -> float:
 
 def test_when_a_store_is_asked_again() -> None:
     """A dead store is not asked over and over, and none is never asked again; nor has one whose
-    look-ups work and whose reads hang a deadline a second. An outage after it has worked is a new
+    look-ups work and whose writes hang a deadline a second. An outage after it has worked is a new
     one."""
     scene = Scene(first_retry=1.0, longest_retry=8.0)
     for call in range(1, 6):
@@ -238,6 +243,34 @@ def test_when_a_store_is_asked_again() -> None:
     assert scene.call("batch_get_v1").pages == 3
     assert [waited(scene) for _ in range(4)] == [1.0, 4.0, 8.0, 8.0]
     scene.settled()
+
+
+@pytest.mark.parametrize("hangs", [True, False], ids=["hang", "bring nothing"])
+def test_a_store_whose_lookups_answer_and_whose_reads_do_not_deliver(
+    scene: Scene, hangs: bool
+) -> None:
+    """Half of all requests waited for such reads until their time was over, and no alert fired. One
+    read after each interval is the probe, and is given up at once."""
+
+    def read() -> Any:
+        gate = scene.hang("batch_get_v1") if hangs else None
+        if gate is None:
+            scene.store.answer("batch_get_v1", lambda _: [False] * 3)
+        return scene.call("batch_get_v1")
+
+    for _ in range(1 if hangs else MAX_EMPTY_READS):
+        assert scene.client.up
+        assert read().fault is (Fault.DEADLINE if hangs else Fault.MISSING)
+    scene.now += 0.9
+    assert scene.call("batch_get_v1").fault is Fault.DOWN and not scene.client.up
+    scene.up_again()
+    assert read().pages == 0, "the probe"
+    for _ in range(3):
+        assert scene.call("batch_exists").pages == 3 and not scene.client.up
+        assert scene.call("batch_get_v1").fault is Fault.DOWN
+    scene.now += 10.0
+    assert scene.call("batch_get_v1").pages == 3 and scene.client.up
+    assert scene.call("batch_get_v1").pages == 3
 
 
 def test_threads_are_used_again_and_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,8 +204,6 @@ def test_without_the_mode_everything_is_sglangs():
         ("SGLANG_HICACHE_BUFFER_READ_TIMEOUT", "a while"),
         ("SGLANG_HICACHE_STORE_DEADLINE", "soon"),
         ("SGLANG_HICACHE_STORE_DEADLINE", "-1"),
-        ("SGLANG_HICACHE_STORE_MAX_CALLS", "0"),
-        ("SGLANG_HICACHE_STORE_MAX_CALLS", "2.5"),
         ("SGLANG_HICACHE_STORE_FIRST_RETRY", "inf"),
         ("SGLANG_HICACHE_STORE_FIRST_RETRY", "0"),
         ("SGLANG_HICACHE_STORE_LONGEST_RETRY", ""),

@@ -98,7 +98,6 @@ BOUNDS: dict[Variable[Any], tuple[float, float]] = {
     environment.STORE_DEADLINE: (0.1, FOR_EVER),  # 0: each call is late, the store is never used
     environment.STORE_FIRST_RETRY: (0.1, FOR_EVER),
     environment.STORE_LONGEST_RETRY: (0.1, FOR_EVER),
-    environment.STORE_MAX_CALLS: (1, MOST),
     environment.LOCAL_TOKENS: (0, MOST),
     environment.LOCAL_SHARE: (5e-324, 1),  # a chunk runs every 64 decode steps all the same
     environment.LOCAL_MAX_ITL_MS: (0, MOST),  # every 100 steps all the same

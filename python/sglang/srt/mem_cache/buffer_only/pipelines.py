@@ -104,7 +104,7 @@ class Pipelines:
         before_ms = self.context.now_ms
         self.context.now_ms = max(before_ms, agreed.clock_ms)
         self.backups.apply(agreed)
-        self.prefetches.apply(agreed, 0 if self.is_idle else self.context.now_ms - before_ms)
+        self.prefetches.apply(agreed, self.context.now_ms - before_ms, self.is_idle)
         self.is_idle = False
         self.touches.apply(agreed.touched)
         # Prefetches first: a request waits for them.

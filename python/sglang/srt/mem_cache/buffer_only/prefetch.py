@@ -105,8 +105,8 @@ class Prefetch:
     hit_tokens: int = 0
     #: How often all was asked for anew, since the tree had lost what came before.
     anews: int = 0
-    #: When the scheduler first waited for it, until it need not.
-    asked_ms: int | None = None
+    #: Time of the steps in which the scheduler waited for it; None if it does not wait for it.
+    waited_ms: int | None = None
     deferred: bool = False
     #: Whether the hit is fetched, and why; None before that was decided.
     choice: Choice | None = None
@@ -123,8 +123,6 @@ class Prefetch:
         """It is in ``state`` from now on. Nothing else writes the state."""
         self.spent_ms[self.state] += now_ms - self.since_ms
         self.state, self.since_ms = state, now_ms
-        if state in (State.STAGED, State.MISSED):
-            self.asked_ms = None  # nobody waits for it
 
     @property
     def end(self) -> int:

@@ -96,36 +96,36 @@ class PrefetchLine:
 
     def ready(self, rid: str) -> bool:
         """Whether the request can be scheduled; asked in each step that could admit it. Its time
-        limit runs from the first of these steps, and is checked here alone."""
+        limit counts only the time of these steps, and is checked here alone."""
         prefetch = self.line.get(rid)
         if prefetch is None:
             return True
         self._asked[prefetch] = None
         if self._ready(prefetch):
-            prefetch.asked_ms = None
+            prefetch.waited_ms = None
             return True
-        calls, now_ms, settings = self.calls, self._context.now_ms, self._context.settings
+        calls, settings = self.calls, self._context.settings
         if settings.policy == "best_effort":
             return True
         if calls.stuck and prefetch.state in (State.WAITING, State.FOUND):
             self._settle(prefetch)
             return True
-        asked_ms, limit_ms = prefetch.asked_ms, settings.timeout_ms(len(prefetch.key))
-        is_late = asked_ms is not None and now_ms - asked_ms > limit_ms
-        if (asked_ms is None or is_late) and len(prefetch.keys) > calls.most:
+        waited_ms, limit_ms = prefetch.waited_ms, settings.timeout_ms(len(prefetch.key))
+        is_late = waited_ms is not None and waited_ms > limit_ms
+        if (waited_ms is None or is_late) and len(prefetch.keys) > calls.most:
             held, node = self._context.match(prefetch.key)
             is_long = prefetch.end - held > calls.most
             if is_long and not self.load_backs.has_room(prefetch, held, node):
                 # It stands where a request without a store would, for want of room: the scheduler
                 # admits nobody behind one that does not fit. Its time begins when there is room.
-                prefetch.asked_ms = None
+                prefetch.waited_ms = None
                 return True
         if is_late:
             self._context.counters["prefetch_timeouts"] += 1
             self._settle(prefetch)
             return True
-        if asked_ms is None:
-            prefetch.asked_ms, prefetch.all_comes = now_ms, None
+        if waited_ms is None:
+            prefetch.waited_ms, prefetch.all_comes = 0, None
             calls.changes += 1
         return False
 
@@ -166,9 +166,13 @@ class PrefetchLine:
 
     # ---- a step ----
 
-    def apply(self, agreed: TransferVote, step_ms: int) -> None:
-        """Act on what has ended on all ranks; ``step_ms``: how long the last step took."""
-        self._step_ms.add(step_ms)
+    def apply(self, agreed: TransferVote, passed_ms: int, was_idle: bool) -> None:
+        """Act on what has ended on all ranks. ``passed_ms``: duration of the last step;
+        ``was_idle``: it ran no batch."""
+        self._step_ms.add(0 if was_idle else passed_ms)
+        for prefetch in self._asked_before | self._asked:
+            if prefetch.waited_ms is not None:
+                prefetch.waited_ms += passed_ms
         self.load_backs.finish(agreed.load_back_copies)
         self._chooser.speeds = Speeds(
             call_us=-agreed.minus_call_us,
@@ -257,8 +261,8 @@ class PrefetchLine:
 
     def _fetch_in_line(self) -> None:
         """Fetch what is missing, first in line first, unless nothing has changed since."""
-        calls, asked = self.calls, len(self._asked_before)
-        known = (asked, calls.changes, calls.let_go, calls.capacity)
+        calls = self.calls
+        known = (self._asked_before, calls.changes, calls.let_go, calls.capacity)
         if known == self._gone_through:
             return
         before, looked_at = self.line.ahead(self._context.page_size), 0
@@ -287,7 +291,7 @@ class PrefetchLine:
         calls.drop(prefetch, [one for one in prefetch.pieces if one.staged and one.stop <= held])
         if prefetch.choice is None and calls.can_fetch and held < prefetch.end:
             ahead = 0
-            if prefetch.asked_ms is None:
+            if not self._is_next(prefetch):
                 ahead = next(tokens for one, tokens in before if one is prefetch)
             prefetch.choice = self._chooser.choose(
                 prefetch.end - held, calls.running, ahead, prefetch.trial
@@ -344,9 +348,8 @@ class PrefetchLine:
         return last is not None and prefetch not in asked and prefetch.place < last.place
 
     def _is_next(self, prefetch: Prefetch) -> bool:
-        """Whether the scheduler waits for it. It does not for one that it asked for and passes over
-        now: those behind that one would wait until its time is over."""
-        return prefetch.asked_ms is not None and not self._passed_over(prefetch)
+        """True if the scheduler asked for it in the last step."""
+        return prefetch in self._asked_before or prefetch in self._asked
 
     # ---- into the tree ----
 
@@ -357,7 +360,7 @@ class PrefetchLine:
             return
         most = self.calls.most
         for prefetch in [*self._asked_before, *self._asked]:
-            here = self.line.get(prefetch.rid) is prefetch and self._is_next(prefetch)
+            here = self.line.get(prefetch.rid) is prefetch
             if here and prefetch.state in (State.FOUND, State.FETCHING):
                 break
         else:

@@ -10,6 +10,7 @@ is flushed. Until then keys are this server's alone.
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import time
@@ -18,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any  # Any: requests and answers of SGLang's, handed on
 
 from typing_extensions import override
@@ -30,15 +32,39 @@ from sglang.srt.mem_cache.buffer_only.tree import MODE_FLAG
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_policy import PrefillAdder
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.utils import GenerationBatchResult
+    from sglang.srt.server_args import ServerArgs
 else:
-    Scheduler = object
+    Scheduler = PrefillAdder = object
 
 logger = logging.getLogger(__name__)
 
 #: Between two steps without a batch, while something is under way to the store or from it.
 NAP_S = 0.0005
+
+
+class ReadyPreemption(PrefillAdder):
+    """Preempts running requests only for a request whose prefetch has ended. SGLang checks the
+    prefetch after it has preempted."""
+
+    @override
+    def preempt_to_schedule(self, req: Req, server_args: ServerArgs) -> bool:
+        if not hasattr(self.tree_cache, "buffer"):
+            return bool(super().preempt_to_schedule(req, server_args))
+        trial = copy.copy(self)
+        trial.preempt_list = [*self.preempt_list]
+        trial.running_batch = SimpleNamespace(
+            reqs=self.running_batch.reqs,
+            release_req=lambda *_: None,
+            filter_batch=lambda **_: None,
+        )
+        if not super(ReadyPreemption, trial).preempt_to_schedule(req, server_args):
+            return False  # without a check, which would start the time limit of its prefetch
+        if self.tree_cache.check_prefetch_progress(req.rid):
+            return bool(super().preempt_to_schedule(req, server_args))
+        return True  # SGLang then makes the same check, and skips the request
 
 
 class BufferOnlyScheduler(Scheduler):
@@ -115,7 +141,12 @@ class BufferOnlyScheduler(Scheduler):
         bootstrap = getattr(self, "disagg_prefill_bootstrap_queue", None)
         reqs = [*self.waiting_queue, *(bootstrap.queue if bootstrap is not None else ())]
         prefetches.in_line([req.rid for req in reqs], self._is_full)
+        running, before = self.running_batch, self.running_batch.reqs
         batch = super().get_new_batch_prefill()
+        if batch is None and running.reqs is not before:
+            # SGLang queues preempted requests again only if it admits another one.
+            for req in [one for one in before if one not in running.reqs]:
+                self._add_request_to_queue(req)
         if batch is not None:
             for req in batch.reqs:
                 prefetches.cancel(req.rid)  # it runs

@@ -125,13 +125,15 @@ class Settings:
 @dataclass(frozen=True)
 class StoreClientSettings:
     """Bounds of the calls of one store, by default those of ``SGLANG_HICACHE_STORE_DEADLINE``,
-    ``_MAX_CALLS``, ``_FIRST_RETRY`` and ``_LONGEST_RETRY``; durations in seconds.
+    ``_FIRST_RETRY`` and ``_LONGEST_RETRY``; durations in seconds.
 
     Raises:
         ValueError: a variable is no such number; the message names it.
     """
 
     deadline: float = field(default_factory=environment.STORE_DEADLINE.read)
-    max_calls: int = field(default_factory=environment.STORE_MAX_CALLS.read)
+    #: Largest number of calls under way, including those that were given up. A store that answers
+    #: has at most ten: two queries, four reads, a write, a touch, the statistics and a clear.
+    max_calls: int = 16
     first_retry: float = field(default_factory=environment.STORE_FIRST_RETRY.read)
     longest_retry: float = field(default_factory=environment.STORE_LONGEST_RETRY.read)

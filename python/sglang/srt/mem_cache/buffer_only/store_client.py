@@ -8,8 +8,8 @@ owner of the staging buffer must not hand them to anyone else before. There is n
 time: memory that a store may write into is better lost than wrong.
 
 After a missed deadline the circuit breaker is open: calls are refused at once, without touching the
-store, until a probe is answered. Calls under way, overdue ones among them, are at most
-``max_calls``, and probes that hang beside them.
+store, until a probe is answered. Reads have a breaker of their own, whose probe is a read. Calls
+under way, overdue ones among them, are at most ``max_calls``, and probes that hang beside them.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+
+#: Reads in a row without a page after which the store counts as down. A store that evicts may lose
+#: the pages of one read between its query and the read.
+MAX_EMPTY_READS = 3
 
 #: A key that no page has: a page's key is a SHA-256.
 PROBE_KEY = "0" * 64
@@ -97,6 +101,9 @@ class StoreClient:
         self._lock = threading.RLock()  # a future's callback may run on the thread that adds it
         #: The circuit breaker: of calls that missed their deadline. A probe is an attempt.
         self._outage = BackOff(self.settings.first_retry, self.settings.longest_retry)
+        #: The circuit breaker of reads: lookups may work where data does not arrive.
+        self._reads = BackOff(self.settings.first_retry, self.settings.longest_retry)
+        self._empty_reads = 0
         self._under_way: set[Future[Any]] = set()
         self._overdue: set[Future[Any]] = set()
         #: Probes that have not returned. They are not bounded with the other calls: those that hang
@@ -125,8 +132,33 @@ class StoreClient:
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> Outcome:
         """Read pages into host memory. Pages behind the first missing one do not count, whatever
-        was written into their memory."""
-        return self._move("batch_get_v1", keys, host_indices, extra_info)
+        was written into their memory.
+
+        After reads have failed, one at a time is the probe: it is given up at once, so that its
+        request does not wait, and the others are refused until one has delivered in time.
+        """
+        with self._lock:
+            is_probe, now = self._reads.failing, self._clock()
+            refused = self._reads.waits(now)
+            if is_probe and not refused:
+                self._reads.failed(now)
+        if refused:
+            self._count(Fault.DOWN)
+            return Outcome(0, Fault.DOWN)
+        most_s = 0.0 if is_probe else math.inf
+        outcome = self._move("batch_get_v1", keys, host_indices, extra_info, most_s)
+        if not (is_probe or outcome.pages or outcome.fault in (None, Fault.DOWN)):
+            with self._lock:
+                late = outcome.fault is Fault.DEADLINE
+                self._empty_reads += MAX_EMPTY_READS if late else 1
+                if self._empty_reads >= MAX_EMPTY_READS and not self._reads.failing:
+                    self._reads.failed(self._clock())
+                    logger.warning(
+                        "HiCache store %s: reads deliver nothing. They are refused until one "
+                        "delivers, and requests compute their tokens",
+                        self.name,
+                    )
+        return outcome
 
     def write(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
@@ -164,17 +196,17 @@ class StoreClient:
 
     def poll(self) -> bool:
         """Whether the store is asked. Starts the probe that is due, also if nobody calls."""
-        if not self.up:
+        if self._outage.failing:
             with self._lock:
                 self._probe()
-        return self.up
+        return not self._outage.failing
 
     # ---- for gauges and tests ----
 
     @property
     def up(self) -> bool:
-        """Whether the store is asked."""
-        return not self._outage.failing
+        """True if the store answers and delivers what it is asked for."""
+        return not (self._outage.failing or self._reads.failing)
 
     @property
     def overdue(self) -> int:
@@ -188,19 +220,37 @@ class StoreClient:
 
     # ---- inside ----
 
-    def _move(self, method: str, keys: Any, host_indices: torch.Tensor, extra: Any) -> Outcome:
+    def _delivered(self) -> None:
+        """A read has brought a page in time."""
+        with self._lock:
+            if self._reads.failing:
+                logger.warning("HiCache store %s: reads deliver again", self.name)
+            self._reads.worked()
+            self._empty_reads = 0
+
+    def _move(
+        self,
+        method: str,
+        keys: Any,
+        host_indices: torch.Tensor,
+        extra: Any,
+        most_s: float = math.inf,
+    ) -> Outcome:
         asked = list(keys)
         if not asked:
             return Outcome(0)
-        call = getattr(self.store, method)
+        call, began = getattr(self.store, method), self._clock()
 
         def move() -> list[bool]:
             results = call(asked, host_indices, extra)
             if not isinstance(results, (list, tuple)) or len(results) != len(asked):
                 raise ValueError(f"{results!r:.100} for {len(asked)} pages")
+            in_time = self._clock() - began <= self.settings.deadline
+            if method == "batch_get_v1" and results[0] is True and in_time:
+                self._delivered()
             return [result is True for result in results]
 
-        results, fault, given_up = self._call(method, move)
+        results, fault, given_up = self._call(method, move, most_s)
         if fault is not None:
             return Outcome(0, fault, given_up)
         pages, there = leading(results), sum(results)
@@ -239,7 +289,7 @@ class StoreClient:
         error = future.exception()
         with self._lock:
             first, self._error_logged = not self._error_logged, error is not None
-            if error is None and self.up:  # else it began before the outage
+            if error is None and not self._outage.failing:  # else it began before the outage
                 self._outage.worked()
         if error is None:
             return future.result(), None, None
@@ -255,7 +305,7 @@ class StoreClient:
 
     def _start(self, call: Callable[[], Any]) -> Future[Any] | None:
         with self._lock:
-            if not self.up:
+            if self._outage.failing:
                 self._probe()  # beside: the call that started it is refused like any other
                 return None
             if len(self._under_way) >= self.settings.max_calls:
@@ -269,7 +319,7 @@ class StoreClient:
         """Ask for a page that is not there, if that is due: later for each probe that hangs, so
         that a long outage does not take a thread an interval."""
         now = self._clock()
-        if not self.up and not self._outage.waits(now):
+        if self._outage.failing and not self._outage.waits(now):
             self._outage.failed(now, more=len(self._probes))
             probe = self._threads.start(lambda: self.store.batch_exists([PROBE_KEY], None))
             self._probes.add(probe)
@@ -279,7 +329,7 @@ class StoreClient:
         answered = probe.exception() is None
         with self._lock:
             self._probes.discard(probe)
-            again = answered and not self.up
+            again = answered and self._outage.failing
             if answered:
                 # Not ``worked``: should the next call time out, the interval grows on. The store
                 # may be one that answers probes and nothing else.

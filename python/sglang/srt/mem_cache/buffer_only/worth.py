@@ -35,7 +35,7 @@ class Choice(enum.Enum):
 #: One in so many hits that would be slower is a trial.
 TRIAL_EVERY = 16
 #: Threads that fetch. With the other threads they stay below the most calls of the store that may
-#: be under way (``SGLANG_HICACHE_STORE_MAX_CALLS``).
+#: be under way (``StoreClientSettings.max_calls``).
 SIDE_BY_SIDE = 4
 
 
