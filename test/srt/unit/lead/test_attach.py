@@ -117,7 +117,7 @@ def test_a_wrong_variable_ends_the_start(monkeypatch: Any, value: str) -> None:
     name = "SGLANG_DISAGGREGATION_HANDSHAKE_TIMEOUT"
     monkeypatch.setenv(name, value)
     monkeypatch.setattr(attach, "PARTS", ())
-    with pytest.raises(SystemExit, match=f"{name} must be a number of seconds of at least 0.1"):
+    with pytest.raises(SystemExit, match=f"{name} must be a number of seconds from 0.1"):
         attach.activate()
 
 
