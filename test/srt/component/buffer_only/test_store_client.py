@@ -249,12 +249,13 @@ def test_when_a_store_is_asked_again() -> None:
 def test_a_store_whose_lookups_answer_and_whose_reads_do_not_deliver(
     scene: Scene, hangs: bool
 ) -> None:
-    """Half of all requests waited for such reads until their time was over, and no alert fired. One
-    read after each interval is the probe, and is given up at once."""
+    """Guards against reads that cost half of all requests their whole wait while no alert fires.
+    One read after each interval is the trial."""
 
     def read() -> Any:
-        gate = scene.hang("batch_get_v1") if hangs else None
-        if gate is None:
+        if hangs:
+            scene.hang("batch_get_v1")
+        else:
             scene.store.answer("batch_get_v1", lambda _: [False] * 3)
         return scene.call("batch_get_v1")
 
@@ -264,13 +265,24 @@ def test_a_store_whose_lookups_answer_and_whose_reads_do_not_deliver(
     scene.now += 0.9
     assert scene.call("batch_get_v1").fault is Fault.DOWN and not scene.client.up
     scene.up_again()
-    assert read().pages == 0, "the probe"
-    for _ in range(3):
+    assert read().pages == 0, "the trial"
+    for _ in range(0 if hangs else 3):
         assert scene.call("batch_exists").pages == 3 and not scene.client.up
         assert scene.call("batch_get_v1").fault is Fault.DOWN
-    scene.now += 10.0
+    scene.up_again()
     assert scene.call("batch_get_v1").pages == 3 and scene.client.up
     assert scene.call("batch_get_v1").pages == 3
+
+
+def test_a_store_that_hangs_while_its_reads_deliver_nothing(scene: Scene) -> None:
+    """Guards against queries that all wait for a store that is dead, because its reads were found
+    to be dead before."""
+    for _ in range(MAX_EMPTY_READS):
+        scene.store.answer("batch_get_v1", lambda _: [False] * 3)
+        assert scene.call("batch_get_v1").fault is Fault.MISSING
+    scene.hang("batch_exists")
+    assert scene.call("batch_exists").fault is Fault.DEADLINE
+    assert scene.call("batch_exists").fault is Fault.DOWN
 
 
 def test_threads_are_used_again_and_end(monkeypatch: pytest.MonkeyPatch) -> None:

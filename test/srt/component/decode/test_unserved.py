@@ -80,6 +80,9 @@ INVALID = [
     ({}, {"disagg_prefill_dp_rank": -1}, "disagg_prefill_dp_rank is -1"),
     ({}, {"rid": ""}, "rid is ''"),  # the beginning of all ids
     ({}, BATCH | {"rid": ["a", ""]}, "rid is ''"),
+    ({}, {"rid": 5}, "rid is 5"),
+    ("greedy", {}, "sampling_params is 'greedy'"),
+    ([{}, None], BATCH, "sampling_params is None"),
     ({}, {"rid": "HEALTH_CHECK_1"}, "rid is 'HEALTH_CHECK_1'"),  # left out while others run
     ({}, BATCH | {"bootstrap_room": [1]}, "bootstrap_room is a list of a wrong length"),
     ({"n": 2}, BATCH | {"bootstrap_host": ["h"] * 3}, "bootstrap_host is a list of a wrong"),

@@ -57,7 +57,7 @@ def test_without_the_flag_all_is_stock(model_config, caplog, mode):
 def test_a_wrong_variable_is_refused_on_every_server(monkeypatch, mode, value):
     """Guards against a text that is found on decode only, or by the thread that reads it."""
     monkeypatch.setenv("SGLANG_DISAGGREGATION_HANDSHAKE_TIMEOUT", value)
-    with pytest.raises(ValueError, match="HANDSHAKE_TIMEOUT must be a number of seconds of"):
+    with pytest.raises(ValueError, match="HANDSHAKE_TIMEOUT must be a number of seconds from 0.1"):
         ServerArgs(model_path="dummy", disaggregation_mode=mode, **CPU)
 
 

@@ -304,6 +304,8 @@ def check_request(obj: Any, request: Any) -> None:
         ValueError: the client gets status 400.
     """
     for params in _listed(obj.sampling_params):
+        if not isinstance(params, dict):
+            raise ValueError(f"sampling_params is {params!r}: it must be an object")
         # SGLang makes lists of this length of all fields.
         check_number("n", params.get("n", 1), Integral, 1, MOST_SAMPLES)
     batch = copy.copy(obj)
@@ -311,9 +313,10 @@ def check_request(obj: Any, request: Any) -> None:
     entries = batch.batch_size * getattr(batch, "parallel_sample_num", 1)
     wrong = [
         *(
-            f"rid is {rid!r}: it must not be empty or begin with {HEALTH_CHECK_RID_PREFIX}"
+            f"rid is {rid!r}: it must be a text that is not empty and does not begin with "
+            f"{HEALTH_CHECK_RID_PREFIX}"
             for rid in _listed(obj.rid)
-            if not rid
+            if not (isinstance(rid, str) and rid)
             or (rid.startswith(HEALTH_CHECK_RID_PREFIX) and getattr(request, "method", "") != "GET")
         ),
         *(

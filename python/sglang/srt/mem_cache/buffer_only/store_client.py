@@ -134,31 +134,42 @@ class StoreClient:
         """Read pages into host memory. Pages behind the first missing one do not count, whatever
         was written into their memory.
 
-        After reads have failed, one at a time is the probe: it is given up at once, so that its
-        request does not wait, and the others are refused until one has delivered in time.
+        After reads have failed, one read after each interval is the trial. The others are refused
+        until one has brought a page.
         """
         with self._lock:
-            is_probe, now = self._reads.failing, self._clock()
-            refused = self._reads.waits(now)
-            if is_probe and not refused:
-                self._reads.failed(now)
+            refused = self._reads.waits(self._clock())
+            if self._reads.failing and not refused:
+                self._reads.failed(self._clock())
         if refused:
             self._count(Fault.DOWN)
             return Outcome(0, Fault.DOWN)
-        most_s = 0.0 if is_probe else math.inf
-        outcome = self._move("batch_get_v1", keys, host_indices, extra_info, most_s)
-        if not (is_probe or outcome.pages or outcome.fault in (None, Fault.DOWN)):
-            with self._lock:
-                late = outcome.fault is Fault.DEADLINE
-                self._empty_reads += MAX_EMPTY_READS if late else 1
-                if self._empty_reads >= MAX_EMPTY_READS and not self._reads.failing:
-                    self._reads.failed(self._clock())
-                    logger.warning(
-                        "HiCache store %s: reads deliver nothing. They are refused until one "
-                        "delivers, and requests compute their tokens",
-                        self.name,
-                    )
+        outcome = self._move("batch_get_v1", keys, host_indices, extra_info)
+        if outcome.pages or outcome.fault not in (None, Fault.DOWN):
+            self._note_read(outcome)
         return outcome
+
+    def _note_read(self, outcome: Outcome) -> None:
+        """Open or close the breaker of reads after a read that the store was asked for."""
+        with self._lock:
+            before = self._reads.failing
+            if outcome.pages:
+                self._reads.worked()
+                self._empty_reads = 0
+            else:
+                # A missed deadline costs a request its whole wait, so one is enough.
+                self._empty_reads += MAX_EMPTY_READS if outcome.fault is Fault.DEADLINE else 1
+                if self._empty_reads >= MAX_EMPTY_READS and not before:
+                    self._reads.failed(self._clock())
+            after = self._reads.failing
+        if after and not before:
+            logger.warning(
+                "HiCache store %s: reads deliver nothing; they are refused until one delivers, and "
+                "requests compute their tokens. Check the store's data transport",
+                self.name,
+            )
+        elif before and not after:
+            logger.warning("HiCache store %s: reads deliver again", self.name)
 
     def write(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
@@ -220,37 +231,19 @@ class StoreClient:
 
     # ---- inside ----
 
-    def _delivered(self) -> None:
-        """A read has brought a page in time."""
-        with self._lock:
-            if self._reads.failing:
-                logger.warning("HiCache store %s: reads deliver again", self.name)
-            self._reads.worked()
-            self._empty_reads = 0
-
-    def _move(
-        self,
-        method: str,
-        keys: Any,
-        host_indices: torch.Tensor,
-        extra: Any,
-        most_s: float = math.inf,
-    ) -> Outcome:
+    def _move(self, method: str, keys: Any, host_indices: torch.Tensor, extra: Any) -> Outcome:
         asked = list(keys)
         if not asked:
             return Outcome(0)
-        call, began = getattr(self.store, method), self._clock()
+        call = getattr(self.store, method)
 
         def move() -> list[bool]:
             results = call(asked, host_indices, extra)
             if not isinstance(results, (list, tuple)) or len(results) != len(asked):
                 raise ValueError(f"{results!r:.100} for {len(asked)} pages")
-            in_time = self._clock() - began <= self.settings.deadline
-            if method == "batch_get_v1" and results[0] is True and in_time:
-                self._delivered()
             return [result is True for result in results]
 
-        results, fault, given_up = self._call(method, move, most_s)
+        results, fault, given_up = self._call(method, move)
         if fault is not None:
             return Outcome(0, fault, given_up)
         pages, there = leading(results), sum(results)
@@ -272,7 +265,7 @@ class StoreClient:
         if not future.done():
             with self._lock:
                 self._overdue.add(future)
-                first = self.up
+                first = not self._outage.failing
                 if first:
                     self._outage.failed(self._clock())
             future.add_done_callback(self._overdue.discard)
