@@ -37,22 +37,6 @@ else:
 logger = logging.getLogger(__name__)
 
 
-def check_deadlines() -> None:
-    """Read what both backends and both sides wait by, where a server starts.
-
-    Raises:
-        ValueError: one is set to something that is no duration; the message names it.
-    """
-    for variable in (
-        environment.QUARANTINE_TIMEOUT,
-        environment.TRANSFER_TIMEOUT,
-        environment.CLAIM_TIMEOUT,
-        environment.PEER_TIMEOUT,
-        environment.HANDSHAKE_TIMEOUT,
-    ):
-        variable.read()
-
-
 class DeltaBootstrapServer(CommonKVBootstrapServer):
     """Prefill's bootstrap server also says what this prefill server understands, and who it is."""
 
@@ -115,8 +99,6 @@ class DeltaManager(CommonKVManager):
         is_prefill = mode == DisaggregationMode.PREFILL
         if not self.moves_deltas:
             return
-        if is_prefill or has_flag:
-            check_deadlines()  # wrong values are refused at start
         self.rank = RankView.of(self)
         self.statuses = Statuses(self.request_status, self.failure_records)
         self.update_status = self.statuses.update

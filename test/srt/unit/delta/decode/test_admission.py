@@ -3,7 +3,6 @@ limits of their waits are read from variables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -19,7 +18,6 @@ from sglang.srt.disaggregation.delta.decode.claims import (
     page_floor,
 )
 from sglang.srt.disaggregation.delta.decode.step import Limits
-from sglang.srt.disaggregation.delta.manager import check_deadlines
 from sglang.srt.patchset import environment as env
 
 PAGES = st.sampled_from([1, 4, 16, 64])
@@ -99,28 +97,6 @@ def test_an_entering_request_claims_half_of_its_answer(new: int, step: int, clai
 
 
 LIMITS = (env.ADMISSION_TIMEOUT, env.WAIT_LOG)
-DEADLINES = (
-    env.QUARANTINE_TIMEOUT, env.TRANSFER_TIMEOUT, env.CLAIM_TIMEOUT, env.PEER_TIMEOUT,
-    env.HANDSHAKE_TIMEOUT,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("read", "name"),
-    [
-        *((Limits.read, each.name) for each in LIMITS),
-        *((check_deadlines, each.name) for each in DEADLINES),
-    ],
-)
-def test_wrong_settings_name_themselves(
-    monkeypatch: pytest.MonkeyPatch, read: Callable[[], object], name: str
-) -> None:
-    """Guards against a server that starts with a limit it does not understand: a typing error that
-    is found hours later, when the limit first counts."""
-    read()
-    monkeypatch.setenv(name, "soon")
-    with pytest.raises(ValueError, match=name):
-        read()
 
 
 def test_each_limit_has_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:

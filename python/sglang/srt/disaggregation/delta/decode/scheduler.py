@@ -16,7 +16,6 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta.decode.claims import private_tokens
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.speculation import check_draft_pool, draft_pool
-from sglang.srt.disaggregation.delta.decode.step import Limits
 from sglang.srt.disaggregation.delta.observability import STATS, Telemetry
 from sglang.srt.disaggregation.delta.pages import has_other_state
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
@@ -175,7 +174,6 @@ class DisaggScheduler(Scheduler):
                 f"{type(self.tree_cache).__name__}; remove the flag, or the option that "
                 "chose that cache."
             )
-        Limits.read()  # wrong values are refused at start
         draft = draft_pool(self)
         if draft is not None:
             check_draft_pool(pool, draft)

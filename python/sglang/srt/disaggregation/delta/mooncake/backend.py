@@ -14,6 +14,7 @@ whole group stays stock.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -118,15 +119,14 @@ class Callers:
         self._began: dict[Future[State], float] = {}
         for _ in range(threads):
             threading.Thread(target=self._run, name="kv-mooncake", daemon=True).start()
-        threading.Thread(target=self._replace, name="kv-mooncake-watch", daemon=True).start()
 
-    def _replace(self) -> None:
-        while True:
-            time.sleep(self._hangs_s / 2)
-            hangs_since = time.monotonic() - self._hangs_s
-            for future, began in list(self._began.items()):
-                if began <= hangs_since and self._began.pop(future, 0.0):
-                    threading.Thread(target=self._run, name="kv-mooncake", daemon=True).start()
+    def replace_if_hanging(self, future: Future[State]) -> None:
+        """Start another thread for the one whose call began ``hangs_s`` ago. Called by the transfer
+        workers when they poll a call."""
+        began = self._began.get(future, math.inf)
+        if began > time.monotonic() - self._hangs_s or self._began.pop(future, None) is None:
+            return  # it waits, or began lately, or another worker was faster
+        threading.Thread(target=self._run, name="kv-mooncake", daemon=True).start()
 
     def submit(self, peer: str, call: Callable[..., State], *arguments: Any) -> Future[State]:
         future: Future[State] = Future()
@@ -226,6 +226,7 @@ class MooncakeBackend:
         if self._is_stopped(call.room) and call.future.cancel():
             return State.DROPPED
         if not call.future.done():
+            self._callers.replace_if_hanging(call.future)
             return State.IN_PROGRESS
         return call.future.result()
 

@@ -30,7 +30,12 @@ from sglang.srt.disaggregation.delta.pages import (
 )
 from sglang.srt.disaggregation.delta.peer_messages import plan_delta
 from sglang.srt.disaggregation.delta.prefill.rooms import Announcement, Room
-from sglang.srt.disaggregation.delta.prefill.yielded import EndYielded, Frontend
+from sglang.srt.disaggregation.delta.prefill.yielded import (
+    EndYielded,
+    Frontend,
+    end_yielded,
+    leave_unannounced,
+)
 from sglang.srt.disaggregation.delta.rank_agreement import ended
 from sglang.srt.disaggregation.delta.unserved import ExactId
 
@@ -215,7 +220,7 @@ class DeltaScheduler(Scheduler):
     @override
     def abort_request(self, recv_req: AbortReq) -> None:
         if isinstance(recv_req, EndYielded):
-            self._end_yielded(recv_req.rid)
+            end_yielded(self, recv_req.rid)
             return
         if prefill_manager(self) is not None:
             # SGLang drops a request from the waiting queue and forgets its sender: the room would
@@ -240,32 +245,11 @@ class DeltaScheduler(Scheduler):
             if req.to_finish is not None:
                 # SGLang has refused it, and replaced its prompt by [0] to end it when that is
                 # computed: decode would take the KV of [0] for that of its own prompt.
-                self._leave_unannounced(req)
+                leave_unannounced(self, req)
                 req.disagg_kv_sender.abort()
                 req.disagg_kv_sender.end()
                 req.finished_reason = req.to_finish
                 self.stream_output([req], req.return_logprob)
-
-    def _leave_unannounced(self, req: Req) -> None:
-        """Remove a request from the bootstrap queue."""
-        self.disagg_prefill_bootstrap_queue.queue.remove(req)
-        if self.enable_hicache_storage:
-            self.tree_cache.release_aborted_request(req.rid)
-
-    def _end_yielded(self, rid: str) -> None:
-        """Forget the request ``rid``, whose client was answered. On all ranks in one step.
-
-        It waits for its announcement, or for its grammar; where else it might be, decode has
-        announced it all the same, and it ends like any other.
-        """
-        for req in [r for r in self.disagg_prefill_bootstrap_queue.queue if r.rid == rid]:
-            self._leave_unannounced(req)
-            req.disagg_kv_sender.clear()
-        grammars = self.grammar_manager
-        for req in [req for req in grammars.grammar_queue if req.rid == rid]:
-            grammars.grammar_queue = [other for other in grammars.grammar_queue if other is not req]
-            if hasattr(req.grammar, "cancel"):
-                req.grammar.cancel()
 
     @override
     def init_disaggregation(self) -> None:

@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any  # Any: SGLang's scheduler
 
 from typing_extensions import override
 
@@ -25,6 +25,7 @@ from sglang.srt.managers.io_struct import AbortReq, BatchStrOutput
 if TYPE_CHECKING:
     import zmq
 
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 else:
     TokenizerManager = object
@@ -195,3 +196,26 @@ def empty_answer(rid: str) -> BatchStrOutput:
         routed_experts=None,
     )
     return BatchStrOutput(**lists)
+
+
+def leave_unannounced(scheduler: Any, req: Req) -> None:
+    """Remove a request from the bootstrap queue of a prefill server's scheduler."""
+    scheduler.disagg_prefill_bootstrap_queue.queue.remove(req)
+    if scheduler.enable_hicache_storage:
+        scheduler.tree_cache.release_aborted_request(req.rid)
+
+
+def end_yielded(scheduler: Any, rid: str) -> None:
+    """Forget the request ``rid``, whose client was answered. On all ranks in one step.
+
+    It waits for its announcement, or for its grammar. Anywhere else decode has announced it all the
+    same, and it ends like any other.
+    """
+    for req in [r for r in scheduler.disagg_prefill_bootstrap_queue.queue if r.rid == rid]:
+        leave_unannounced(scheduler, req)
+        req.disagg_kv_sender.clear()
+    grammars = scheduler.grammar_manager
+    for req in [req for req in grammars.grammar_queue if req.rid == rid]:
+        grammars.grammar_queue = [other for other in grammars.grammar_queue if other is not req]
+        if hasattr(req.grammar, "cancel"):
+            req.grammar.cancel()
