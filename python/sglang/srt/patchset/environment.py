@@ -83,7 +83,10 @@ def _integer(
     return Variable(name, group, text, default, allowed, _number(int, least, most), shown)
 
 
-_ON, _OFF = ("1", "true", "yes", "y", "on"), ("0", "false", "no", "n", "off")
+_ON, _OFF = (
+    ("1", "true", "yes", "y", "on"),
+    ("0", "false", "no", "n", "off", ""),
+)  # as the start-up hook
 _SPELLINGS = "`1`, `true`, `yes`, `y`, `on`, or `0`, `false`, `no`, `n`, `off`"
 
 

@@ -172,7 +172,7 @@ _DELTA = (
     Replacement(
         module="sglang.srt.managers.scheduler_pp_mixin",
         name="SchedulerPPMixin",
-        mixin=f"{_DISAGG}.delta.prefill.scheduler:PrefillStages",
+        mixin=f"{_DISAGG}.delta.prefill.stages:PrefillStages",
         why=(
             "all pipeline stages admit and end the same requests, also those that fail on one stage"
         ),

@@ -15,12 +15,7 @@ import pytest
 from component.buffer_only.backends import content, fill, hashes, host_pool, slots
 from component.buffer_only.scripted_store import Gate, ScriptedStore, until
 from sglang.srt.mem_cache.buffer_only.settings import StoreClientSettings
-from sglang.srt.mem_cache.buffer_only.store_client import (
-    MAX_EMPTY_READS,
-    PROBE_KEY,
-    Fault,
-    StoreClient,
-)
+from sglang.srt.mem_cache.buffer_only.store_client import PROBE_KEY, Fault, StoreClient
 
 KEYS = hashes(3)
 METHODS = ("batch_exists", "batch_get_v1", "batch_set_v1")
@@ -245,24 +240,29 @@ def test_when_a_store_is_asked_again() -> None:
     scene.settled()
 
 
-@pytest.mark.parametrize("hangs", [True, False], ids=["hang", "bring nothing"])
+@pytest.mark.parametrize("hangs", [True, False], ids=["hang", "bring nothing, late"])
 def test_a_store_whose_lookups_answer_and_whose_reads_do_not_deliver(
     scene: Scene, hangs: bool
 ) -> None:
     """Guards against reads that cost half of all requests their whole wait while no alert fires.
     One read after each interval is the trial."""
 
+    def late(keys: Any) -> list[bool]:
+        scene.now += 0.5 * scene.client.settings.deadline
+        return [False] * 3
+
     def read() -> Any:
         if hangs:
             scene.hang("batch_get_v1")
         else:
-            scene.store.answer("batch_get_v1", lambda _: [False] * 3)
-        return scene.call("batch_get_v1")
+            scene.store.answer("batch_get_v1", late)
+        outcome = scene.call("batch_get_v1")
+        if hangs:  # the probe of all calls is answered
+            scene.now += 0.5
+        return outcome
 
-    for _ in range(1 if hangs else MAX_EMPTY_READS):
-        assert scene.client.up
-        assert read().fault is (Fault.DEADLINE if hangs else Fault.MISSING)
-    scene.now += 0.9
+    assert scene.client.up
+    assert read().fault is (Fault.DEADLINE if hangs else Fault.MISSING)
     assert scene.call("batch_get_v1").fault is Fault.DOWN and not scene.client.up
     scene.up_again()
     assert read().pages == 0, "the trial"
@@ -270,16 +270,26 @@ def test_a_store_whose_lookups_answer_and_whose_reads_do_not_deliver(
         assert scene.call("batch_exists").pages == 3 and not scene.client.up
         assert scene.call("batch_get_v1").fault is Fault.DOWN
     scene.up_again()
-    assert scene.call("batch_get_v1").pages == 3 and scene.client.up
+    assert scene.client.up, "no hit is needed"
+    assert scene.call("batch_get_v1").pages == scene.call("batch_get_v1").pages == 3
+
+
+def test_a_store_that_evicts_is_read_on(scene: Scene) -> None:
+    """Guards against hits that are lost because another prompt was evicted before its read."""
+    for _ in range(5):
+        scene.store.answer("batch_get_v1", lambda _: [False] * 3)
+        assert scene.call("batch_get_v1").fault is Fault.MISSING and scene.client.up
     assert scene.call("batch_get_v1").pages == 3
 
 
-def test_a_store_that_hangs_while_its_reads_deliver_nothing(scene: Scene) -> None:
+def test_a_store_that_hangs_while_its_reads_are_refused(scene: Scene) -> None:
     """Guards against queries that all wait for a store that is dead, because its reads were found
     to be dead before."""
-    for _ in range(MAX_EMPTY_READS):
-        scene.store.answer("batch_get_v1", lambda _: [False] * 3)
-        assert scene.call("batch_get_v1").fault is Fault.MISSING
+    scene.hang("batch_get_v1")
+    assert scene.call("batch_get_v1").fault is Fault.DEADLINE
+    scene.now += 1.0
+    scene.client.poll()
+    until(scene.client.poll)
     scene.hang("batch_exists")
     assert scene.call("batch_exists").fault is Fault.DEADLINE
     assert scene.call("batch_exists").fault is Fault.DOWN

@@ -20,6 +20,7 @@ from component.decode.checks import check_idle
 from component.decode.decoder import VOCABULARY, Decoder
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, InvalidGrammarObject
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.delta.unserved import check_request
 from sglang.srt.disaggregation.utils import (
     DisaggregationMode,
     MetadataBuffers,
@@ -81,11 +82,12 @@ INVALID = [
     ({}, {"rid": ""}, "rid is ''"),  # the beginning of all ids
     ({}, BATCH | {"rid": ["a", ""]}, "rid is ''"),
     ({}, {"rid": 5}, "rid is 5"),
+    ({}, {"rid": ["a"]}, "rid is ['a']"),
     ("greedy", {}, "sampling_params is 'greedy'"),
     ([{}, None], BATCH, "sampling_params is None"),
     ({}, {"rid": "HEALTH_CHECK_1"}, "rid is 'HEALTH_CHECK_1'"),  # left out while others run
-    ({}, BATCH | {"bootstrap_room": [1]}, "bootstrap_room is a list of a wrong length"),
-    ({"n": 2}, BATCH | {"bootstrap_host": ["h"] * 3}, "bootstrap_host is a list of a wrong"),
+    ({}, BATCH | {"bootstrap_room": [1]}, "bootstrap_room has 1 entries"),
+    ({"n": 2}, BATCH | {"bootstrap_host": ["h"] * 3}, "bootstrap_host has"),
     ({"logit_bias": [5]}, {}, "logit_bias is [5]"),
     ({"temperature": float("nan")}, {}, "temperature is nan"),
     ({"repetition_penalty": 0}, {}, "repetition_penalty is 0"),
@@ -213,6 +215,13 @@ def test_what_is_served(mode: str, sampling: dict[str, Any], fields: dict[str, A
     """Guards against a refusal of what SGLang serves."""
     obj = GenerateReqInput(sampling_params=sampling, **FIELDS | fields)
     assert answer(Tokenizer(mode), obj)["meta_info"] == {"id": "a"}
+
+
+def test_samples_of_a_chat() -> None:
+    """Guards against a refusal of all parallel samples of chats: SGLang's API gives a request of
+    text an empty list of modalities, which has no entry for each sample."""
+    fields = FIELDS | {"rid": None, "modalities": []}
+    check_request(GenerateReqInput(sampling_params={"n": 2}, **fields), None)
 
 
 def test_a_health_check() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +13,13 @@ from component.decode.decoder import Decoder
 from component.decode.stages import OTHERS, bring_to
 from component.decode.steps import admit, finish, health_check, ids, land, serve, tick, turn
 from sglang.srt.disaggregation.delta.decode.scheduler import readings
+from sglang.srt.disaggregation.delta.observability import event_log
+from sglang.srt.disaggregation.delta.unserved import ExactId
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.observability.metrics_collector import QueueCount, SchedulerStats
+from sglang.srt.patchset.environment import EVENT_LOG
 
 PROMPT = [token % 50 for token in range(3, 163)]  # 160 tokens: 10 pages of 16
 
@@ -110,6 +115,24 @@ def test_reasoning_tokens_of_a_remote_turn(first: int, counted: int) -> None:
     land(server, req, first_token=first)
     finish(server)
     assert req.reasoning_tokens == counted
+
+
+def test_the_event_log_names_admitted_requests(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Guards against ids that the log's encoder does not know: every event of decode was lost."""
+    monkeypatch.setenv(EVENT_LOG.name, str(tmp_path))
+    event_log.cache_clear()
+    decoder = Decoder(16, 640)
+    req = decoder.submit(PROMPT, new=4)
+    req.rid = ExactId(req.rid)
+    decoder.tick_queues()
+    land(decoder, req)
+    finish(decoder)
+    event_log.cache_clear()
+    (log,) = tmp_path.glob("decode-*.jsonl")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["rid"] for line in lines if line["type"] == "admitted"] == [str(req.rid)]
 
 
 def test_queues_are_counted_by_priority(decoder: Decoder) -> None:

@@ -12,7 +12,8 @@ import pytest
 from component.decode.pair import Pair, ranks_reduce
 from component.prefill.prefiller import Prefiller
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaPrefill, PrefillStages
+from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaPrefill
+from sglang.srt.disaggregation.delta.prefill.stages import PrefillStages
 from unit.delta.nixl.prefill_rank import TRANSFER_TIMEOUT_S
 
 ROOM, TARGET = 7, [10, 11, 12]

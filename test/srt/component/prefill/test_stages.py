@@ -11,7 +11,7 @@ import pytest
 
 from component.prefill.prefiller import Prefiller
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.prefill.scheduler import PrefillStages
+from sglang.srt.disaggregation.delta.prefill.stages import PrefillStages
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 from unit.delta.nixl.sides import PAGE
 

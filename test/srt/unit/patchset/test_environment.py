@@ -43,7 +43,7 @@ VALUES: list[tuple[Variable[Any], str, Any]] = [
     (environment.CHECK_INVARIANTS, "1", True),
     *((environment.CHECK_INVARIANTS, text, True) for text in ("true", "YES", "y", " on ")),
     *((environment.LOCAL_ALWAYS, text, True) for text in ("1", "True")),
-    *((environment.LOCAL_ALWAYS, text, False) for text in ("0", "false", "no", "N", "off")),
+    *((environment.LOCAL_ALWAYS, text, False) for text in ("0", "false", "no", "N", "off", "")),
 ]
 
 
@@ -61,7 +61,7 @@ WRONG: list[tuple[Variable[Any], str]] = [
     *((INTEGER, text) for text in ("", "many", "1.5", "-1", "0x10")),
     *((BOUNDED, text) for text in ("0", "257")),
     (environment.START_METHOD, "forkserver"),
-    *((environment.LOCAL_ALWAYS, text) for text in ("", "2", "enabled", "ture")),
+    *((environment.LOCAL_ALWAYS, text) for text in ("2", "enabled", "ture")),
 ]
 
 

@@ -19,13 +19,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar  # Any: what is gathered, or voted
 
-from sglang.srt.disaggregation.base.conn import KVPoll
-
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from sglang.srt.disaggregation.delta.observability import RateLimitedLog
-    from sglang.srt.managers.schedule_batch import Req
 
 #: The elementwise minimum of a vector over the ranks; as long on all of them.
 Reduce = Callable[[list[int]], list[int]]
@@ -214,31 +211,6 @@ def agree_on(
             agreed.protected,
         )
     return agreed
-
-
-# ---- ends on a prefill server ----
-
-
-def ended(requests: Sequence[Req], groups: Sequence[ProcessGroup]) -> list[str]:
-    """The ids of those ``requests`` that have ended on all ranks of ``groups``: one collective a
-    group, the same answer on each rank.
-
-    A rank whose part is still open where another's has failed sends nothing more of it.
-    """
-    polls = [int(request.disagg_kv_sender.poll()) for request in requests]
-    over = [poll in (KVPoll.Success, KVPoll.Failed) for poll in polls]
-    votes = [*polls, *map(int, over)]
-    for group in groups if votes else ():
-        votes = minimum(votes, group)
-    count, found = len(polls), []
-    for request, is_over, worst, all_over in zip(
-        requests, over, votes[:count], votes[count:], strict=True
-    ):
-        if all_over:
-            found.append(request.rid)
-        elif worst == KVPoll.Failed and not is_over:
-            request.disagg_kv_sender.fail_with_others()
-    return found
 
 
 # ---- transfers between stage and store on a server with buffer-only HiCache ----

@@ -72,6 +72,12 @@ _SAMPLING: dict[str, tuple[type, float, float]] = {
 _SWITCHES = ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
 #: What a scheduler asks its tokenizer for.
 _TEXT = ("stop", "stop_regex", "min_new_tokens")
+#: Fields of a batch from which SGLang takes one entry for each sample.
+_PER_SAMPLE = (
+    "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "lora_path",
+    "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num",
+    "token_ids_logprob", "custom_logit_processor",
+)  # fmt: skip
 _MOST_BIAS = 1e30  # finite in 32 bits, also when a temperature divides it
 
 
@@ -84,8 +90,12 @@ class PairTokenizer(TokenizerManager):
 
     @override
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
-        # Requests are told apart by this object below; a caller of an Engine may share it.
-        obj.sampling_params = copy.deepcopy(obj.sampling_params)
+        # Copy the parameters, because their identity marks this request's states below, and callers
+        # of an Engine may share them.
+        params = obj.sampling_params
+        obj.sampling_params = (
+            [*map(copy.copy, params)] if isinstance(params, list) else copy.copy(params)
+        )
         if self.server_args.disaggregation_mode != "null":
             check_request(obj, request)
         try:
@@ -311,6 +321,8 @@ def check_request(obj: Any, request: Any) -> None:
     batch = copy.copy(obj)
     batch.normalize_batch_and_arguments()
     entries = batch.batch_size * getattr(batch, "parallel_sample_num", 1)
+    if isinstance(obj.rid, list) and batch.is_single:
+        raise ValueError(f"rid is {obj.rid!r}: a list needs a list of prompts")
     wrong = [
         *(
             f"rid is {rid!r}: it must be a text that is not empty and does not begin with "
@@ -325,10 +337,10 @@ def check_request(obj: Any, request: Any) -> None:
             if getattr(obj, name, None) is not None
         ),
         *(
-            f"{name} is a list of a wrong length: it needs one entry for each prompt"
-            for name, values in vars(batch).items()
-            if isinstance(values, list) and len(values) != entries
-            if not batch.is_single and name != "rid"
+            f"{name} has {len(values)} entries, and {entries} are needed: one for each sample"
+            for name in _PER_SAMPLE
+            if isinstance(values := getattr(batch, name, None), list) and not batch.is_single
+            if len(values) != entries
         ),
     ]
     if wrong:

@@ -71,12 +71,12 @@ def activate() -> None:
     """
     if not environment.is_active():
         return
-    if wrong := environment.wrong():
+    found = metadata.version("sglang")
+    if found == CURRENT_VERSION and (wrong := environment.wrong()):
         raise SystemExit(wrong)
     parts = parts_on()
     if not parts or attached:
         return
-    found = metadata.version("sglang")
     if found != CURRENT_VERSION:
         logger.warning(
             "inert: the group %s is for SGLang %s, found %s", LEAD, CURRENT_VERSION, found

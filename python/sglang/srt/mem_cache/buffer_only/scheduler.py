@@ -10,16 +10,15 @@ is flushed. Until then keys are this server's alone.
 
 from __future__ import annotations
 
-import copy
 import gc
 import logging
+import math
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any  # Any: requests and answers of SGLang's, handed on
 
 from typing_extensions import override
@@ -49,22 +48,33 @@ class ReadyPreemption(PrefillAdder):
     """Preempts running requests only for a request whose prefetch has ended. SGLang checks the
     prefetch after it has preempted."""
 
+    #: The number of preempted requests, and the lowest priority that still ran then.
+    _lowest: tuple[int, float] = (-1, 0.0)
+
     @override
     def preempt_to_schedule(self, req: Req, server_args: ServerArgs) -> bool:
-        if not hasattr(self.tree_cache, "buffer"):
-            return bool(super().preempt_to_schedule(req, server_args))
-        trial = copy.copy(self)
-        trial.preempt_list = [*self.preempt_list]
-        trial.running_batch = SimpleNamespace(
-            reqs=self.running_batch.reqs,
-            release_req=lambda *_: None,
-            filter_batch=lambda **_: None,
-        )
-        if not super(ReadyPreemption, trial).preempt_to_schedule(req, server_args):
-            return False  # without a check, which would start the time limit of its prefetch
-        if self.tree_cache.check_prefetch_progress(req.rid):
-            return bool(super().preempt_to_schedule(req, server_args))
-        return True  # SGLang then makes the same check, and skips the request
+        if (
+            hasattr(self.tree_cache, "buffer")
+            and self._outranks(req, server_args)
+            and not self.tree_cache.check_prefetch_progress(req.rid)
+        ):
+            return True  # SGLang then makes the same check, and skips the request
+        return bool(super().preempt_to_schedule(req, server_args))
+
+    def _outranks(self, req: Req, server_args: ServerArgs) -> bool:
+        """Return whether some running request has a priority low enough to be preempted. A request
+        that can preempt none is not checked, because its time limit would start."""
+        sign = 1 if server_args.schedule_low_priority_values_first else -1
+        preempted = len(self.preempt_list)
+        if self._lowest[0] != preempted:
+            running = (
+                sign * one.priority
+                for one in self.running_batch.reqs
+                if one not in self.preempt_list and not one.finished()
+            )
+            self._lowest = preempted, max(running, default=-math.inf)
+        margin = self._lowest[1] - sign * req.priority
+        return margin > self.priority_scheduling_preemption_threshold
 
 
 class BufferOnlyScheduler(Scheduler):

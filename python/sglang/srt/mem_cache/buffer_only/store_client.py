@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-#: Reads in a row without a page after which the store counts as down. A store that evicts may lose
-#: the pages of one read between its query and the read.
-MAX_EMPTY_READS = 3
+#: Part of the deadline after which a read without a page counts as failed. A store that has evicted
+#: the pages since its lookup answers sooner.
+SLOW_READ = 0.1
 
 #: A key that no page has: a page's key is a SHA-256.
 PROBE_KEY = "0" * 64
@@ -134,42 +134,37 @@ class StoreClient:
         """Read pages into host memory. Pages behind the first missing one do not count, whatever
         was written into their memory.
 
-        After reads have failed, one read after each interval is the trial. The others are refused
-        until one has brought a page.
+        A read that took long and brought no page costs its request that wait. After one, reads are
+        refused for an interval, which doubles from one such read to the next.
         """
+        began = self._clock()
         with self._lock:
-            refused = self._reads.waits(self._clock())
-            if self._reads.failing and not refused:
-                self._reads.failed(self._clock())
+            refused = self._reads.waits(began)
+            is_trial = self._reads.failing and not (refused or self._outage.failing)
+            if is_trial:
+                self._reads.failed(began)  # refuses the others meanwhile
         if refused:
             self._count(Fault.DOWN)
             return Outcome(0, Fault.DOWN)
         outcome = self._move("batch_get_v1", keys, host_indices, extra_info)
-        if outcome.pages or outcome.fault not in (None, Fault.DOWN):
-            self._note_read(outcome)
-        return outcome
-
-    def _note_read(self, outcome: Outcome) -> None:
-        """Open or close the breaker of reads after a read that the store was asked for."""
         with self._lock:
-            before = self._reads.failing
+            before, now = self._reads.failing, self._clock()
+            is_slow = now - began > SLOW_READ * self.settings.deadline
             if outcome.pages:
                 self._reads.worked()
-                self._empty_reads = 0
-            else:
-                # A missed deadline costs a request its whole wait, so one is enough.
-                self._empty_reads += MAX_EMPTY_READS if outcome.fault is Fault.DEADLINE else 1
-                if self._empty_reads >= MAX_EMPTY_READS and not before:
-                    self._reads.failed(self._clock())
+            elif is_slow and (is_trial or not before):
+                self._reads.failed(now)
             after = self._reads.failing
-        if after and not before:
+        if after != before:
             logger.warning(
-                "HiCache store %s: reads deliver nothing; they are refused until one delivers, and "
-                "requests compute their tokens. Check the store's data transport",
+                "HiCache store %s: reads deliver %s",
                 self.name,
+                "again"
+                if before
+                else "nothing; they are refused for a while, and requests compute their tokens. "
+                "Check the store's data transport",
             )
-        elif before and not after:
-            logger.warning("HiCache store %s: reads deliver again", self.name)
+        return outcome
 
     def write(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
@@ -216,8 +211,8 @@ class StoreClient:
 
     @property
     def up(self) -> bool:
-        """True if the store answers and delivers what it is asked for."""
-        return not (self._outage.failing or self._reads.failing)
+        """True if the store is asked, for pages too."""
+        return not (self._outage.failing or self._reads.waits(self._clock()))
 
     @property
     def overdue(self) -> int:

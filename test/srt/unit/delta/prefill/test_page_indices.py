@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.delta.pages import page_indices
-from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaPrefill
+from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaPrefill, page_indices
 from sglang.srt.disaggregation.utils import kv_to_page_indices
 
 

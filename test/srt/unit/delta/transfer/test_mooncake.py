@@ -223,7 +223,7 @@ def test_decode_servers_that_hang_leave_threads_to_others() -> None:
     """Guards against healthy decode servers that wait for whole timeouts of the engine, because
     more ranks hang than there are threads; and against threads that stay when the calls return."""
     before, peers = threading.active_count(), [f"hangs-{number}" for number in range(5)]
-    ranks = Ranks(threads=2, hangs_s=0.05)
+    ranks = Ranks(threads=2, spare=4, hangs_s=0.05)
     for peer in (*peers, "lives"):
         ranks.register(peer)
     stuck, hanging = [ranks.post(peer) for peer in peers], list[Future[int]]()

@@ -43,6 +43,10 @@ else:
 logger = logging.getLogger(__name__)
 
 
+#: Most steps between two passes over the pending handshakes: a new one waits for the next pass.
+MAX_STEPS = 16
+
+
 class RadixPreallocQueue(DecodePreallocQueue):
     """Pre-allocates only what the decode tree lacks. Stock behaviour without the flag.
 
@@ -159,7 +163,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         else:
             self.pending_reqs = self._handshakes.advance(self.pending_reqs)
             # A long line, as of a server that does not answer, must not slow down every step.
-            self._steps_to_advance = len(self.pending_reqs) // step.CHECKED
+            self._steps_to_advance = min(len(self.pending_reqs) // step.CHECKED, MAX_STEPS)
 
     def _end_handshakes(self) -> list[DecodeRequest]:
         """Answer and return those whose handshake failed, on all ranks."""

@@ -149,7 +149,7 @@ def announce(
             lambda: Admitted(
                 at=at,
                 room=req.bootstrap_room,
-                rid=req.rid,
+                rid=str(req.rid),  # msgspec encodes no subclass
                 prompt_tokens=prompt,
                 prefix_tokens=prefix,
                 pages=pages.tolist(),

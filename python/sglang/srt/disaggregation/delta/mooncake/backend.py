@@ -107,11 +107,14 @@ class Callers:
     for each such call another thread serves the other ranks.
     """
 
-    def __init__(self, threads: int, at_once: int, hangs_s: float = _HANGS_S) -> None:
-        """``hangs_s``: seconds after which a call counts as hanging."""
+    def __init__(
+        self, threads: int, at_once: int, spare: int = 0, hangs_s: float = _HANGS_S
+    ) -> None:
+        """``spare``: most threads that replace others; ``hangs_s``: seconds after which a call
+        counts as hanging."""
         threads = max(threads, 2)
         self._at_once = min(at_once, threads - 1)
-        self._hangs_s = hangs_s
+        self._hangs_s, self._spare = hangs_s, spare
         self._lock = threading.Lock()
         self._lines: dict[str, _Line] = {}
         self._turns: SimpleQueue[str] = SimpleQueue()
@@ -123,10 +126,12 @@ class Callers:
     def replace_if_hanging(self, future: Future[State]) -> None:
         """Start another thread for the one whose call began ``hangs_s`` ago. Called by the transfer
         workers when they poll a call."""
-        began = self._began.get(future, math.inf)
-        if began > time.monotonic() - self._hangs_s or self._began.pop(future, None) is None:
-            return  # it waits, or began lately, or another worker was faster
-        threading.Thread(target=self._run, name="kv-mooncake", daemon=True).start()
+        hangs_since = time.monotonic() - self._hangs_s
+        with self._lock:
+            if self._spare and self._began.get(future, math.inf) <= hangs_since:
+                threading.Thread(target=self._run, name="kv-mooncake", daemon=True).start()
+                del self._began[future]
+                self._spare -= 1
 
     def submit(self, peer: str, call: Callable[..., State], *arguments: Any) -> Future[State]:
         future: Future[State] = Future()
@@ -157,8 +162,10 @@ class Callers:
                 except BaseException as error:
                     future.set_exception(error)
             self._turns.put(peer)
-            if self._began.pop(future, None) is None:
-                return  # it was replaced
+            with self._lock:
+                if self._began.pop(future, None) is None:  # it was replaced
+                    self._spare += 1
+                    return
 
 
 class MooncakeBackend:

@@ -153,15 +153,18 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
     def make_backend(self, settings: Settings) -> MooncakeBackend:
         self._layout = Layout(self.rank, self.get_mla_kv_ptrs_with_pp, self.get_mha_kv_ptrs_with_pp)
         self._described = threading.local()
+        cores = os.cpu_count() or 1
         self._backend = MooncakeBackend(
             self.engine,
             self.describe,
             lambda announcement: self.send_status(announcement, KVPoll.Success),
             self._is_stopped,
             self.decode_kv_args_table,
-            # A call takes a core until it is done, whatever it waits for.
+            # A call takes a core until it is done, also one that hangs.
             Callers(
-                min(settings.threads, os.cpu_count() or 1), settings.threads // settings.queues
+                min(settings.threads, cores),
+                at_once=settings.threads // settings.queues,
+                spare=max(cores // 2, 4),
             ),
         )
         return self._backend

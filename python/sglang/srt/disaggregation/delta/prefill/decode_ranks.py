@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 _MOST_REGISTERED = 4096
 #: Pings in a row that a rank may miss: how often it pings is decode's setting.
 _MISSED_PINGS = 3
+#: Longest interval in seconds that is believed, so that a rank that is gone is forgotten.
+_MAX_INTERVAL_S = 3600.0
 #: How long an answer to a rank that is not registered may take to be sent.
 _STRANGER_S = 2.0
 #: How long a bootstrap server may take to answer; SGLang's.
@@ -120,7 +122,8 @@ class DecodeRanks:
         if isinstance(message, wire.Ping):
             info = self._registered.get(message.peer)
             if info is not None:
-                silence_s = max(self._timeout_s, _MISSED_PINGS * message.interval_s)
+                missed_s = _MISSED_PINGS * min(message.interval_s, _MAX_INTERVAL_S)
+                silence_s = max(self._timeout_s, missed_s)
                 self._heard[message.peer] = self._clock() + silence_s, info
             self._answer(message, info, wire.Pong(message.to, info is not None))
         elif isinstance(message, wire.Withdraw):

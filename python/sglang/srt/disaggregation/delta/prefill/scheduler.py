@@ -12,7 +12,7 @@ own deadline for its transfers. A request whose room failed before it is compute
 from __future__ import annotations
 
 import time
-from collections.abc import Container
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any  # Any: a result of SGLang's; ids as it has them
 
 import numpy as np
@@ -22,12 +22,7 @@ from typing_extensions import override
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS
-from sglang.srt.disaggregation.delta.pages import (
-    INDEX,
-    DeltaMismatch,
-    page_indices,
-    share_of_chunk,
-)
+from sglang.srt.disaggregation.delta.pages import INDEX, DeltaMismatch, share_of_chunk
 from sglang.srt.disaggregation.delta.peer_messages import plan_delta
 from sglang.srt.disaggregation.delta.prefill.rooms import Announcement, Room
 from sglang.srt.disaggregation.delta.prefill.yielded import (
@@ -36,10 +31,13 @@ from sglang.srt.disaggregation.delta.prefill.yielded import (
     end_yielded,
     leave_unannounced,
 )
-from sglang.srt.disaggregation.delta.rank_agreement import ended
+from sglang.srt.disaggregation.delta.rank_agreement import minimum
 from sglang.srt.disaggregation.delta.unserved import ExactId
 
 if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
     from sglang.srt.disaggregation.common.conn import CommonKVSender
     from sglang.srt.disaggregation.delta.manager import DeltaManager
     from sglang.srt.disaggregation.delta.prefill.transfer_pool import PooledManager
@@ -47,10 +45,13 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.managers.scheduler_pp_mixin import SchedulerPPMixin
 else:
     CommonKVSender = SchedulerDisaggregationPrefillMixin = object
-    Scheduler = SchedulerPPMixin = object
+    Scheduler = object
+
+
+#: Waiting requests whose rooms are checked before each batch.
+CHECKED = 128
 
 
 def prefill_manager(scheduler: Any) -> DeltaManager | None:
@@ -60,14 +61,47 @@ def prefill_manager(scheduler: Any) -> DeltaManager | None:
     return manager if getattr(manager, "rooms", None) is not None else None
 
 
-def leave_uncomputed(scheduler: Any, rids: Container[str]) -> None:
+def ended(requests: Sequence[Req], groups: Sequence[ProcessGroup]) -> list[str]:
+    """Return the ids of the requests that have ended on all ranks of ``groups``, equal on each rank
+    (one collective a group). Fail the open part of a request that failed on another rank."""
+    polls = [int(request.disagg_kv_sender.poll()) for request in requests]
+    over = [poll in (KVPoll.Success, KVPoll.Failed) for poll in polls]
+    votes = [*polls, *map(int, over)]
+    for group in groups if votes else ():
+        votes = minimum(votes, group)
+    count, found = len(polls), []
+    for request, is_over, worst, all_over in zip(
+        requests, over, votes[:count], votes[count:], strict=True
+    ):
+        if all_over:
+            found.append(request.rid)
+        elif worst == KVPoll.Failed and not is_over:
+            request.disagg_kv_sender.fail_with_others()
+    return found
+
+
+def ended_uncomputed(scheduler: Any) -> list[str]:
+    """Return the ids of requests whose rooms failed on all ranks, of those that are computed next:
+    polling all of a long queue would delay every step."""
+    groups = scheduler.attn_tp_cpu_group, scheduler.attn_cp_cpu_group
+    return ended(scheduler.waiting_queue[:CHECKED], groups)
+
+
+def leave_uncomputed(scheduler: Any, rids: Collection[str]) -> None:
     """Move requests from the waiting queue back to the bootstrap queue, where SGLang ends requests
     whose room failed, on all ranks in one step."""
-    gone = [req for req in scheduler.waiting_queue if req.rid in rids]
-    for req in gone:
-        scheduler.waiting_queue.remove(req)
-        scheduler.req_to_metadata_buffer_idx_allocator.free(req.metadata_buffer_index)
-    scheduler.disagg_prefill_bootstrap_queue.queue += gone
+    if not rids:
+        return
+    rids = set(rids)
+    waiting: list[Req] = []
+    gone = scheduler.disagg_prefill_bootstrap_queue.queue
+    for req in scheduler.waiting_queue:
+        if req.rid in rids:
+            scheduler.req_to_metadata_buffer_idx_allocator.free(req.metadata_buffer_index)
+            gone.append(req)
+        else:
+            waiting.append(req)
+    scheduler.waiting_queue = waiting
 
 
 class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
@@ -118,9 +152,7 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
     @override
     def get_next_disagg_prefill_batch_to_run(self) -> ScheduleBatch | None:
         if prefill_manager(self) is not None:
-            leave_uncomputed(
-                self, ended(self.waiting_queue, (self.attn_tp_cpu_group, self.attn_cp_cpu_group))
-            )
+            leave_uncomputed(self, ended_uncomputed(self))
             if not self.last_batch:  # otherwise its result answers health checks
                 self.maybe_send_health_check_signal()
         return super().get_next_disagg_prefill_batch_to_run()
@@ -166,44 +198,15 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
         return super().process_disagg_prefill_inflight_queue(rids_to_check)
 
 
-class PrefillStages(SchedulerPPMixin):
-    """Pipeline stages take in the same requests, and end them together; each asks all of its ranks.
+def page_indices(row: torch.Tensor, start: int, end: int, page: int) -> npt.NDArray[np.int32]:
+    """Return the pages of tokens ``start`` to ``end`` of a request's row of token slots (1-D).
 
-    Each stage runs the batches of its own scheduler. What one of them knows of a room alone (decode
-    has withdrawn it, its own writes have failed) must not change which requests it runs.
+    ``start`` is at the beginning of a page. The slots are copied as they lie, so that the device's
+    copy engine does it alone, and the host picks the first of each page: a step or a division on
+    the device would be kernels on the scheduler's stream, behind all that is queued there.
     """
-
-    @override
-    def process_bootstrapped_queue(self, bootstrapped_rids: list[list[str]] | None) -> Any:
-        # SGLang has each stage look once more, a turn of the loop after the one before it. A room
-        # may fail in between, on one stage or on all (decode withdraws it, and tells each stage by
-        # itself): a stage would run batches without a request that the others run.
-        if bootstrapped_rids is not None and prefill_manager(self) is not None:
-            good, bad = map(set, bootstrapped_rids)
-            if self.pp_group.is_first_rank:
-                # The others follow: their waiting queues are this one's when they come here.
-                bad.update(
-                    ended(self.waiting_queue, (self.attn_tp_cpu_group, self.attn_cp_cpu_group))
-                )
-            leave_uncomputed(self, bad)
-            bootstrapped_rids = [list(good), list(bad)]
-            for req in self.disagg_prefill_bootstrap_queue.queue:
-                if not isinstance(req.disagg_kv_sender, DeltaSender):
-                    continue  # a warm-up's
-                if req.rid in bad:
-                    req.disagg_kv_sender.fail_with_others()
-                elif req.rid in good and not self.pp_group.is_first_rank:
-                    req.disagg_kv_sender.is_taken_in = True
-        return super().process_bootstrapped_queue(bootstrapped_rids)
-
-    @override
-    def get_rids(
-        self, req_queue: list[Req], is_send: bool, *poll_statuses_group: list[int]
-    ) -> Any:  # a list of ids, or two of them, as SGLang's
-        is_ours = is_send and req_queue is self.disagg_prefill_inflight_queue
-        if is_ours and prefill_manager(self) is not None:
-            return ended(req_queue, (self.attn_tp_cpu_group, self.attn_cp_cpu_group))
-        return super().get_rids(req_queue, is_send, *poll_statuses_group)
+    slots: npt.NDArray[np.integer] = row[start:end].cpu().numpy()
+    return (slots[::page] // page).astype(np.int32)
 
 
 class DeltaScheduler(Scheduler):

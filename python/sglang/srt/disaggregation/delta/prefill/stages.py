@@ -1,0 +1,59 @@
+"""Pipeline stages of a prefill server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any  # Any: ids as SGLang has them
+
+from typing_extensions import override
+
+from sglang.srt.disaggregation.delta.prefill.scheduler import (
+    DeltaSender,
+    ended,
+    ended_uncomputed,
+    leave_uncomputed,
+    prefill_manager,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler_pp_mixin import SchedulerPPMixin
+else:
+    SchedulerPPMixin = object
+
+
+class PrefillStages(SchedulerPPMixin):
+    """Pipeline stages take in the same requests, and end them together; each asks all of its ranks.
+
+    Each stage runs the batches of its own scheduler. What one of them knows of a room alone (decode
+    has withdrawn it, its own writes have failed) must not change which requests it runs.
+    """
+
+    @override
+    def process_bootstrapped_queue(self, bootstrapped_rids: list[list[str]] | None) -> Any:
+        # SGLang has each stage look once more, a turn of the loop after the one before it. A room
+        # may fail in between, on one stage or on all (decode withdraws it, and tells each stage by
+        # itself): a stage would run batches without a request that the others run.
+        if bootstrapped_rids is not None and prefill_manager(self) is not None:
+            good, bad = map(set, bootstrapped_rids)
+            if self.pp_group.is_first_rank:
+                # The others follow: their waiting queues are this one's when they come here.
+                bad.update(ended_uncomputed(self))
+            leave_uncomputed(self, bad)
+            bootstrapped_rids = [list(good), list(bad)]
+            for req in self.disagg_prefill_bootstrap_queue.queue:
+                if not isinstance(req.disagg_kv_sender, DeltaSender):
+                    continue  # a warm-up's
+                if req.rid in bad:
+                    req.disagg_kv_sender.fail_with_others()
+                elif req.rid in good and not self.pp_group.is_first_rank:
+                    req.disagg_kv_sender.is_taken_in = True
+        return super().process_bootstrapped_queue(bootstrapped_rids)
+
+    @override
+    def get_rids(
+        self, req_queue: list[Req], is_send: bool, *poll_statuses_group: list[int]
+    ) -> Any:  # a list of ids, or two of them, as SGLang's
+        is_ours = is_send and req_queue is self.disagg_prefill_inflight_queue
+        if is_ours and prefill_manager(self) is not None:
+            return ended(req_queue, (self.attn_tp_cpu_group, self.attn_cp_cpu_group))
+        return super().get_rids(req_queue, is_send, *poll_statuses_group)
