@@ -50,7 +50,7 @@ def share_of_chunk(pages: Pages, part: slice, rank: int, size: int) -> tuple[Pag
 
 
 def page_indices(row: torch.Tensor, start: int, end: int, page: int) -> npt.NDArray[np.int32]:
-    """The pages of tokens ``start`` to ``end``, from a request's row of token slots (1-D).
+    """Return the pages of tokens ``start`` to ``end`` of a request's row of slots (1-D).
 
     ``start`` is at the beginning of a page. The slots are copied as they lie, so that the device's
     copy engine does it alone, and the host picks the first of each page: a step or a division on

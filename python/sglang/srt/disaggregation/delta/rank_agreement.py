@@ -220,11 +220,8 @@ def agree_on(
 
 
 def ended(requests: Sequence[Req], groups: Sequence[ProcessGroup]) -> list[str]:
-    """The ids of those ``requests`` that have ended on all ranks of ``groups``: one collective a
-    group, the same answer on each rank.
-
-    A rank whose part is still open where another's has failed sends nothing more of it.
-    """
+    """Return the rids of the requests that have ended on all ranks of ``groups``, equal on each
+    rank (one collective a group). Fail the open part of a request that failed on another rank."""
     polls = [int(request.disagg_kv_sender.poll()) for request in requests]
     over = [poll in (KVPoll.Success, KVPoll.Failed) for poll in polls]
     votes = [*polls, *map(int, over)]
