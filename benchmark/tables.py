@@ -135,7 +135,7 @@ def refused_with(flag: str) -> str:
 
 
 def refused_by(rows: Mapping[str, str]) -> str:
-    """Return docs/: what the group ``lead`` is refused with, a line for each reason."""
+    """Return the table of settings that the group ``lead`` refuses, one row a reason."""
     whys: dict[str, list[str]] = {}
     for setting, why in rows.items():
         whys.setdefault(why, []).append(_code(setting))

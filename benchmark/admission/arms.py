@@ -297,7 +297,7 @@ class Stock(Arm):
 def one_rank() -> Iterator[None]:
     """The process group of a server with one rank."""
     torch.set_num_threads(1)
-    # Nobody is told that it waits, or for too long, while this measures.
+    # No wait warning and no timeout during a measurement.
     for name in ("WAIT_LOG", "ADMISSION_TIMEOUT"):
         os.environ[f"SGLANG_DISAGGREGATION_DECODE_{name}"] = "1000000"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

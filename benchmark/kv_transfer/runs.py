@@ -11,9 +11,8 @@ import numpy.typing as npt
 
 from benchmark.kv_transfer.shapes import Shape
 
-#: The environment of each arm. ``radix`` is ours with decode as the flag of the radix cache makes
-#: it: it says how many pages it has, and takes the metadata in a note. ``queues-N`` is ours with N
-#: transfer threads.
+#: Environment of each arm. ``radix``: decode with its radix cache, which reports its pages and
+#: takes metadata in a note. ``queues-N``: N transfer threads.
 ARMS: dict[str, dict[str, str]] = {
     "stock": {"SGLANG_PATCHSET": "0"},
     "ours": {},
@@ -80,7 +79,7 @@ RUNS = {
         rooms=20,
         in_flight=4,
     ),
-    "fleet": Run(question="How fast are many rooms on four peers?", arms=_ALL, **_BUSY),
+    "fleet": Run(question="How fast are many rooms?", arms=_ALL, **_BUSY),
     "gap": Run(
         question="How long does prefill's loop stand still under load?",
         arms=_ALL,
@@ -96,7 +95,7 @@ RUNS = {
         decode_pause_s=5e-5,
     ),
     "stall": Run(
-        question="What becomes of the other rooms if one of four peers stops?",
+        question="What becomes of the other rooms if one peer stops?",
         transport="tcp",  # shared memory arrives even if the peer is stopped
         deadline_s=5.0,
         passes=1,

@@ -81,7 +81,7 @@ def given(setting: str) -> Any:
 
 
 def reasons(mode: str, config: Any = MODEL, **changes: Any) -> list[str]:
-    """What is refused of a server that has these arguments and else SGLang's defaults."""
+    """Return the refusals of a server with these arguments and SGLang's defaults."""
     fields = {each.name: each.default for each in msgspec.structs.fields(ServerArgs)}
     given = fields | PAIR | (DECODE if mode == "decode" else {"disaggregation_mode": mode})
     return list(settings.refused(SimpleNamespace(**given | changes), config))

@@ -29,8 +29,8 @@ def main(argv: list[str] | None = None) -> int:
     """Print the report.
 
     Returns:
-        0 if active, 1 if inert, 2 if a group is not attached as it should be, or a server would
-        refuse to start.
+        0 if active, 1 if inert, 2 if a group is not attached as it should be or a server would
+        refuse to start. A crash of this command also has exit status 2.
     """
     parser = argparse.ArgumentParser(prog="python -m sglang.srt.patchset", description=__doc__)
     parser.add_argument(

@@ -50,7 +50,7 @@ class Variable(Generic[T]):
             raise ValueError(f"{self.name} must be {self.allowed}, not {text!r}") from None
 
 
-#: Largest duration, 11 days: Python's waits refuse one of 292 years, and end their thread.
+#: Largest duration in seconds (11 days), because Python's waits raise on very large ones.
 _MOST_S = 1_000_000
 #: Largest integer.
 _MOST = 2**31 - 1
@@ -224,8 +224,9 @@ QUEUES = _integer(
 )  # fmt: skip
 THREADS = _integer(
     "SGLANG_DISAGGREGATION_THREAD_POOL_SIZE", "nixl", 4,
-    "Over Mooncake: the largest number of engine calls at one time. Not below "
-    "`SGLANG_DISAGGREGATION_QUEUE_SIZE`.",
+    "Over Mooncake: the largest number of engine calls at one time. A value below "
+    "`SGLANG_DISAGGREGATION_QUEUE_SIZE` ends the server at start (SGLang's assertion). Over NIXL "
+    "it has no effect.",
     least=1, most=256, shown="min(max(4, cpus / 2 / 8), 12)",
 )  # fmt: skip
 WORKER_TIMEOUT = _seconds(
@@ -247,8 +248,8 @@ NIXL_PROGRESS_DELAY = _integer(
 
 BUFFER_READ_TIMEOUT = _seconds(
     "SGLANG_HICACHE_BUFFER_READ_TIMEOUT", "store", 10.0,
-    "Longest wait of a request for its prefetch. Steps in which the server admits no request do "
-    "not count. Then its tokens are computed.",
+    "Longest wait of a request for its prefetch; after that its tokens are computed. Only steps in "
+    "which the scheduler could admit the request count.",
 )  # fmt: skip
 BUFFER_ALWAYS_FETCH = _switch(
     "SGLANG_HICACHE_BUFFER_ALWAYS_FETCH", "store",
@@ -256,7 +257,8 @@ BUFFER_ALWAYS_FETCH = _switch(
 )  # fmt: skip
 STORE_DEADLINE = _seconds(
     "SGLANG_HICACHE_STORE_DEADLINE", "store", 10.0,
-    "Longest time of a store call. After that, the store counts as down until it answers a probe.",
+    "Longest time of a store call. After a longer one the store counts as down until it answers a "
+    "probe; after a longer read, also until a read delivers.",
     least=0.1,
 )  # fmt: skip
 # A probe that hangs keeps a thread: without a pause, each step of the scheduler would start one.
@@ -330,8 +332,8 @@ VARIABLES: tuple[Variable[Any], ...] = tuple(
 
 
 def is_active() -> bool:
-    """Return False if the package is turned off. A text that is not allowed counts as on, so that
-    a server is there to refuse it (``wrong``)."""
+    """Return False if the package is turned off. A value that is not allowed counts as on, so that
+    the server refuses it (``wrong``)."""
     return os.environ.get(ACTIVE.name, "1").strip().lower() not in _OFF
 
 

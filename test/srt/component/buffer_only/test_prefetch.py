@@ -311,7 +311,8 @@ def test_how_long_a_request_waits_for_a_silent_store(
 
 
 def test_the_time_of_a_full_server_does_not_count():
-    """The store had no part in it: behind one long prompt all requests lost their hits."""
+    """Guards against a read timeout that runs while the server is full: all requests behind one
+    long prompt lost their hits."""
     cache = stored(PROMPT)
     cache.want("r", PROMPT)
     reach(cache, State.FETCHING)

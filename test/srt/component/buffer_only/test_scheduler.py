@@ -279,7 +279,7 @@ def test_prefetches_know_whether_somebody_can_be_admitted(changes: dict[str, Any
 
 
 def sglang_request(rid: str, tokens: list[int], priority: int, max_new_tokens: int = 4) -> Req:
-    """A request of SGLang's."""
+    """Return a request of SGLang's class."""
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     sampling.normalize(None)
     req = Req(rid, "", tokens, sampling)

@@ -40,7 +40,7 @@ class Stop(Exception):
 
 
 class Event:
-    """The end of a piece of work on a stream; a wait for it is a wait for all work before it."""
+    """Mark the end of work on a stream; waiting for it waits for all earlier work."""
 
     def __init__(self, stream: deque[Event], work: Callable[[], None]) -> None:
         self._stream, self._work = stream, work

@@ -105,8 +105,8 @@ def evict_all(decoder: Decoder) -> None:
 
 
 def health_check(decoder: Decoder) -> tuple[int, int]:
-    """How many answers a health check gets in one turn of the loop in which nothing runs, and how
-    many requests SGLang makes of it."""
+    """Return the number of answers to one health check in a step without a batch, and of requests
+    that SGLang makes of it."""
     answers, made = list[Any](), list[Any]()
     rig: dict[str, Any] = {
         "maybe_send_health_check_signal": partial(

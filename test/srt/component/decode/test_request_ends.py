@@ -73,7 +73,7 @@ def failed(tokenizer: Serving, rid: str) -> None:
 
 
 def aborted(tokenizer: Serving, rid: str) -> None:
-    """As of a request that waits in a queue."""
+    """Answer as for a queued request."""
     tokenizer._handle_abort_req(AbortReq(rid=rid))
 
 
@@ -88,7 +88,7 @@ def request(**fields: Any) -> GenerateReqInput:
 
 
 async def asked(tokenizer: Serving, obj: Any, end: Callable[[Serving, str], None]) -> None:
-    """A client asks, and the schedulers ``end`` all that they are sent."""
+    """Send a client's request; the schedulers end all that they receive."""
 
     async def client() -> None:
         try:
@@ -178,7 +178,7 @@ def test_the_client_of_samples_leaves() -> None:
 
 
 def queued(decoder: Decoder, *reqs: Any) -> None:
-    """They wait for memory."""
+    """Keep the requests waiting for memory."""
 
 
 def in_transfer(decoder: Decoder, *reqs: Any) -> None:

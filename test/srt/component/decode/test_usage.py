@@ -158,7 +158,7 @@ def test_health_of_a_server_on_which_nothing_runs(what: str) -> None:
         decoder.submit([3] * 500)
     if what in ("retracted", "held"):
         bring_to(decoder, what)
-        for _ in range(OTHERS):  # who runs beside it ends
+        for _ in range(OTHERS):  # until the requests beside it end
             decoder.tick_batch()
     decoder.offload_tags = {"kv_cache"} if what == "released" else set()
     assert health_check(decoder) == ((0, 1) if what == "nothing" else (1, 0))
@@ -208,7 +208,7 @@ def test_a_decode_server_is_awake_while_requests_wait_that_stock_does_not_count(
     decoder = Decoder(16, 640)
     bring_to(decoder, stage)
     decoder.submitted[0].to_finish = FINISH_ABORT()
-    for _ in range(2):  # who runs beside it has left
+    for _ in range(2):  # until the requests beside it have left
         decoder.tick_batch()
     assert decoder.is_fully_idle() and naps(decoder) == 0
     finish(decoder)

@@ -167,7 +167,7 @@ def polls_of_a_step(decoder: Decoder) -> int:
 @pytest.mark.hazard("step-per-waiting-request")
 def test_a_step_polls_a_part_of_many_handshakes() -> None:
     """Guards against a prefill server that does not answer, with 10,000 requests for it, and costs
-    every step 14 ms; a request for another server does not wait for those."""
+    every step a pass over all of them; a request for another server does not wait for those."""
     decoder, asked = Decoder(16, 640), list[str]()
     servers: Any = Unasked()
     servers.connections.ensure = lambda address: bool(asked.append(address))

@@ -42,7 +42,7 @@ transfer_threads = [t for t in threading.enumerate() if t.name.startswith("kv-tr
 
 
 def post() -> None:
-    """As a transfer thread does; to this agent itself."""
+    """Post one transfer to this agent itself, as a transfer thread does."""
     agent = manager.agent
     ours, theirs = (agent.get_xfer_descs([(kv[i].data_ptr(), 64, 0)], "VRAM") for i in (0, 1))
     agent.transfer(agent.initialize_xfer("WRITE", ours, theirs, agent.name))

@@ -133,7 +133,7 @@ def test_a_room_is_withdrawn(server: Server, when: str, where: tuple[int, ...]) 
     """Guards against a stage that runs a request which another one has dropped, because the room
     failed there alone or between their looks: their next batches differ, and the server ends. And
     against a request that stays in one stage's queue for ever, and one that is computed although
-    the first stage knew before that nobody waits for it."""
+    the first stage knew before that its client has left."""
     if when == "after":
         server.take_in()
         server.withdraw(*where)

@@ -257,8 +257,8 @@ class MaskedBatch(SamplingBatchInfo):
 
 
 class ExactId(str):
-    """The id of a request that an abort of another id does not end: SGLang compares the beginnings,
-    and a short id is the beginning of many. In other processes it is a plain string."""
+    """A request id that only an abort of the same id matches. SGLang compares with ``startswith``,
+    so that a short id would match many. Pickled as a plain string."""
 
     @override
     def startswith(self, prefix: Any, *bounds: Any) -> bool:
@@ -348,7 +348,8 @@ def check_request(obj: Any, request: Any) -> None:
 
 
 def check_ids(obj: Any, input_ids: Any, has_other_input: bool, vocabulary: int) -> None:
-    """Check the token ids of the request ``obj``: at others the model or a tree ends the server.
+    """Check the token ids of ``obj``, because an id outside of the vocabulary ends the server in
+    the model or the tree.
 
     Args:
         input_ids: the prompt's, as tokenized.

@@ -53,7 +53,7 @@ class DeltaFrame(msgspec.Struct, frozen=True, kw_only=True):
     #: It takes the metadata in the note that completes the room (NIXL). A prefill server that does
     #: not know the field, or moves notes in another way, writes them into the slot.
     takes_metadata: bool = False
-    #: Tokens of the whole prompt; 0 where it does not say.
+    #: Tokens of the whole prompt; 0 if unknown.
     prompt_tokens: int = 0
 
 
@@ -127,7 +127,7 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     peer: str
     host: str
     port: int
-    #: Seconds until the next one; of a rank that does not say, SGLang's default.
+    #: Seconds until the next ping. The default is SGLang's, for ranks that do not send it.
     interval_s: float = 5.0
 
 

@@ -60,8 +60,8 @@ ON_BOTH: dict[str, str] = {
     ),
     **dict.fromkeys(("--is-embedding", "--enable-mis"), "there is no token to generate"),
     "--language-only": "images are computed by another server",
-    "--disaggregation-enable-kv-checksum": "it was not run with KV that decode computes",
-    "another --kv-canary than none": "it was not run with KV that decode computes",
+    "--disaggregation-enable-kv-checksum": "not run with KV that decode computes",
+    "another --kv-canary than none": "not run with KV that decode computes",
 }
 
 ON_DECODE: dict[str, str] = {
@@ -121,14 +121,14 @@ ON_DECODE: dict[str, str] = {
 
 
 def refused(args: Any, config: Any) -> Iterator[str]:
-    """Yield what is refused of a server, each with the reason. ``config``: its ``ModelConfig``."""
+    """Yield each refused setting of a server with the reason. ``config``: its ``ModelConfig``."""
     is_decode = args.disaggregation_mode == "decode"
     for setting, why in (ON_BOTH | ON_DECODE if is_decode else ON_BOTH).items():
         if is_given(args, setting):
             yield f"{setting}: {why}"
     for kind, holds in _kinds(config).items():
         if holds:
-            yield f"{kind}: its KV is not one pool of pages"
+            yield f"{kind}: it has pools of other kinds beside the KV"
     if is_decode and _chunks_of_prefixes_fail(args, config):
         yield MLA
 

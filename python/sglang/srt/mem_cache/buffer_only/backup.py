@@ -11,12 +11,12 @@ while (``BackOff``): one backup, not all that fit.
 Touch: what is noted as stored is looked up in the store while it is in use, and written again
 where the store has lost it.
 
-A prefix that every request finds on the device is never asked for in the store, and nobody would
-write it again, since it is noted as stored. So the path of a request that has run is looked up, as
-far as it is due: each node at most once in ``touch_ms``, and not so soon after the store has taken
-or given it. What the store has lost is not noted as stored any more, so that the next request that
-passes has it written. For a store with leases or an order of use, looking a key up is also what
-makes it recent: it would lose first what is used most.
+The store is never asked for a prefix that every request finds on the device. Because it is noted as
+stored, it would not be written again if the store lost it. So the path of a request that has run is
+looked up, as far as it is due: each node at most once in ``touch_ms``, and not so soon after the
+store has taken or given it. What the store has lost is not noted as stored any more, so that the
+next request that passes has it written. For a store with leases or an order of use, looking a key
+up is also what makes it recent: it would lose first what is used most.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class Backups:
         for segment in backup.segments:
             if tokens < len(segment) and (pending := segment.node.pending) is not None:
                 # Tried on and on, what a store does not take would keep out all that is behind it.
-                # Before ``settle``, because it would count what was tried a second time.
+                # Drop before ``settle``, because ``settle`` would count the same tokens again.
                 self.queue.drop(pending, REFUSED)
             settle(segment, min(tokens, len(segment)), context.now_ms + context.settings.touch_ms)
             tokens -= min(tokens, len(segment))

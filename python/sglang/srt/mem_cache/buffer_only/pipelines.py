@@ -40,7 +40,7 @@ class Pipelines:
         self.touches = Touches(context)
         #: To compute a token of a prompt, on this rank.
         self._token_seconds = Mean(keep=0.9997)
-        #: Set by a scheduler without a batch: the step that ends next has waited for requests.
+        #: Set by a scheduler without a batch: the time of the next step is idle time.
         self.is_idle = False
         #: Of the weights that the server has.
         self._namespace = context.store.namespace
@@ -76,7 +76,7 @@ class Pipelines:
             "stranded_pages": stage.stranded,
             "pending_intents": len(queue),
             "pending_tokens": queue.tokens,
-            # While all calls hang that it may have, each further one is refused.
+            # 0 while all calls that the store may have hang, because further calls are refused.
             "store_up": int(client.up and client.overdue < client.settings.max_calls),
             "store_calls": client.under_way,
             "store_overdue_calls": client.overdue,

@@ -348,7 +348,7 @@ class PrefetchLine:
         return last is not None and prefetch not in asked and prefetch.place < last.place
 
     def _is_next(self, prefetch: Prefetch) -> bool:
-        """True if the scheduler asked for it in the last step."""
+        """True if the scheduler asked for it in this step or the last one."""
         return prefetch in self._asked_before or prefetch in self._asked
 
     # ---- into the tree ----

@@ -7,9 +7,11 @@ overdue write may still read them, at any later time until it returns (``Outcome
 owner of the staging buffer must not hand them to anyone else before. There is no bound on that
 time: memory that a store may write into is better lost than wrong.
 
-After a missed deadline the circuit breaker is open: calls are refused at once, without touching the
-store, until a probe is answered. Reads have a breaker of their own, whose probe is a read. Calls
-under way, overdue ones among them, are at most ``max_calls``, and probes that hang beside them.
+After a missed deadline the calls' breaker is open: calls are refused at once, without touching the
+store, until a probe is answered. Reads also have a breaker of their own. A read that misses its
+deadline, or three reads in a row without a page, open it. Reads are then refused, except one after
+each interval, until one has brought a page. At most ``max_calls`` calls are under way, overdue ones
+included. Probes that hang are not counted among them.
 """
 
 from __future__ import annotations

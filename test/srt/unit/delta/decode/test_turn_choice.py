@@ -333,8 +333,8 @@ def test_a_slow_moment_is_not_believed_for_long() -> None:
 
 
 def test_a_prefill_server_that_hung_once_is_used_again() -> None:
-    """Guards against six turns of 20 s, while a prefill server hung, that keep short turns from it
-    for thousands of turns: it is hardly measured meanwhile."""
+    """Guards against turns that hung with a prefill server and keep short turns from it long after
+    it has recovered: it is hardly measured meanwhile."""
     measured, choice, local = Measured(), Choice(LIMITS), list[bool]()
     costs = Costs(constant=0.03, slope=0.0002, step=0.01)
     for seconds in [0.02] * 20 + [20.0] * 6:

@@ -19,7 +19,7 @@ from sglang.srt.patchset.environment import QUEUES, THREADS
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settings]:
-    """The settings of a machine with so many cores, and these variables."""
+    """Return a reader of the settings for a number of cores and these variables."""
 
     def settings(cpus: int | None, queues: str | None, threads: str | None) -> Settings:
         for name, value in ((QUEUES.name, queues), (THREADS.name, threads)):

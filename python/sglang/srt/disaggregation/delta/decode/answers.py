@@ -110,16 +110,17 @@ class Answers:
     def fail(self, entry: Any, what: str) -> None:
         """Its room failed; ``what`` began and did not end well."""
         req = entry.req
-        refused = req.to_finish  # by SGLang: its grammar, or its length
+        # Set by SGLang for a grammar or a length that it refuses.
+        refused = req.to_finish
         if refused is not None and refused.status_code is not None:
             return self._give_up(entry, refused.message, refused.status_code)
         place = f"rank={self._rank}, bootstrap_room={req.bootstrap_room}"
         self._give_up(entry, f"{what} {req.rid} ({place}): {self._why_failed(req)}")
 
     def settle(self, states: Iterable[tuple[Any, int]], allowed: float) -> list[Any]:
-        """End entries that failed or waited for memory longer than the ``allowed`` seconds, by the
-        states that the ranks agreed on; who left. Who may be computed locally is attempted from
-        the next step on."""
+        """End entries that failed or waited for memory longer than ``allowed`` seconds, by the
+        states that the ranks agreed on. Return the entries that left. Requests that may be computed
+        locally are attempted from the next step on."""
         gone = []
         for entry, state in states:
             if state == State.EXPIRED:

@@ -59,7 +59,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
     retracted_queue: list[Req]
     #: Seconds on this rank. Nothing is decided from it without the other ranks.
     clock: Callable[[], float] = staticmethod(time.monotonic)
-    #: Offsets of the next slices: of the requests in line, and of those in a handshake.
+    #: Offset of the next slice of queued requests; below, of pending handshakes.
     _next_part: int = 0
     _next_handshakes: int = 0
     #: Steps until all pending handshakes are advanced again.
@@ -170,7 +170,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         turns = self.local_turns
         tries_here = turns is not None and turns.choice.limits.when_lost > 0
         pending = [entry for entry in self.queue if not entry.waiting_for_input]
-        # The newest are polled in each step: they may be for a server that answers at once.
+        # Poll the newest handshakes in every step, because their server may answer at once.
         older, newest = pending[: -step.CHECKED], pending[-step.CHECKED :]
         part, self._next_handshakes = step.part_of(older, self._next_handshakes)
         polled = part + newest
@@ -221,7 +221,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
                 wait.since = self.clock()
         first = [step.Candidate(None, req) for req in self.retracted_queue[: step.TRIED]]
         rows = self.req_to_token_pool.available_size()
-        # They need no metadata slot: they have had their metadata.
+        # Count no metadata slots, because retracted requests already have their metadata.
         _, entered = self._step(step.Snapshot([], [], first, rows, rows))
         self._log_waits(self.retracted_queue)
         resumed = [each.candidate.req for each in entered]

@@ -383,7 +383,7 @@ class Handshakes:
         for entry, vote in zip(entries, poll_and_all_reduce(pollers, group), strict=True):
             poll, is_reached = divmod(vote, 2) if tries_here else (vote, True)
             is_ready = poll == KVPoll.WaitingForInput
-            # SGLang has refused the latter, and replaced its prompt by [0]: not to be announced.
+            # Do not announce a request that SGLang has refused, because its prompt is now [0].
             if poll == KVPoll.Failed or (is_ready and entry.req.to_finish is not None):
                 failed.append(entry)
             elif is_ready:

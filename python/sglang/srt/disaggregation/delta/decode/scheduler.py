@@ -87,7 +87,7 @@ class DecodeLineFields(logging.Filter):
 
 
 def named_by(recv_req: AbortReq) -> Callable[[Req], bool]:
-    """Whether a request is one of those that an abort names."""
+    """Return a predicate: True if the abort names the request."""
     return lambda req: bool(recv_req.abort_all or req.rid == recv_req.rid)
 
 

@@ -25,7 +25,7 @@ ENOUGH = 3
 #: A chunk that takes longer than so many times what was expected counts as that; after one that
 #: takes less than this part of it, the ones before it weigh only ``SURPRISED``.
 MOST_OF_EXPECTED, SURPRISED = 2.0, 0.3
-#: The same bound for what a prefill server takes. It also waits in a queue, so it varies more.
+#: The same bound for turns of prefill servers. Larger, because their time includes a queue.
 MAX_OF_EXPECTED_THERE = 3.0
 #: With a bound on inter-token latency: tokens of the smallest chunk that is worth its constant, but
 #: for a turn's last; chunks are as small while their time is unknown. They are a page at least.

@@ -41,8 +41,8 @@ from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
 
 logger = logging.getLogger(__name__)
 
-#: Seconds after which a call does not count among those that are made at once. (16,384 rows may be
-#: 2 GB; a call to a rank that stopped lasts 30 s.)
+#: Seconds after which a call counts as hanging, and no longer among the calls at one time. Well
+#: below MC_TRANSFER_TIMEOUT, because a call to a stopped rank lasts that long.
 _HANGS_S = 1.0
 
 #: What one call of the engine writes: rows of (source, target, bytes).
@@ -99,12 +99,12 @@ class _Line:
 
 
 class Callers:
-    """Threads that make calls, two at least. Daemons: a process that ends does not wait for a call
-    that hangs, as it would for an executor's. Decode ranks take turns, each with so many calls at
-    once whatever it registers meanwhile, and never with one on each thread.
+    """At least two daemon threads that make blocking calls. Daemons, because an executor would wait
+    at exit for a call that hangs. Decode ranks take turns, each with at most ``at_once`` calls
+    (whatever it registers meanwhile) and never with one on each thread.
 
-    A call that hangs takes a core and its thread, and a decode server that stops has several ranks:
-    for each such call another thread serves the other ranks.
+    A thread whose call hangs is replaced, because the ranks of one stopped decode server could take
+    all threads.
     """
 
     def __init__(
@@ -248,8 +248,8 @@ class MooncakeBackend:
     # ---- decode ranks ----
 
     def register(self, registration: Any) -> None:
-        """A decode rank registers. Calls for an earlier registration of it say nothing about it; if
-        another process registers under its address, they write no more."""
+        """Register a decode rank. Results of calls for its earlier registration are ignored; if
+        another process registers under its address, those calls write no more."""
         peer = registration.mooncake_session_id
         with self._lock:
             before = self._ranks.get(peer)

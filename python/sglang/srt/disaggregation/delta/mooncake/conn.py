@@ -206,8 +206,8 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
     def describe(
         self, part: Part, info: MooncakeTransferInfo, target: KVArgsRegisterInfo
     ) -> Iterator[tuple[str, Batch]]:
-        """What goes to one decode rank: KV, state and metadata. Each batch is asked for when those
-        before it are written.
+        """Yield the batches for one decode rank: KV, state and metadata. Each is built after the
+        previous one is written.
 
         Raises:
             TransferError: the process that announced the room is not the one that is registered. A

@@ -45,8 +45,8 @@ _AGENT = (
 
 @contextmanager
 def configured_agents(workers: int = 0) -> Iterator[None]:
-    """Agents that are made meanwhile are for use from several threads, ``workers`` of which post
-    (0: it only receives), and leave the CPU alone.
+    """Make agents created inside this block safe for ``workers`` posting threads (0: receive only),
+    with a progress thread that pauses.
 
     NIXL's default is no thread synchronisation at all, and SGLang leaves it at that: it posts from
     its scheduler's thread alone. We ask for readers and writers: posts, polls and releases run side
@@ -89,9 +89,9 @@ def configured_agents(workers: int = 0) -> Iterator[None]:
 
 @contextmanager
 def pausing_agents() -> Iterator[None]:
-    """Agents that are made meanwhile have a progress thread with our pause, and native threads
-    that leave the CPU to ours, as above. For a later SGLang: all else stays the binding's, and its
-    agents are safe for several threads as they are."""
+    """Give agents created inside this block a progress thread with our pause, and their native
+    threads SCHED_BATCH. For a later SGLang: all else stays the binding's, and its agents are safe
+    for several threads as they are."""
     from nixl import _api
 
     with ExitStack() as stack:

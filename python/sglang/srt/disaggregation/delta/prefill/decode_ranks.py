@@ -67,8 +67,7 @@ class DecodeRanks:
         #: Decode computes the request of this room: has it answered. From most ranks SGLang answers
         #: nobody.
         self.on_computed: Callable[[int], None] = lambda room: None
-        #: When each decode rank that pings counts as silent, by the name it registered under, and
-        #: what it registered.
+        #: Name of each rank that pings -> time at which it counts as silent, and its registration.
         self._heard: dict[str, tuple[float, KVArgsRegisterInfo]] = {}
         #: Where those listened that the last tick found gone.
         self._gone: list[tuple[str, int]] = []
@@ -166,9 +165,8 @@ class DecodeRanks:
     # ---- liveness ----
 
     def tick(self) -> list[str]:
-        """Called every second or so by the reader thread. Decode ranks to drop: they used to ping,
-        and have not for ``SGLANG_DISAGGREGATION_PEER_TIMEOUT`` or three of their intervals, so that
-        their rooms fail; or they are too many, do not ping and have no rooms."""
+        """Return decode ranks to drop: they missed their pings (their rooms fail), or they are too
+        many, never ping and have no rooms. Called about once a second by the reader thread."""
         self._rooms.tick()
         now = self._clock()
         # Those that the last tick found gone have been told by now, if they are there after all.

@@ -210,7 +210,7 @@ def page_indices(row: torch.Tensor, start: int, end: int, page: int) -> npt.NDAr
 
 
 class DeltaScheduler(Scheduler):
-    """Stock on a server that is no prefill server, but for the ids of a pair's requests."""
+    """Unchanged on servers other than prefill, except for the ids of a pair's requests."""
 
     @override
     def handle_generate_request(self, recv_req: TokenizedGenerateReqInput) -> None:
@@ -240,14 +240,15 @@ class DeltaScheduler(Scheduler):
     @override
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
         if prefill_manager(self) is not None and self.enable_priority_scheduling:
-            # SGLang gives requests without a priority one on other servers only, and sorts by None.
+            # Set the default priority here, because SGLang leaves it None on prefill and then
+            # cannot sort.
             self._set_or_validate_priority(req)
         super()._add_request_to_queue(req, is_retracted)
         if isinstance(req.disagg_kv_sender, DeltaSender):
             req.disagg_kv_sender.prompt_tokens = len(req.origin_input_ids)
             if req.to_finish is not None:
-                # SGLang has refused it, and replaced its prompt by [0] to end it when that is
-                # computed: decode would take the KV of [0] for that of its own prompt.
+                # End it now, because SGLang has replaced its prompt by [0], and decode would take
+                # that KV for its own prompt's.
                 leave_unannounced(self, req)
                 req.disagg_kv_sender.abort()
                 req.disagg_kv_sender.end()

@@ -36,7 +36,7 @@ class PrefillStages(SchedulerPPMixin):
         if bootstrapped_rids is not None and prefill_manager(self) is not None:
             good, bad = map(set, bootstrapped_rids)
             if self.pp_group.is_first_rank:
-                # The others follow: their waiting queues are this one's when they come here.
+                # Only the first stage votes, because later stages process the same queue after it.
                 bad.update(ended_uncomputed(self))
             leave_uncomputed(self, bad)
             bootstrapped_rids = [list(good), list(bad)]

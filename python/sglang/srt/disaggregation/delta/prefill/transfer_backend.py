@@ -23,11 +23,11 @@ from sglang.srt.patchset import environment
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one transfer pool."""
+    """Settings of one transfer pool."""
 
     #: Transfer threads, each with a FIFO queue of its own.
     queues: int = 4
-    #: Calls at once of a backend whose calls block, over all decode ranks.
+    #: Most concurrent calls over all decode ranks, for a backend whose calls block.
     threads: int = 4
     #: Transfers (one chunk to one peer) that a worker may have under way, over all its peers. A
     #: peer that has none may always have one, so that stopped peers cannot take all places.

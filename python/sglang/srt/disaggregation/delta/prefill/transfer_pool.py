@@ -253,7 +253,8 @@ class TransferPool:
                 self._rooms.abandon(room, Reason.INTERNAL, text)
 
     def alive(self) -> int:
-        """How many of the threads run. Fewer than ``Settings.queues`` before ``stop``: a bug."""
+        """Return the number of live threads. Fewer than ``Settings.queues`` before ``stop`` is a
+        bug."""
         return sum(each.thread.is_alive() for each in self._threads)
 
     def _put(self, room: int, command: Callable[[Worker], None]) -> None:
