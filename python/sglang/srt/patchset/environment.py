@@ -258,7 +258,7 @@ BUFFER_ALWAYS_FETCH = _switch(
 STORE_DEADLINE = _seconds(
     "SGLANG_HICACHE_STORE_DEADLINE", "store", 10.0,
     "Longest time of a store call. After a longer one the store counts as down until it answers a "
-    "probe; after a longer read, also until a read delivers.",
+    "probe.",
     least=0.1,
 )  # fmt: skip
 # A probe that hangs keeps a thread: without a pause, each step of the scheduler would start one.

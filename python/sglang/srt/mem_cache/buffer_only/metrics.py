@@ -33,7 +33,7 @@ _DECLARED = (
             "pending_intents": "Nodes that wait for staging pages to be written",
             "pending_tokens": "Tokens of these nodes",
             "store_up": "1 if the store is used; 0 after a call hung until a probe is answered, "
-            "after reads delivered nothing until one delivers, and while all calls that it may "
+            "while reads are refused, and while all calls that it may "
             "have hang",
             "store_calls": "Calls of the store under way",
             "store_overdue_calls": "Calls of the store that were given up and have not returned",

@@ -8,9 +8,9 @@ owner of the staging buffer must not hand them to anyone else before. There is n
 time: memory that a store may write into is better lost than wrong.
 
 After a missed deadline the calls' breaker is open: calls are refused at once, without touching the
-store, until a probe is answered. Reads also have a breaker of their own. A read that misses its
-deadline, or three reads in a row without a page, open it. Reads are then refused, except one after
-each interval, until one has brought a page. At most ``max_calls`` calls are under way, overdue ones
+store, until a probe is answered. Reads also have a breaker of their own, because lookups may work
+where data does not arrive. A slow read without a page opens it. Reads are then refused, except one
+after each interval, until one has brought a page. At most ``max_calls`` calls are under way, overdue ones
 included. Probes that hang are not counted among them.
 """
 
