@@ -10,8 +10,8 @@ time: memory that a store may write into is better lost than wrong.
 After a missed deadline the calls' breaker is open: calls are refused at once, without touching the
 store, until a probe is answered. Reads also have a breaker of their own, because lookups may work
 where data does not arrive. A slow read without a page opens it. Reads are then refused, except one
-after each interval, until one has brought a page. At most ``max_calls`` calls are under way, overdue ones
-included. Probes that hang are not counted among them.
+after each interval, until one has brought a page. At most ``max_calls`` calls are under way,
+overdue ones included. Probes that hang are not counted among them.
 """
 
 from __future__ import annotations
