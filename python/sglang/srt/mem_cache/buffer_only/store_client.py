@@ -157,15 +157,14 @@ class StoreClient:
             elif is_slow and (is_trial or not before):
                 self._reads.failed(now)
             after = self._reads.failing
-        if after != before:
+        if after and not before:
             logger.warning(
-                "HiCache store %s: reads deliver %s",
+                "HiCache store %s: reads deliver nothing; they are refused for a while, and "
+                "requests compute their tokens. Check the store's data transport",
                 self.name,
-                "again"
-                if before
-                else "nothing; they are refused for a while, and requests compute their tokens. "
-                "Check the store's data transport",
             )
+        elif before and not after:
+            logger.warning("HiCache store %s: reads deliver again", self.name)
         return outcome
 
     def write(
