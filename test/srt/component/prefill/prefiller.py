@@ -14,8 +14,11 @@ import torch.distributed as dist
 from component.decode import kv
 from component.decode.peer import Mailbox
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
-from sglang.srt.disaggregation.utils import ReqToMetadataIdxAllocator
+from sglang.srt.disaggregation.prefill import (
+    PrefillBootstrapQueue,
+    SchedulerDisaggregationPrefillMixin,
+)
+from sglang.srt.disaggregation.utils import ReqToMetadataIdxAllocator, TransferBackend
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_pp_mixin import SchedulerPPMixin
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -57,6 +60,23 @@ class Prefiller(SchedulerDisaggregationPrefillMixin, SchedulerPPMixin):  # type:
         self.enable_metrics, self.tp_rank, self.pp_rank = False, 0, 0
         self.mailbox = Mailbox()
         self.attn_cp_cpu_group = self.attn_tp_cpu_group = dist.group.WORLD
+
+    def open_bootstrap_queue(self) -> None:
+        """Add SGLang's queue of requests that wait for their announcement."""
+        queue: Any = PrefillBootstrapQueue.__new__(PrefillBootstrapQueue)
+        queue.__dict__.update(
+            queue=[],
+            kv_manager=self.rank.manager,
+            scheduler=self,
+            tp_rank=0,
+            pp_rank=0,
+            bootstrap_port=8998,
+            max_total_num_tokens=1000,
+            transfer_backend=TransferBackend.NIXL,
+            token_to_kv_pool=SimpleNamespace(page_size=PAGE),
+            req_to_metadata_buffer_idx_allocator=self.req_to_metadata_buffer_idx_allocator,
+        )
+        self.disagg_prefill_bootstrap_queue = queue
 
     def stream_output(self, reqs: list[Any], *arguments: Any) -> None:
         """The client gets its answer."""

@@ -12,7 +12,6 @@ import pytest
 from component.prefill.prefiller import Prefiller
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.prefill.stages import PrefillStages
-from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 from unit.delta.nixl.sides import PAGE
 
 ROOM, OTHER, TARGET = 7, 8, [10, 11, 12]
@@ -26,16 +25,7 @@ class Stage(Prefiller):
         self.pp_group = SimpleNamespace(is_first_rank=is_first)
         self.waiting_queue: list[Any] = []
         self.enable_hicache_storage = False
-        queue: Any = PrefillBootstrapQueue.__new__(PrefillBootstrapQueue)
-        queue.__dict__.update(
-            queue=[],
-            kv_manager=self.rank.manager,
-            scheduler=self,
-            tp_rank=0,
-            token_to_kv_pool=SimpleNamespace(page_size=PAGE),
-            req_to_metadata_buffer_idx_allocator=self.req_to_metadata_buffer_idx_allocator,
-        )
-        self.disagg_prefill_bootstrap_queue = queue
+        self.open_bootstrap_queue()
 
     def arrive(self, room: int) -> None:
         """A request is here, and decode announces it to this stage."""

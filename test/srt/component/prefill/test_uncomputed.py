@@ -12,8 +12,7 @@ import pytest
 
 from component.decode.pair import Pair, ranks_reduce
 from component.prefill.prefiller import Prefiller
-from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
-from sglang.srt.disaggregation.utils import DisaggregationMode, TransferBackend
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import SchedulePolicy
@@ -41,20 +40,7 @@ class Rank(Prefiller, Scheduler):  # type: ignore[misc]
         self.chunked_req = self.last_batch = self.cur_batch = None
         self.enable_hicache_storage = self.enable_priority_scheduling = False
         self.schedule_low_priority_values_first = False
-        queue: Any = PrefillBootstrapQueue.__new__(PrefillBootstrapQueue)
-        queue.__dict__.update(
-            queue=[],
-            kv_manager=self.rank.manager,
-            scheduler=self,
-            tp_rank=0,
-            pp_rank=0,
-            bootstrap_port=8998,
-            max_total_num_tokens=1000,
-            transfer_backend=TransferBackend.NIXL,
-            token_to_kv_pool=SimpleNamespace(page_size=PAGE),
-            req_to_metadata_buffer_idx_allocator=self.req_to_metadata_buffer_idx_allocator,
-        )
-        self.disagg_prefill_bootstrap_queue = queue
+        self.open_bootstrap_queue()
 
     def arrive(self, room: int, refused: str = "", priority: int | None = None) -> Any:
         """A request is queued, which SGLang ``refused`` before where that is a text."""
