@@ -353,6 +353,16 @@ def test_no_request_is_preempted_for_one_that_waits_for_the_store(policy: str):
     assert not lost and len(server.running_batch.reqs) == PLACES - 1
 
 
+def test_a_priority_beyond_any_float():
+    """Guards against a scheduler that ends because of a client's number: where no request runs yet,
+    a burst takes all places, and one that is left over is compared with none."""
+    server = Preempting(stored(PROMPT))
+    server.running_batch.reqs = []
+    burst = [sglang_request(f"r{n}", prompt(60 + n, 2), 0) for n in range(PLACES)]
+    last = sglang_request("last", prompt(99, 2), -(10**400))
+    assert server.admitted(*burst, last) == [req.rid for req in burst]
+
+
 def test_a_preempted_request_waits_again_where_no_other_is_admitted():
     """SGLang forgot it where the request that it made room for did not fit after all."""
     cache = stored(PROMPT, tokens=20 * PAGE)

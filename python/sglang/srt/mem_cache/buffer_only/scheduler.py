@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import time
 import uuid
 from collections import deque
@@ -49,7 +48,7 @@ class ReadyPreemption(PrefillAdder):
     prefetch after it has preempted."""
 
     #: The number of preempted requests, and the lowest priority that still ran then.
-    _lowest: tuple[int, float] = (-1, 0.0)
+    _lowest: tuple[int, int | None] = (-1, None)
 
     @override
     def preempt_to_schedule(self, req: Req, server_args: ServerArgs) -> bool:
@@ -72,9 +71,9 @@ class ReadyPreemption(PrefillAdder):
                 for one in self.running_batch.reqs
                 if one not in self.preempt_list and not one.finished()
             )
-            self._lowest = preempted, max(running, default=-math.inf)
-        margin = self._lowest[1] - sign * req.priority
-        return margin > self.priority_scheduling_preemption_threshold
+            self._lowest = preempted, max(running, default=None)
+        lowest, threshold = self._lowest[1], self.priority_scheduling_preemption_threshold
+        return lowest is not None and bool(lowest - sign * req.priority > threshold)
 
 
 class BufferOnlyScheduler(Scheduler):
