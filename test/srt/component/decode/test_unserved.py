@@ -84,6 +84,7 @@ INVALID = [
     ({}, {"rid": 5}, "rid is 5"),
     ({}, {"rid": ["a"]}, "rid is ['a']"),
     ("greedy", {}, "sampling_params is 'greedy'"),
+    ([{}], {}, "sampling_params is [{}]: a list needs a list of prompts"),
     ([{}, None], BATCH, "sampling_params is None"),
     ({}, {"rid": "HEALTH_CHECK_1"}, "rid is 'HEALTH_CHECK_1'"),  # left out while others run
     ({}, BATCH | {"bootstrap_room": [1]}, "bootstrap_room has 1 entries"),
@@ -286,6 +287,15 @@ def test_a_buffer_only_server_refuses_wrong_ids(
     tokenizer.mm_processor.process_mm_data_async.return_value = processed
     with pytest.raises(ValueError, match=re.escape(told)):
         answer(tokenizer, kind(**fields))
+    assert tokenizer.rid_to_state == {} and tokenizer.sent == []
+
+
+def test_what_sglang_raises_at_leaves_nothing() -> None:
+    """Guards against the same on a server of no pair, where SGLang gets the parameters as they
+    are."""
+    tokenizer = Tokenizer("null")
+    with pytest.raises(AttributeError):
+        answer(tokenizer, GenerateReqInput(sampling_params=[{}], **FIELDS))
     assert tokenizer.rid_to_state == {} and tokenizer.sent == []
 
 

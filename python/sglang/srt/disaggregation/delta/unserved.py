@@ -106,7 +106,7 @@ class PairTokenizer(TokenizerManager):
             # for its samples; a server that ends waits for them. When a client leaves, SGLang
             # aborts the ids of ``obj``, which are not those of its samples.
             has_samples = getattr(obj, "parallel_sample_num", 1) != 1
-            own = set(map(id, _listed(obj.sampling_params)))
+            own = {id(obj.sampling_params), *map(id, _listed(obj.sampling_params))}
             left = {
                 rid: state
                 for rid in (list(self.rid_to_state) if has_samples else _listed(obj.rid))
@@ -321,9 +321,12 @@ def check_request(obj: Any, request: Any) -> None:
     batch = copy.copy(obj)
     batch.normalize_batch_and_arguments()
     entries = batch.batch_size * getattr(batch, "parallel_sample_num", 1)
-    if isinstance(obj.rid, list) and batch.is_single:
-        raise ValueError(f"rid is {obj.rid!r}: a list needs a list of prompts")
     wrong = [
+        *(
+            f"{name} is {values!r}: a list needs a list of prompts"
+            for name in ("rid", "sampling_params")
+            if isinstance(values := getattr(obj, name), list) and batch.is_single
+        ),
         *(
             f"rid is {rid!r}: it must be a text that is not empty and does not begin with "
             f"{HEALTH_CHECK_RID_PREFIX}"
