@@ -87,8 +87,23 @@ INVALID = [
     ([{}], {}, "sampling_params is [{}]: a list needs a list of prompts"),
     ([{}, None], BATCH, "sampling_params is None"),
     ({}, {"rid": "HEALTH_CHECK_1"}, "rid is 'HEALTH_CHECK_1'"),  # left out while others run
-    ({}, BATCH | {"bootstrap_room": [1]}, "bootstrap_room has 1 entries"),
-    ({"n": 2}, BATCH | {"bootstrap_host": ["h"] * 3}, "bootstrap_host has"),
+    # SGLang takes an entry of each list for each prompt, and raises after it has sent some.
+    *(
+        ({}, BATCH | fields, "cannot be split into its prompts")
+        for fields in (
+            {"bootstrap_room": [1]},
+            {"modalities": ["image"]},
+            {"audio_data": ["a"]},
+            {"video_data": []},
+            {"decode_tp_size": [1]},
+            {"decode_tp_size": 1},
+            {"return_hidden_states": [True]},
+            {"text": ["a", "b"], "input_ids": [[3]]},
+            {"rid": [["a"], ["b"]]},
+        )
+    ),
+    ([], BATCH, "cannot be split into its prompts"),
+    ({"n": 2}, BATCH | {"decode_tp_size": [1, 1]}, "cannot be split into its prompts"),
     ({"logit_bias": [5]}, {}, "logit_bias is [5]"),
     ({"temperature": float("nan")}, {}, "temperature is nan"),
     ({"repetition_penalty": 0}, {}, "repetition_penalty is 0"),
