@@ -32,7 +32,7 @@ from sglang.srt.disaggregation.delta.decode.record import (
 from sglang.srt.disaggregation.delta.decode.speculation import step_tokens
 from sglang.srt.disaggregation.delta.decode.transfer_queue import EMPTY, StepWrites, announce
 from sglang.srt.disaggregation.delta.observability import RateLimitedLog
-from sglang.srt.disaggregation.delta.rank_agreement import agree_on, alone
+from sglang.srt.disaggregation.delta.rank_agreement import agree_on, alone, part_of
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
@@ -172,7 +172,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         pending = [entry for entry in self.queue if not entry.waiting_for_input]
         # Poll the newest handshakes in every step, because their server may answer at once.
         older, newest = pending[: -step.CHECKED], pending[-step.CHECKED :]
-        part, self._next_handshakes = step.part_of(older, self._next_handshakes)
+        part, self._next_handshakes = part_of(older, self._next_handshakes, step.CHECKED)
         polled = part + newest
         failed, unreached = self._handshakes.finish(polled, self.gloo_group, tries_here=tries_here)
         for entry in unreached:
@@ -245,7 +245,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
     def _see(self, ready: list[DecodeRequest], first: list[step.Candidate]) -> step.Snapshot:
         """Return what this rank sees. It checks all candidates, so that no failed one is admitted,
         and the next slice of the queue."""
-        part, self._next_part = step.part_of(ready, self._next_part)
+        part, self._next_part = part_of(ready, self._next_part, step.CHECKED)
         checked = [candidate.entry for candidate in first]
         known = set(map(id, checked))
         checked += [entry for entry in part if id(entry) not in known]

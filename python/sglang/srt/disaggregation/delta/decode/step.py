@@ -62,12 +62,6 @@ class Limits(NamedTuple):
         return cls(environment.ADMISSION_TIMEOUT.read(), environment.WAIT_LOG.read())
 
 
-def part_of(line: list[Any], start: int) -> tuple[list[Any], int]:
-    """Return the slice of ``line`` that a step goes through, and where the next one begins."""
-    start = start if CHECKED < len(line) > start else 0
-    return line[start : start + CHECKED], start + CHECKED
-
-
 # ---- what one rank sees ----
 
 

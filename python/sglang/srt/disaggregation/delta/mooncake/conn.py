@@ -153,7 +153,7 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
     def make_backend(self, settings: Settings) -> MooncakeBackend:
         self._layout = Layout(self.rank, self.get_mla_kv_ptrs_with_pp, self.get_mha_kv_ptrs_with_pp)
         self._described = threading.local()
-        cores = os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
         self._backend = MooncakeBackend(
             self.engine,
             self.describe,

@@ -31,7 +31,7 @@ from sglang.srt.disaggregation.delta.prefill.yielded import (
     end_yielded,
     leave_unannounced,
 )
-from sglang.srt.disaggregation.delta.rank_agreement import minimum
+from sglang.srt.disaggregation.delta.rank_agreement import minimum, part_of
 from sglang.srt.disaggregation.delta.unserved import ExactId
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ else:
     Scheduler = object
 
 
-#: Waiting requests whose rooms are checked before each batch.
+#: Waiting requests whose rooms are checked before each batch: the first ones, and as many of the
+#: others, slice by slice, because requests of a higher priority can stay ahead of these.
 CHECKED = 128
 
 
@@ -81,10 +82,12 @@ def ended(requests: Sequence[Req], groups: Sequence[ProcessGroup]) -> list[str]:
 
 
 def ended_uncomputed(scheduler: Any) -> list[str]:
-    """Return the ids of requests whose rooms failed on all ranks, of those that are computed next:
-    polling all of a long queue would delay every step."""
+    """Return the ids of requests whose rooms failed on all ranks, of those that are computed next
+    and of a slice of the others: polling all of a long queue would delay every step."""
     groups = scheduler.attn_tp_cpu_group, scheduler.attn_cp_cpu_group
-    return ended(scheduler.waiting_queue[:CHECKED], groups)
+    first, others = scheduler.waiting_queue[:CHECKED], scheduler.waiting_queue[CHECKED:]
+    part, scheduler.next_unchecked = part_of(others, scheduler.next_unchecked, CHECKED)
+    return ended(first + part, groups)
 
 
 def leave_uncomputed(scheduler: Any, rids: Collection[str]) -> None:
@@ -107,6 +110,9 @@ def leave_uncomputed(scheduler: Any, rids: Collection[str]) -> None:
 class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
     """Sends what decode lacks, in order, once; and always the metadata. A request ends on all ranks
     in one step."""
+
+    #: Offset of the next slice of ``ended_uncomputed``.
+    next_unchecked: int = 0
 
     @override
     def send_kv_chunk(self, req: Req, last_chunk: bool = False, end_idx: int | None = None) -> None:
