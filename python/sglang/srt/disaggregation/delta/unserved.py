@@ -18,7 +18,7 @@ import copy
 import itertools
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any  # Any: SGLang's requests, before and after the tokenizer
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
     from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
     from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler_output_processor_mixin import SchedulerOutputProcessorMixin
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -261,6 +262,11 @@ class ExactId(str):
     @override
     def __reduce__(self) -> Any:
         return str, (str(self),)
+
+
+def named_by(recv_req: AbortReq) -> Callable[[Req], bool]:
+    """Return a predicate: True if the abort names the request."""
+    return lambda req: bool(recv_req.abort_all or req.rid == recv_req.rid)
 
 
 def room_of_sample(room: int, index: int) -> int:

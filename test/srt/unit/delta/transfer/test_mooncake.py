@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -24,7 +25,7 @@ from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     State,
     TransferError,
 )
-from sglang.srt.patchset.environment import QUARANTINE_TIMEOUT
+from sglang.srt.patchset.environment import QUARANTINE_TIMEOUT, QUEUES, THREADS
 from unit.delta.transfer.ranks import MooncakeRank
 from unit.delta.transfer.steps import ROOM, failure_of, pages, started
 
@@ -129,6 +130,28 @@ def test_a_decode_rank_that_registers_again(rank: MooncakeRank) -> None:
 
 
 # ---- the threads that call the engine ----
+
+
+@pytest.mark.parametrize(
+    ("cores", "queues", "threads", "calls"),
+    [
+        *((1, None, None, (1, 1)), (2, None, None, (2, 1)), (79, None, None, (4, 1))),
+        *((128, None, None, (8, 2)), (192, None, None, (12, 3)), (999, None, None, (12, 3))),
+        *((64, "3", "7", (7, 2)), (64, "1", "1000000", (64, 1000000))),
+    ],
+)
+def test_calls_at_one_time(
+    monkeypatch: pytest.MonkeyPatch, cores: int, queues: str | None, threads: str | None,
+    calls: tuple[int, int],
+) -> None:  # fmt: skip
+    """Guards against defaults that are not SGLang's: threads by the number of cores, in 4 groups
+    of which a decode rank uses one; and against more calls than cores, because each takes one."""
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    for name, value in ((QUEUES.name, queues), (THREADS.name, threads)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert MooncakeRank(monkeypatch).calls_at_once == calls
 
 
 class Ranks:
@@ -274,7 +297,9 @@ def test_the_cores_of_a_rank(rank: MooncakeRank, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(conn, "Callers", made)
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(12)))
-    rank.manager.make_backend(Settings(queues=4, threads=32))
+    monkeypatch.setenv(QUEUES.name, "4")
+    monkeypatch.setenv(THREADS.name, "32")
+    rank.manager.make_backend(Settings(queues=4))
     made.assert_called_once_with(12, at_once=8, spare=6)
 
 

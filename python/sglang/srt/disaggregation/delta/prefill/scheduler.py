@@ -32,7 +32,7 @@ from sglang.srt.disaggregation.delta.prefill.yielded import (
     leave_unannounced,
 )
 from sglang.srt.disaggregation.delta.rank_agreement import minimum, part_of
-from sglang.srt.disaggregation.delta.unserved import ExactId
+from sglang.srt.disaggregation.delta.unserved import ExactId, named_by
 
 if TYPE_CHECKING:
     import torch
@@ -234,13 +234,10 @@ class DeltaScheduler(Scheduler):
         if prefill_manager(self) is not None:
             # SGLang drops a request from the waiting queue and forgets its sender: the room would
             # stay in every table, and decode would wait for it until its deadline.
-            named = [
-                req.rid
-                for req in self.waiting_queue
-                if hasattr(req.disagg_kv_sender, "abort")  # a warm-up's has no room
-                and (recv_req.abort_all or req.rid == recv_req.rid)
-            ]
-            leave_uncomputed(self, named)
+            named = filter(named_by(recv_req), self.waiting_queue)
+            # A warm-up's sender has no room.
+            has_room = [req.rid for req in named if hasattr(req.disagg_kv_sender, "abort")]
+            leave_uncomputed(self, has_room)
         super().abort_request(recv_req)
 
     @override
