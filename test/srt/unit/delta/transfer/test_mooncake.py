@@ -16,12 +16,10 @@ import pytest
 
 from component.transfer.pair import until
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.mooncake import conn
 from sglang.srt.disaggregation.delta.mooncake.backend import Callers, MooncakeBackend, Part
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     Chunk,
-    Settings,
     State,
     TransferError,
 )
@@ -145,8 +143,9 @@ def test_calls_at_one_time(
     calls: tuple[int, int],
 ) -> None:  # fmt: skip
     """Guards against defaults that are not SGLang's: threads by the number of cores, in 4 groups
-    of which a decode rank uses one; and against more calls than cores, because each takes one."""
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    of which a decode rank uses one; and against more calls than the cores that the process may
+    use, because each takes one."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     for name, value in ((QUEUES.name, queues), (THREADS.name, threads)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
@@ -289,18 +288,6 @@ def test_a_system_that_has_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> N
     for each in (result, *hanging):
         each.set_result(0)
     assert [call.result(60) for call in (*calls, waits)] == [State.DONE] * 3
-
-
-def test_the_cores_of_a_rank(rank: MooncakeRank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against threads for all cores of a host on which the process may use some."""
-    made = mock.Mock()
-    monkeypatch.setattr(conn, "Callers", made)
-    monkeypatch.setattr("os.cpu_count", lambda: 64)
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(12)))
-    monkeypatch.setenv(QUEUES.name, "4")
-    monkeypatch.setenv(THREADS.name, "32")
-    rank.manager.make_backend(Settings(queues=4))
-    made.assert_called_once_with(12, at_once=8, spare=6)
 
 
 def test_a_decode_rank_that_is_gone() -> None:
