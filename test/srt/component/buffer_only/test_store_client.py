@@ -289,7 +289,7 @@ def test_trials_of_a_store_that_does_not_deliver() -> None:
     scene, others = Scene(first_retry=1.0, longest_retry=8.0), list[Any]()
 
     def late(keys: Any) -> list[bool]:
-        others.append(scene.client.read(KEYS, slots(6, 7, 8)).fault if others else "not yet")
+        others.append(scene.client.read(KEYS, slots(3, 4, 5)).fault if others else "not yet")
         scene.now += 0.5 * scene.client.settings.deadline
         return [False] * 3
 
