@@ -23,9 +23,11 @@ TURNS = "sglang:decode_turns_total"
 CACHED_TOKENS = "sglang:cached_tokens_total"
 """Label ``cache_source``: ``device``, ``host`` or ``storage_BACKEND``; see ``parse``."""
 ALL_PROMPT_TOKENS = "sglang:prompt_tokens_total"
+POOL_TOKENS = "sglang:max_total_num_tokens"
 HOST_TOKENS = "sglang:hicache_host_total_tokens"
+# Of Mooncake's master.
 STORE_BYTES = "master_total_capacity_bytes"
-"""Mooncake's."""
+STORE_KEYS = "master_key_count"
 
 
 def parse(text: str) -> dict[str, float]:

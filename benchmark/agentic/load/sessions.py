@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Awaitable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import msgspec
@@ -47,6 +47,9 @@ class Turn:
     """Arrival, seconds after the trace's first request."""
     record: Record | None = None
     """Of a trace."""
+    load_new_tokens: int | None = None
+    """Prompt tokens that no earlier request of this load had, in whole blocks, at least one; None:
+    not counted."""
 
 
 Sent = tuple[Turn, Request | Awaitable[Message]]
@@ -173,12 +176,21 @@ def trace_sessions(
 ) -> Iterator[tuple[float, Session]]:
     """In their order, each with its time; an answer is not part of the next prompt. Bodies are made
     ahead: the first ones of ``AHEAD`` sessions, later ones while the turn before is answered."""
+    cache = EndlessCache()
+
+    def counted(turn: Turn) -> Turn:
+        """Sessions are not sent in the order of the trace, so its new tokens are not the load's."""
+        if turn.record is None:
+            return turn
+        most = (turn.prompt_tokens - 1) // bodies.block_tokens
+        hits = min(cache.hits(turn.record), most) * bodies.block_tokens
+        return replace(turn, load_new_tokens=turn.prompt_tokens - hits)
 
     def played(each: Sequence[Turn], first: Awaitable[Message]) -> Session:
         made = first
         for turn, after in zip(each, (*each[1:], None), strict=True):
             now, made = made, bodies.submit(after.record) if after else made
-            yield turn, now
+            yield counted(turn), now
 
     waiting: deque[tuple[float, Session]] = deque()
     for each in sessions:
