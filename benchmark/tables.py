@@ -47,7 +47,7 @@ def measured() -> list[str]:
     return sorted(path.parent.name for path in RESULTS.glob("*/summary.json"))
 
 
-AWAITED = ("delta_kv", "local_bounds", "whole")
+AWAITED = ("delta_kv", "local_bounds", "whole", "whole_answers")
 """Studies that a page shows before they are measured."""
 
 
@@ -94,10 +94,15 @@ def _gained(name: str, load: str, arms: Sequence[str]) -> list[list[str]]:
 
 def whole() -> str:
     """docs/advanced_features/pd_whole_system.md: what each part adds."""
-    if "whole" not in measured():
-        return study("whole")
-    told = _told("whole")
-    return f"{told['date']}, {told['machine']}, commit {told['commit']}.\n\n{pages.whole(told)}"
+    return "\n".join(_added(name) for name in ("whole", "whole_answers"))
+
+
+def _added(name: str) -> str:
+    if name not in measured():
+        return study(name)
+    told = _told(name)
+    where = f"[{name}]({_FIGURES}/{name}/page.md), {told['date']}, {told['machine']}"
+    return f"{where}, commit {told['commit']}:\n\n{pages.whole(told)}"
 
 
 def claims() -> str:

@@ -25,6 +25,8 @@ CACHED_TOKENS = "sglang:cached_tokens_total"
 ALL_PROMPT_TOKENS = "sglang:prompt_tokens_total"
 POOL_TOKENS = "sglang:max_total_num_tokens"
 HOST_TOKENS = "sglang:hicache_host_total_tokens"
+"""Not of a decode server, whose staging buffer only this package counts."""
+STAGED_PAGES = "sglang:hicache_buffer_pages"
 # Of Mooncake's master.
 STORE_BYTES = "master_total_capacity_bytes"
 STORE_KEYS = "master_key_count"

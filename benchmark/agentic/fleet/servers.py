@@ -135,8 +135,9 @@ class Servers:
             if all(url in before and url in now for url in urls):
                 found[role] = metrics.total(metrics.gained(before[url], now[url]) for url in urls)
                 total = metrics.total(now[url] for url in urls)
-                host = total.get(metrics.HOST_TOKENS, 0.0) * self._token_bytes
-                if memory := host + total.get(metrics.STORE_BYTES, 0.0):
+                staged = total.get(metrics.STAGED_PAGES, 0.0) * self.about.block_tokens
+                host = total.get(metrics.HOST_TOKENS, 0.0) or staged
+                if memory := host * self._token_bytes + total.get(metrics.STORE_BYTES, 0.0):
                     found[role][MEMORY] = memory
                 if device := total.get(metrics.POOL_TOKENS, 0.0) * self._token_bytes:
                     found[role][DEVICE_MEMORY] = device

@@ -113,6 +113,25 @@ def test_new_tokens_of_a_load_are_counted_in_its_order() -> None:
         assert found == expected
 
 
+def test_an_answer_is_no_new_token_of_the_next_turn() -> None:
+    """Guards the figure by which decode's writes are judged: a server has an answer but for its
+    last token, and a prefix that an earlier session had, in whole pages."""
+    made = Made(first_tokens=20, turns=2, turn_tokens=10, prefixes=1, prefix_tokens=17)
+    sessions = made_sessions(made, WORDS, block_tokens=16)
+    found = []
+    for _ in range(2):
+        _, session = next(sessions)
+        turn, request = next(session)
+        found.append(turn.load_new_tokens)
+        turn, _ = session.send([5] * 12)
+        found.append(turn.load_new_tokens)
+        assert len(request.prompt) == 37 and turn.prompt_tokens == 37 + 12 + 10
+    assert found == [37, 59 - 48, 37 - 16, 59 - 48]
+    _, session = next(made_sessions(Made(first_tokens=20, turns=2, turn_tokens=12), WORDS, 0, 16))
+    next(session)
+    assert session.send([5] * 12)[0].load_new_tokens == 44 - 16, "31 of 32 tokens are computed"
+
+
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5])
 def test_a_share_of_the_requests_is_cold(share: float) -> None:
     made = Made(first_tokens=4, turns=4, turn_tokens=2, cold_tokens=9, cold_share=share)

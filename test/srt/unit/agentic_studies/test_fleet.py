@@ -13,11 +13,14 @@ from benchmark.agentic.fleet import rig, spec
 from benchmark.agentic.fleet import servers as servers_of_a_setup
 from benchmark.agentic.fleet.servers import Servers, usage
 from benchmark.agentic.fleet.spec import FleetFile
+from benchmark.agentic.report.numbers import numbers
+from benchmark.agentic.studies.record import Cell
 from benchmark.agentic.studies.run import order
 from benchmark.agentic.studies.spec import FOLDER, Study, find
-from benchmark.harness import servers
+from benchmark.harness import metrics, servers
 from benchmark.harness.client import Target
 from benchmark.harness.models import REPOSITORY, TINY_ARITH, kv_bytes_per_token
+from unit.agentic_studies.test_numbers import outcome, run
 
 ROLES = ("aggregated", "prefill", "decode")
 RADIX = "--disaggregation-decode-enable-radix-cache"
@@ -274,6 +277,37 @@ def test_counters_that_did_not_answer_twice_are_left_out() -> None:
     assert servers.gained(before)["prefill"] == {"sent": 3.0}
     silent.add("http://p")
     assert servers.gained(before) == {"decode": {"sent": 0.0}}
+
+
+def test_memory_for_kv_is_that_of_all_servers_of_a_role() -> None:
+    """Guards the column that shows that arms have the same memory: device pools, host pools or
+    staging buffers, and the store; a decode server counts its staging buffer in pages alone."""
+    setup = spec.Setup(
+        prefill=(spec.Prefill("http://p"),), decode=("http://d",), store="http://store"
+    )
+    pages = {
+        "http://p": {metrics.POOL_TOKENS: 100, metrics.HOST_TOKENS: 32, metrics.STAGED_PAGES: 2},
+        "http://d": {metrics.POOL_TOKENS: 50, metrics.STAGED_PAGES: 4},
+        "http://store": {metrics.STORE_BYTES: 900},
+    }
+
+    class Scraped(Servers):
+        def _scrape(self, url: str) -> dict[str, float]:
+            return dict(pages[url])
+
+    about = FleetFile(setups={"pd": setup}, block_tokens=16)
+    servers = Scraped(setup, about, Target("http://d"), range(9), token_bytes=2)
+    gained = servers.gained(servers.counters())
+    kinds = (servers_of_a_setup.DEVICE_MEMORY, servers_of_a_setup.MEMORY)
+    assert {role: [of.get(kind, 0) for kind in kinds] for role, of in gained.items()} == {
+        "prefill": [200, 64],
+        "decode": [100, 128],
+        "store": [0, 900],
+    }
+    made = run([Cell("a", 0, 4, gained=gained, outcomes=[outcome(0, 1.0)])])
+    row = numbers(made).cells.loc["4", "a"].mean()
+    told = [row[f"{kind}_bytes"] for kind in ("device", "host", "store", "memory")]
+    assert told == [300, 192, 900, 1392]
 
 
 def test_a_heavy_request_is_heavy_on_every_fleet() -> None:
