@@ -243,8 +243,8 @@ ALWAYS: tuple[Refusal, ...] = (
         when=_writes_nothing,
     ),
     Refusal(
-        (OFFLOAD,),
-        "--enable-lora",
+        BUFFER,
+        "--enable-lora on a decode server",
         "SGLang names adapters differently on each server, so no prefill server would find what is "
         "written for them",
         instead=f"Remove {ON} and {OFFLOAD}, or --enable-lora.",

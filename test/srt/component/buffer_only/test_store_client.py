@@ -274,6 +274,41 @@ def test_a_store_whose_lookups_answer_and_whose_reads_do_not_deliver(
     assert scene.call("batch_get_v1").pages == scene.call("batch_get_v1").pages == 3
 
 
+def test_trials_of_a_store_that_does_not_deliver() -> None:
+    """Guards against pauses that grow by more than twice, and against trials that find no failure
+    and lengthen or start a pause: a page that was evicted meanwhile, and a read that finds all
+    calls taken. Other reads are refused while one is the trial."""
+    scene, pauses = Scene(first_retry=1.0, longest_retry=8.0, max_calls=1), list[float]()
+    asked, client = list[Any](), scene.client
+
+    def late(keys: Any) -> list[bool]:
+        if pauses:
+            asked.append(client.read(KEYS, slots(6, 7, 8)).fault)
+        scene.now += 0.5 * client.settings.deadline
+        return [False] * 3
+
+    for _ in range(5):
+        scene.store.answer("batch_get_v1", late)
+        assert scene.call("batch_get_v1").fault is Fault.MISSING
+        ended = scene.now
+        while not client.up:
+            scene.now += 0.5
+        pauses.append(scene.now - ended)
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 8.0] and asked == [Fault.DOWN] * 4
+    gate = scene.store.hang("batch_set_v1")
+    writer = threading.Thread(target=scene.call, args=["batch_set_v1"])
+    writer.start()
+    assert gate.entered.wait(60)
+    assert scene.call("batch_get_v1").fault is Fault.DOWN and client.up, "the write has the place"
+    gate.open()
+    writer.join(60)
+    until(lambda: client.under_way == 0)
+    scene.store.answer("batch_get_v1", lambda _: [False] * 3)
+    assert scene.call("batch_get_v1").fault is Fault.MISSING and client.up
+    assert scene.call("batch_get_v1").pages == 3
+    scene.settled()
+
+
 def test_a_store_that_evicts_is_read_on(scene: Scene) -> None:
     """Guards against hits that are lost because another prompt was evicted before its read."""
     for _ in range(5):
