@@ -79,8 +79,10 @@ def check_clients(
         assert value(commands[role], "--hicache-host-memory-mode") == "buffer_only"
         assert env[role]["MOONCAKE_MASTER"].endswith(":50051")
         assert env[role]["MOONCAKE_TE_META_DATA_SERVER"].endswith(":8080/metadata")
-    for flag in ("--hicache-buffer-pages", "--hicache-storage-backend", "--hicache-mem-layout"):
+    for flag in ("--hicache-storage-backend", "--hicache-mem-layout"):
         assert value(commands["prefill"], flag) == value(commands["decode"], flag)
+    pages_of = {role: int(value(commands[role], "--hicache-buffer-pages")) for role in env}
+    assert pages_of["prefill"] == 4 * pages_of["decode"], "decode's is for writes alone"
     reads, writes = "--enable-hierarchical-cache", "--disaggregation-decode-enable-offload-kvcache"
     assert reads in commands["prefill"] and reads not in commands["decode"]
     assert writes in commands["decode"] and writes not in commands["prefill"]
