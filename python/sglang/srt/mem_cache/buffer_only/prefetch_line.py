@@ -110,24 +110,22 @@ class PrefetchLine:
         if calls.stuck and prefetch.state in (State.WAITING, State.FOUND):
             self._settle(prefetch)
             return True
-        waited_ms, limit_ms = prefetch.waited_ms, settings.timeout_ms(len(prefetch.key))
-        is_late = waited_ms is not None and waited_ms > limit_ms
-        if (waited_ms is None or is_late) and len(prefetch.keys) > calls.most:
+        if len(prefetch.keys) > calls.most:
             held, node = self._context.match(prefetch.key)
             is_long = prefetch.end - held > calls.most
             if is_long and not self.load_backs.has_room(prefetch, held, node):
-                # It stands where a request without a store would, for want of room: the scheduler
-                # admits nobody behind one that does not fit. Its time begins when there is room.
+                # Its next round has no room. The scheduler finds none for the request either, and
+                # admits no request behind it: those would take each page that others give back.
                 prefetch.waited_ms = None
                 return True
-        if is_late:
-            self._context.counters["prefetch_timeouts"] += 1
-            self._settle(prefetch)
-            return True
-        if waited_ms is None:
+        if prefetch.waited_ms is None:
             prefetch.waited_ms, prefetch.all_comes = 0, None
             calls.changes += 1
-        return False
+        if prefetch.waited_ms <= settings.timeout_ms(len(prefetch.key)):
+            return False
+        self._context.counters["prefetch_timeouts"] += 1
+        self._settle(prefetch)
+        return True
 
     def loadable(self, rid: str, held: int, most: int) -> int:
         """Tokens of the request in the staging buffer that continue the ``held`` tokens that the
@@ -395,8 +393,6 @@ class PrefetchLine:
         if held + prefetch.staged_from(held) >= prefetch.end:
             prefetch.unready = None
             return True
-        # What was evicted is to be fetched again.
-        self.calls.changes += prefetch.unready is not None and held < prefetch.unready[1]
         prefetch.unready = inserts, held, node
         return prefetch.state is State.STAGED and not self._ask_anew(prefetch)
 
