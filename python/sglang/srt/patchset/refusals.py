@@ -162,8 +162,8 @@ ALWAYS: tuple[Refusal, ...] = (
         RADIX,
         f"{OFFLOAD} without {ON}",
         "SGLang's offload frees the pages of finished requests, which the radix cache keeps",
-        instead=f"Add {ON}: decode then writes its KV to the store and keeps it in the radix cache. Or "
-        f"remove {OFFLOAD}.",
+        instead=f"Add {ON}: decode then writes its KV to the store and keeps it in the radix "
+        f"cache. Or remove {OFFLOAD}.",
         when=_offloads_as_sglang,
     ),
     Refusal(

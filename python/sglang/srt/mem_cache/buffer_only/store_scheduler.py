@@ -49,7 +49,8 @@ class StoreScheduler(Scheduler):
     def run_event_loop(self) -> None:
         # Made after the cache: what is written to the store must have been computed on it.
         self.tree_cache.forward_stream = getattr(self, "forward_stream", None)
-        # Python's first full collection would scan every object from startup and stall all requests.
+        # Python's first full collection would scan every object from startup and stall all
+        # requests.
         gc.collect()
         gc.freeze()
         super().run_event_loop()
@@ -90,9 +91,9 @@ class StoreScheduler(Scheduler):
 
     @override
     def _check_pending_flush(self) -> None:
-        # A flush with a timeout waits for pending writes but is not refused because of them. Its time
-        # ends in the same step on all ranks, because a rank that empties its tree earlier would
-        # start other transfers than the rest.
+        # A flush with a timeout waits for pending writes but is not refused because of them. Its
+        # time ends in the same step on all ranks, because a rank that empties its tree earlier
+        # would start other transfers than the rest.
         if self._pending_flush is None:
             self._flush_due_ms = None
             super()._check_pending_flush()

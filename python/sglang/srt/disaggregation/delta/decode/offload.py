@@ -1,9 +1,9 @@
 """A decode server writes to the shared store what it alone has computed: answers and local turns.
 
 Prefill servers write what they compute (``mem_cache/buffer_only``), and find the rest of a
-conversation in the store under the same keys. Decode reads nothing from the store. The flag is SGLang's,
-``--disaggregation-decode-enable-offload-kvcache``. SGLang's own manager frees a request's pages as
-it writes them, so it is not made.
+conversation in the store under the same keys. Decode reads nothing from the store. The flag is
+SGLang's, ``--disaggregation-decode-enable-offload-kvcache``. SGLang's own manager frees a request's
+pages as it writes them, so it is not created.
 """
 
 from __future__ import annotations
