@@ -158,6 +158,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "claims": claims,
     **{f"study-{name.replace('_', '-')}": partial(study, name) for name in measured()},
     "admission": admission_page.table,
+    "admission-writes": admission_page.writes,
     "transfer": transfer_page.transfer,
     "transfer-bounds": transfer_page.bounds,
     "transfer-pauses": transfer_page.pauses,
