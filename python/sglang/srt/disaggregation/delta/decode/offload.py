@@ -113,8 +113,10 @@ class OffloadTree(StoredTree, DecodeRadixTree):
                 touch_ms = buffer.context.settings.touch_ms
                 node.touch_after_ms = buffer.context.now_ms + touch_ms
             return
-        buffer.touches.used(node)
-        if not node.storage_backed:
+        # For each node of a path, in most of which nothing is to be done.
+        if buffer.context.now_ms >= node.touch_after_ms:
+            buffer.touches.used(node)
+        if node.stored < len(node.key):
             buffer.backups.request(node)
 
     @override
