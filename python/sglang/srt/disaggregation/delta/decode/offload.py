@@ -104,7 +104,8 @@ class OffloadTree(StoredTree, DecodeRadixTree):
 
     @override
     def _inc_hit_count(self, node: TreeNode, chunked: bool = False) -> None:
-        super()._inc_hit_count(node, chunked)
+        # As SGLang's own does, whose call costs as much as all of this.
+        node.hit_count += not chunked
         buffer = self.buffer
         if self._delivered:
             if node.hit_count == 1:
