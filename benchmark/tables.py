@@ -178,6 +178,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     **{f"study-{n.replace('_', '-')}": partial(study, n) for n in {*measured(), *AWAITED}},
     "whole": whole,
     "admission": admission_page.table,
+    "admission-writes": admission_page.writes,
     "transfer": transfer_page.transfer,
     "transfer-bounds": transfer_page.bounds,
     "transfer-pauses": transfer_page.pauses,

@@ -7,7 +7,7 @@ import gc
 import sys
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from rich.console import Console
@@ -19,6 +19,8 @@ from benchmark.harness.report import percentile, print_table, write_summary
 
 RUNNING = [0, 64, 256, 512]
 PAGES = [1, 64]
+#: Of the cases with decode's writes.
+WRITES_PAGES = [16, 64]
 #: Requests that one step admits, and that the queue leaves room for. Zero: its head is blocked.
 ADMITS = (0, 1, 4)
 #: Waiting requests of the long line.
@@ -47,6 +49,7 @@ def measure(arms: dict[str, Any], admits: int, steps: int) -> dict[str, dict[str
             assert admitted == admits, f"{name}: {admitted} admitted where {admits} fit"
     return {
         name: {
+            "cpu_mean_us": mean(times[name]),
             "cpu_median_us": median(times[name]),
             "cpu_p99_us": percentile(times[name], 99),
             "matches_median": median(matches[name]),
@@ -63,7 +66,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
     cases: list[dict[str, Any]] = []
     with one_rank():
-        for tokens in args.pages:
+        for tokens in args.pages or PAGES:
             set_arguments(tokens)
             loads = [Load(page=tokens, running=running) for running in args.running]
             loads.append(replace(loads[-1], queued=LINE))
@@ -80,6 +83,26 @@ def run(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def run_writes(args: argparse.Namespace, console: Console) -> int:
+    """Steps in which a request ends, without and with decode's writes."""
+    from benchmark.admission.arms import Load, one_rank
+    from benchmark.admission.writes import With, Without
+    from benchmark.harness.without_engine import set_arguments
+
+    cases: list[dict[str, Any]] = []
+    with one_rank():
+        for tokens in args.pages or WRITES_PAGES:
+            set_arguments(tokens)
+            load = Load(page=tokens, running=max(args.running))
+            case = {"page": tokens, "running": load.running, "steps": args.steps}
+            arms = {"without": Without(load), "with": With(load)}
+            cases.append(case | measure(arms, 0, args.steps))
+    write_summary(args.out / "writes.json", {"machine": describe(), "cases": cases})
+    title = "One step in which a request ends, microseconds of CPU: mean / median / p99"
+    print_table(title, page.WRITES_COLUMNS, page.writes_rows(cases), console)
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark.admission")
     add = parser.add_argument
@@ -89,11 +112,12 @@ def main() -> int:
         default=1000,
         help="blocked steps per arm; a quarter of that in cases with admissions",
     )
-    add("--pages", type=int, nargs="+", default=PAGES, help="page sizes")
+    add("--pages", type=int, nargs="+", help="page sizes")
     add("--running", type=int, nargs="+", default=RUNNING, help="running requests")
+    add("--writes", action="store_true", help="only: what decode's writes to a store cost")
     add("--out", type=Path, default=Path("out/admission"), help="folder of the summary")
     args, console = parser.parse_args(), Console(width=110)
-    return status(lambda: run(args, console), console)
+    return status(lambda: (run_writes if args.writes else run)(args, console), console)
 
 
 if __name__ == "__main__":

@@ -79,13 +79,13 @@ class Load:
         same = number
         if number >= self.running:
             same = self.running + (number - self.running) % PROMPTS
-        req = without_engine.request(number, self._prompt(same), 4_000, VOCABULARY)
+        req = without_engine.request(number, self.prompt(same), 4_000, VOCABULARY)
         record = record_of(req)  # as ours notes when a handshake was done
         record.stage, record.wait.since = Stage.IN_LINE, time.monotonic()
         return DecodeRequest(req=req, kv_receiver=Room(), waiting_for_input=True)
 
     @lru_cache(maxsize=1024)  # noqa: B019, a load is as good as a module's constant
-    def _prompt(self, number: int) -> list[int]:
+    def prompt(self, number: int) -> list[int]:
         own = [(number * 104_729 + at * 17 + 1) % VOCABULARY for at in range(PROMPT)]
         return self.trunk(number % TRUNKS) + own[self.shared :]
 

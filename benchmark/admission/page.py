@@ -10,6 +10,9 @@ from typing import Any  # Any: of JSON
 from benchmark.harness.report import markdown
 
 COLUMNS = ("page", "running", "in line", "admits", "stock", "ours", "ours over stock", "matches")
+WRITES_COLUMNS = ("page", "running", "without", "with", "with over without", "bound")
+#: Microseconds that decode's writes may add to a step, at the mean.
+WRITES_BOUND = 100
 
 
 def rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -29,9 +32,32 @@ def rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return found
 
 
+def writes_rows(cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """One a case: microseconds of CPU, mean / median / p99."""
+    found = []
+    for case in cases:
+        arms = (case["without"], case["with"])
+        pairs = [[of[f"cpu_{name}_us"] for of in arms] for name in ("mean", "median", "p99")]
+        without, with_writes = zip(*pairs, strict=True)
+        more = [after - before for before, after in pairs]
+        holds = "holds" if more[0] <= WRITES_BOUND else "does not hold"
+        times = [" / ".join(f"{us:,.0f}" for us in of) for of in (without, with_writes, more)]
+        found.append([str(case["page"]), str(case["running"]), *times, holds])
+    return found
+
+
 def table() -> str:
     """README.md: of the committed result."""
-    summary = json.loads((Path(__file__).parent / "results" / "admission.json").read_text())
+    return _committed("admission.json", COLUMNS, rows)
+
+
+def writes() -> str:
+    """README.md: what decode's writes cost."""
+    return _committed("writes.json", WRITES_COLUMNS, writes_rows)
+
+
+def _committed(file: str, columns: Sequence[str], rows_of: Any) -> str:
+    summary = json.loads((Path(__file__).parent / "results" / file).read_text())
     machine = summary["machine"]
     intro = f"{machine['machine']}; {machine['date']}, commit {machine['commit']}:\n\n"
-    return intro + markdown(COLUMNS, rows(summary["cases"]))
+    return intro + markdown(columns, rows_of(summary["cases"]))

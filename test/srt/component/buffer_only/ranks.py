@@ -113,7 +113,7 @@ def shape(cache: Cache) -> Any:
         tree,
         states,
         [(piece.start, piece.overdue, piece.staging.pages) for piece in prefetches.calls.fetches],
-        [len(op.keys) for op in cache.buffer.backups.running],
+        [op.pages for op in cache.buffer.backups.running],
         cache.stage.used(),
         cache.allocator.available_size(),
         cache.buffer.busy,

@@ -86,7 +86,12 @@ def gathered(mine: Any, group: ProcessGroup) -> list[Any]:
 
 def over(group: ProcessGroup) -> Reduce:
     """The reduction over a ``torch.distributed`` CPU group."""
-    return lambda values: minimum(values, group)
+    return unchanged if alone(group) else lambda values: minimum(values, group)
+
+
+def unchanged(values: list[int]) -> list[int]:
+    """The reduction over one rank."""
+    return values
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,8 @@ def agree(vote: AnyVote, checksum: Checksum, reduce_min: Reduce) -> AnyVote:
         RanksDiverged: the ranks' checksums are not equal.
         ValueError: a sequence is longer than its ``slots``.
     """
+    if reduce_min is unchanged:
+        return vote  # the vector takes as long to make as the rest of a step without anything to do
     vector, places = [checksum.value, -checksum.value], {}
     for each in fields(vote):
         value = getattr(vote, each.name)

@@ -45,7 +45,10 @@ from sglang.srt.mem_cache.buffer_only.nodes import (
 from sglang.srt.mem_cache.buffer_only.stage import Copies, Direction, Pair, StagingPages, slots_of
 
 if TYPE_CHECKING:
+    import torch
+
     from sglang.srt.mem_cache.buffer_only.context import Context
+    from sglang.srt.mem_cache.buffer_only.namespaces import Namespace
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
 
@@ -61,15 +64,24 @@ class Backup:
     """Pages on their way to the store."""
 
     segments: tuple[Segment, ...]
-    keys: list[str]
+    #: What keys are made of, in ``namespace``: page hashes, and of which pages of a prompt.
+    parts: list[tuple[list[str], str | None, int]]
+    namespace: Namespace
     prefix_keys: list[str] | None
     staging: StagingPages
+    #: Of the staging pages, token by token.
+    slots: torch.Tensor
     #: None while the copy to the staging buffer runs.
     job: Job | None = None
     #: Of a tree that was emptied since: nobody wants to know what became of it.
     orphan: bool = False
     #: Answered, on all ranks; but an overdue call may still read the staging pages.
     overdue: bool = False
+
+    @property
+    def pages(self) -> int:
+        """How many there are."""
+        return len(self.staging.pages)
 
 
 class Backups:
@@ -205,36 +217,40 @@ class Backups:
 
     def _start(self, segments: Sequence[Segment], pairs: list[Pair]) -> Backup:
         """``pairs``: what is to be copied, host slots and device slots."""
+        import torch
+
         context, page = self._context, self._context.page_size
         staging = context.stage.allocate(Direction.BACKUP, sum(map(len, segments)) // page)
-        host, keys = slots_of(staging.pages, page), list[str]()
+        slots, values = slots_of(staging.pages, page), list[torch.Tensor]()
+        parts = list[tuple[list[str], str | None, int]]()
         for segment in segments:
             node, length = segment.node, len(segment.node.key)
             start, stop = length - segment.start, length - segment.end
             hashes = page_hashes(node, page)[start // page : stop // page]
             extra_key = node.key.extra_key  # only for images does it matter where the pages are
             above = tokens_above(node) if isinstance(extra_key, ImageKey) else 0
-            keys.extend(context.store.keys(hashes, extra_key, (above + start) // page))
+            parts.append((hashes, extra_key, (above + start) // page))
             context.tree.inc_lock_ref(node)
-            if not context.skip_backup:
-                pairs.append((host[: len(segment)], node.value[start:stop].clone()))
-                host = host[len(segment) :]
+            values.append(node.value[start:stop])
+        if not context.skip_backup:
+            pairs.append((slots, torch.cat(values)))
         before = context.prefix_keys(segments[0].node)
         if before is not None:
             before = before[: len(before) - segments[0].start // page]
-        backup = Backup(tuple(segments), keys, before, staging)
-        context.checksum.note("write", len(keys), keys[0], keys[-1])
+        namespace = context.store.namespace
+        backup = Backup(tuple(segments), parts, namespace, before, staging, slots)
+        context.checksum.note("write", len(staging.pages), parts[0][0][0], parts[-1][0][-1])
         self.running.append(backup)
         return backup
 
     def _write(self, backup: Backup) -> None:
         context, store = self._context, self._context.store
-        slots = slots_of(backup.staging.pages, context.page_size)
 
         def write(job: Job) -> int:
             if context.skip_backup:
-                return len(backup.keys)
-            return store.call(job, store.client.write, backup.keys, backup.prefix_keys, slots)
+                return backup.pages
+            keys = [key for part in backup.parts for key in store.keys(*part, backup.namespace)]
+            return store.call(job, store.client.write, keys, backup.prefix_keys, backup.slots)
 
         backup.job = self._thread.submit(write)
 
@@ -243,7 +259,7 @@ class Backups:
         if not backup.overdue:
             counters, page = self._context.counters, self._context.page_size
             counters["store_written_pages"] += durable
-            now_ms, failed = self._context.now_ms, durable < len(backup.keys)
+            now_ms, failed = self._context.now_ms, durable < backup.pages
             if not failed:
                 self._refused.worked()
             elif not self._waits:  # those that were under way with one that failed count once

@@ -104,7 +104,8 @@ class OffloadTree(StoredTree, DecodeRadixTree):
 
     @override
     def _inc_hit_count(self, node: TreeNode, chunked: bool = False) -> None:
-        super()._inc_hit_count(node, chunked)
+        # As SGLang's own does, whose call costs as much as all of this.
+        node.hit_count += not chunked
         buffer = self.buffer
         if self._delivered:
             if node.hit_count == 1:
@@ -114,8 +115,10 @@ class OffloadTree(StoredTree, DecodeRadixTree):
                 touch_ms = buffer.context.settings.touch_ms
                 node.touch_after_ms = buffer.context.now_ms + touch_ms
             return
-        buffer.touches.used(node)
-        if not node.storage_backed:
+        # For each node of a path, in most of which nothing is to be done.
+        if buffer.context.now_ms >= node.touch_after_ms:
+            buffer.touches.used(node)
+        if node.stored < len(node.key):
             buffer.backups.request(node)
 
     @override
