@@ -16,7 +16,7 @@ import torch.distributed as dist
 from benchmark.admission.arms import PROMPT, PROMPTS, VOCABULARY, Arm, Load, Ours
 from benchmark.harness import without_engine
 from sglang.srt.disaggregation.delta.decode.claims import page_ceil
-from sglang.srt.disaggregation.delta.decode.offload import EVERY_STEPS, TREE
+from sglang.srt.disaggregation.delta.decode.offload import ROUND_INTERVAL_STEPS, TREE
 from sglang.srt.disaggregation.delta.decode.prefix_tree import PrefixLease, tree_nodes
 from sglang.srt.disaggregation.delta.decode.record import Stage, record_of
 from sglang.srt.managers import cache_controller
@@ -118,5 +118,5 @@ class With(Without):
 
     def _drive(self) -> None:
         self._steps += 1
-        if self._steps % EVERY_STEPS == 0:
+        if self._steps % ROUND_INTERVAL_STEPS == 0:
             self.tree.advance()

@@ -370,14 +370,14 @@ _BUFFER_ONLY = (
         module="sglang.srt.managers.scheduler",
         name="Scheduler",
         mixin=f"{_CACHE}.buffer_only.store_scheduler:StoreScheduler",
-        why="keys name the weights; traffic to the store counts as work",
+        why="keys name the weights of the server",
         when="sglang.srt.patchset.flags:wants_buffer_only",
     ),
     Replacement(
         module="sglang.srt.managers.scheduler",
         name="Scheduler",
         mixin=f"{_CACHE}.buffer_only.scheduler:BufferOnlyScheduler",
-        why="prefetch, namespaces and storage hits of a buffer-only cache",
+        why="prefetch, namespaces, storage hits; traffic to the store counts as work",
         when="sglang.srt.patchset.flags:loads_from_store",
     ),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,8 +38,7 @@ def readers(decoder: Any) -> list[Any]:
 def check(decoder: Any) -> None:
     """Raise ``AssertionError`` with everything that is wrong."""
     held = holders(decoder)
-    copied: list[Any] = [SimpleNamespace(last_node=node) for node in decoder.copied]
-    problems = invariants.tree_problems(decoder.tree_cache, [*held, *copied])
+    problems = invariants.tree_problems(decoder.tree_cache, held)
     problems += invariants.pool_problems(
         decoder.tree_cache,
         decoder.token_to_kv_pool_allocator,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,11 +16,14 @@ from component.decode.decoder import Decoder
 from sglang.srt.disaggregation.delta.decode import offload
 from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache import memory_pool_host
+from sglang.srt.mem_cache.buffer_only import store_scheduler
 from sglang.srt.mem_cache.buffer_only.nodes import hashes_of
 from sglang.srt.mem_cache.storage import StorageBackendFactory
-from sglang.srt.patchset import start_check, status
+from sglang.srt.patchset import start_check
 
 LAYERS = 2
+BUILDING = threading.Lock()
+"""Ranks are threads, and what is patched meanwhile is everybody's."""
 
 
 class Offloader(Decoder):
@@ -39,10 +43,9 @@ class Offloader(Decoder):
         self.tp_worker.update_weights_from_disk = self._load
         self.model_config.is_multimodal = False
         self.model_config.hf_config = SimpleNamespace(to_dict=dict)
-        self.tp_cpu_group, self.offload_tags = group or dist.group.WORLD, set[str]()
+        self.tp_cpu_group, self.offload_tags = dist.group.WORLD, set[str]()
+        self.enable_hicache_storage = True  # as SGLang sets it wherever there is a backend
         start_check.equip(self, args)
-        assert status.attachment is not None
-        status.attachment.equip(offload.TREE, self.tree_cache, args)
         ranks = {
             "get_tensor_model_parallel_rank": lambda: 0,
             "get_tensor_model_parallel_world_size": lambda: 1,
@@ -50,15 +53,17 @@ class Offloader(Decoder):
         }
         memory = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=1 << 40))
         with (
+            BUILDING,
             mock.patch.multiple(cache_controller, **ranks),
             mock.patch.object(StorageBackendFactory, "create_backend", lambda *a, **k: self.store),
             mock.patch.object(memory_pool_host, "psutil", memory),
             mock.patch.object(offload.atexit, "register"),
+            mock.patch.object(store_scheduler, "gathered", lambda mine, group: [mine]),
         ):
-            self.tree_cache.write_to_store(args, self.tp_cpu_group)
+            self.write_to_store()
+        self.tp_cpu_group = group or dist.group.WORLD
         #: Of each version of the weights, how keys are named.
         self.namespaces: dict[int, Any] = {}
-        self.name_keys()
         self._note()
 
     def _load(self, request: Any) -> tuple[bool, str]:
@@ -75,11 +80,13 @@ class Offloader(Decoder):
         self._note()
 
     @property
-    def copied(self) -> list[Any]:
-        """The nodes that are locked because they are copied to the staging buffer."""
-        launches = self.tree_cache.buffer.backups.copies.launches
-        backups = [one for _, owners in launches for one in owners]
-        return [segment.node for backup in backups for segment in backup.segments]
+    def copied(self) -> int:
+        """Launches of copies to the staging buffer that have not been seen to end."""
+        return len(self.tree_cache.buffer.backups.copies.launches)
+
+    def copy_slowly(self) -> None:
+        """From now on a copy ends when somebody waits for it."""
+        self.tree_cache.buffer.context.copier = SlowCopier(self.tree_cache.buffer.context.copier)
 
     def tick_queues(self) -> None:
         buffer = self.tree_cache.buffer
@@ -113,7 +120,9 @@ class Offloader(Decoder):
         return {key: values[at * page :][:page] for at, key in enumerate(keys)}
 
     def stored(self, tokens: list[int], extra_key: str | None = None) -> list[bool]:
-        """Which whole pages of a text are in the store; each with its own content."""
+        """Which whole pages of a text are in the store, when all is written; each with its own
+        content."""
+        self.written()
         found = []
         for key, values in self.pages_of(tokens, extra_key).items():
             found.append(key in self.store.content)
@@ -130,3 +139,15 @@ class Offloader(Decoder):
             for n in range(LAYERS)
         )
         return tags.tolist() if same else [kv.GARBAGE]
+
+
+class SlowCopier:
+    """Copies when somebody waits: what it reads must still be there then."""
+
+    def __init__(self, copier: Any) -> None:
+        self._copier = copier
+
+    def to_stage(self, pairs: Any) -> Any:
+        return SimpleNamespace(
+            query=lambda: False, synchronize=lambda: self._copier.to_stage(pairs).synchronize()
+        )

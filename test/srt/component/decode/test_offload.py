@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,10 +11,24 @@ import pytest
 from component.decode.actions import Life
 from component.decode.checks import check_idle
 from component.decode.offloading import Offloader
-from component.decode.steps import PROMPT, admit, finish, ids, in_tree, run, serve, turn
+from component.decode.pair import Pair, ranks_reduce
+from component.decode.steps import (
+    PROMPT,
+    admit,
+    evict_all,
+    finish,
+    ids,
+    in_tree,
+    land,
+    run,
+    serve,
+    tick,
+    turn,
+)
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.buffer_only.nodes import EVICTED, FLUSHED
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 PAGE = 16
 
@@ -61,19 +77,8 @@ def test_what_never_became_the_trees_is_not_written(ending: str) -> None:
         else:
             decoder.abort(req.rid)
         finish(decoder)
+    decoder.written()
     assert not decoder.store.content and not decoder.store.asked("batch_set_v1")
-
-
-def test_a_prompt_that_prefill_did_not_write_is_written_when_it_is_used_again() -> None:
-    """Guards against answers that nobody can find, because the store lacks what is before them."""
-    decoder = Offloader(PAGE, 1024)
-    serve(decoder, PROMPT, new=40)
-    (text,) = decoder.finished_texts
-    for _ in range(3):  # looked up, found to be missing, and written
-        decoder.tree_cache.buffer.context.now_ms += 20_000
-        serve(decoder, text, new=2)
-        decoder.written()
-    assert decoder.stored(text[:112]) == [True] * 7
 
 
 def until_copied(decoder: Offloader, *prompts: list[int]) -> None:
@@ -83,15 +88,61 @@ def until_copied(decoder: Offloader, *prompts: list[int]) -> None:
         turn(decoder)
 
 
-def test_memory_is_found_while_nodes_are_copied(decoder: Offloader) -> None:
-    """Guards against a request that is retracted, or refused, because copies to the staging buffer
-    hold the pages that it needs."""
+def test_a_node_is_evicted_while_it_is_copied(decoder: Offloader) -> None:
+    """Guards against a page in the store that holds what somebody else has put into its slots, and
+    against locks that keep memory from requests."""
+    decoder.copy_slowly()
     until_copied(decoder, PROMPT)
-    assert decoder.tree_cache.protected_size() > 0
-    decoder.tree_cache.evict(EvictParams(num_tokens=decoder.tree_cache.total_size()))
+    decoder.tree_cache.match_prefix(MatchPrefixParams(key=RadixKey(PROMPT[:48], None)))  # a split
+    assert decoder.tree_cache.protected_size() == 0
+    evict_all(decoder)
     assert decoder.tree_cache.total_size() == 0 and not decoder.copied
-    finish(decoder)
     assert decoder.stored(decoder.finished_texts[0])[6]
+
+
+def test_an_abort_of_a_request_that_waits_for_its_place() -> None:
+    """Guards against SGLang's call of a HiCache that a decode server does not have."""
+    decoder = Offloader(PAGE, 1024)
+    decoder.max_running_requests = 1
+    run(decoder, PROMPT, new=20)
+    (waits,) = admit(decoder, ids(1, 40), new=20)
+    land(decoder, waits)
+    assert decoder.waiting_queue == [waits]
+    decoder.abort(waits.rid)
+    finish(decoder)
+
+
+@pytest.mark.hazard("ranks-disagree-on-prefix")
+def test_ranks_whose_trees_differ_write_on() -> None:
+    """Guards against ranks that end the server because they write other pages. A prefill server's
+    failure that one rank learns of first leaves other leaves in the trees."""
+    first, second = ids(1, 96), ids(2, 96)
+    with ranks_reduce():
+        pair = Pair(lambda rank, group: SimpleNamespace(decoder=Offloader(PAGE, 640, group=group)))
+
+        def each(action: Callable[[Offloader], Any]) -> None:
+            pair.run(lambda side: action(side.decoder))
+
+        try:
+            decoders = [side.decoder for side in pair.sides]
+            for text in (first, second):
+                each(lambda one, text=text: serve(one, text, new=1))  # type: ignore[misc]
+            each(lambda one: run(one, ids(9, 360), new=8))
+            each(lambda one: one.submit(ids(8, 300), new=1))  # no room
+            each(lambda one: one.submit([*first, 1], new=1))
+            each(lambda one: tick(one, 2))
+            each(lambda one: [one.tick_batch() for _ in range(10)])
+            for decoder in decoders:
+                decoder.rooms[-1].state = KVPoll.Failed
+                each(tick)
+            each(lambda one: one.drain())
+            assert len({in_tree(one, first) for one in decoders}) == 2, "the trees are equal"
+            for number in range(10, 40):
+                each(lambda one, n=number: serve(one, ids(n, 96), new=20))  # type: ignore[misc]
+            each(lambda one: one.written())
+            assert all(not one.copied and one.store.content for one in decoders)
+        finally:
+            pair.close()
 
 
 def test_new_weights_while_answers_are_written(decoder: Offloader) -> None:
@@ -101,6 +152,7 @@ def test_new_weights_while_answers_are_written(decoder: Offloader) -> None:
     decoder.update_weights()
     assert dropped(decoder, FLUSHED) and not decoder.copied
     finish(decoder)  # computed by both weights: in no tree
+    decoder.written()
     assert not decoder.store.content
     serve(decoder, PROMPT, new=40)
     assert decoder.stored(decoder.finished_texts[-1])[6]
@@ -124,18 +176,13 @@ def test_a_store_in_trouble_costs_nothing_but_its_pages(
         gate.open()
 
 
-def test_what_waits_is_evicted_last_and_counted() -> None:
-    """Guards against answers that are lost although other KV could have been evicted, or lost
-    without a count."""
+def test_what_is_evicted_before_it_is_copied_is_counted() -> None:
+    """Guards against answers that are lost without a count."""
     decoder = Offloader(PAGE, 640, staging=1)
-    serve(decoder, ids(3, 80), new=1)
     run(decoder, PROMPT, new=40)
     while decoder.running_batch.reqs:
         turn(decoder)
-    tree = decoder.tree_cache
-    tree.evict(EvictParams(num_tokens=1))
-    assert in_tree(decoder, PROMPT) == 80 and not in_tree(decoder, ids(3, 80))
-    tree.evict(EvictParams(num_tokens=tree.evictable_size()))
+    evict_all(decoder)
     assert dropped(decoder, EVICTED) > 0
     finish(decoder)
 

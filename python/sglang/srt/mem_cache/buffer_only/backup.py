@@ -230,7 +230,7 @@ class Backups:
             extra_key = node.key.extra_key  # only for images does it matter where the pages are
             above = tokens_above(node) if isinstance(extra_key, ImageKey) else 0
             parts.append((hashes, extra_key, (above + start) // page))
-            context.tree.inc_lock_ref(node)
+            context.tree.hold(node)
             values.append(node.value[start:stop])
         if not context.skip_backup:
             pairs.append((slots, torch.cat(values)))
@@ -289,7 +289,7 @@ class Backups:
 
     def _unlock(self, backup: Backup) -> None:
         for segment in backup.segments:
-            self._context.tree.dec_lock_ref(segment.node)
+            self._context.tree.let_go(segment.node)
 
 
 @dataclass

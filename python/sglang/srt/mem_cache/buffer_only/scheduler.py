@@ -10,6 +10,8 @@ import bisect
 import itertools
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any  # Any: requests and answers of SGLang's, handed on
 
@@ -72,6 +74,9 @@ class BufferOnlyScheduler(Scheduler):
     """Delays admission until a request's prefetch has ended. Requires ``StoreScheduler``."""
 
     _request_namespace: str | None = None
+    _store_ignored: bool = False
+    #: When a flush that waits is made all the same; agreed milliseconds.
+    _flush_due_ms: int | None = None
     _last_result: float = 0.0
 
     @cached_property
@@ -208,3 +213,54 @@ class BufferOnlyScheduler(Scheduler):
             extends = batch.forward_mode.is_extend() and batch.prefill_stats is not None
             tokens = batch.prefill_stats.log_input_tokens if extends else 0
             self.tree_cache.buffer.ran(now - began, tokens)
+
+    # ---- idleness and flushes ----
+
+    @override
+    def is_fully_idle(self, for_health_check: bool = False) -> bool:
+        idle = bool(super().is_fully_idle(for_health_check))
+        if idle and not (for_health_check or self._store_ignored):
+            return not self.tree_cache.buffer.busy
+        return idle
+
+    @contextmanager
+    def _without_the_store(self) -> Iterator[None]:
+        """Ignore store traffic in ``is_fully_idle``: a flush does not have to wait for it."""
+        before, self._store_ignored = self._store_ignored, True
+        try:
+            yield
+        finally:
+            self._store_ignored = before
+
+    @override
+    def flush_cache(self) -> Any:
+        with self._without_the_store():
+            return super().flush_cache()
+
+    @override
+    def _check_pending_flush(self) -> None:
+        # A flush with a timeout waits for pending writes but is not refused because of them. Its
+        # time ends in the same step on all ranks, because a rank that empties its tree earlier
+        # would start other transfers than the rest.
+        if self._pending_flush is None:
+            self._flush_due_ms = None
+            super()._check_pending_flush()
+            return
+        now_ms = self.tree_cache.buffer.context.now_ms
+        if self._flush_due_ms is None:
+            timeout_s = float(self._pending_flush[0].timeout_s or 0.0)
+            self._flush_due_ms = now_ms + int(timeout_s * 1000)
+        if now_ms >= self._flush_due_ms or self._engine_paused:  # no step while it is paused
+            with self._without_the_store():
+                super()._check_pending_flush()
+        elif self.is_fully_idle():
+            super()._check_pending_flush()
+        if self._pending_flush is None:
+            self._flush_due_ms = None
+
+    @override
+    def release_memory_occupation(self, recv_req: Any) -> Any:
+        with self._without_the_store():
+            if not recv_req.tags or "kv_cache" in recv_req.tags:
+                self.flush_cache()  # ends the copies before their memory is taken away
+            return super().release_memory_occupation(recv_req)

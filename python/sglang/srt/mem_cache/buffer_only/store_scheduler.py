@@ -1,5 +1,4 @@
-"""The scheduler over a store, on each kind of server: idleness, flushes, and the weights that keys
-of the store name.
+"""The scheduler over a store, on each kind of server: the weights that keys of the store name.
 
 Servers without a store do not have this mixin (``when`` in ``patchset/table.py``).
 
@@ -14,8 +13,7 @@ import gc
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any  # Any: requests and answers of SGLang's, passed through
 
 from typing_extensions import override
@@ -37,13 +35,10 @@ NAP_S = 0.0005
 
 
 class StoreScheduler(Scheduler):
-    """Names the keys, and counts what is under way to the store as work."""
+    """Names the keys, and stays awake while store traffic is under way."""
 
     #: True if the weights may differ from those that the keys name.
     _weights_changed: bool = False
-    _store_ignored: bool = False
-    #: When a flush that waits is made all the same; agreed milliseconds.
-    _flush_due_ms: int | None = None
 
     @override
     def run_event_loop(self) -> None:
@@ -62,25 +57,8 @@ class StoreScheduler(Scheduler):
         super()._add_request_to_queue(req, is_retracted)
 
     @override
-    def is_fully_idle(self, for_health_check: bool = False) -> bool:
-        idle = bool(super().is_fully_idle(for_health_check))
-        if idle and not (for_health_check or self._store_ignored):
-            return not self.tree_cache.buffer.busy
-        return idle
-
-    @contextmanager
-    def _without_the_store(self) -> Iterator[None]:
-        """Ignore store traffic in ``is_fully_idle``: a flush does not have to wait for it."""
-        before, self._store_ignored = self._store_ignored, True
-        try:
-            yield
-        finally:
-            self._store_ignored = before
-
-    @override
     def flush_cache(self) -> Any:
-        with self._without_the_store():
-            flushed = super().flush_cache()
+        flushed = super().flush_cache()
         if not flushed or not self._weights_changed:
             return flushed
         # With data parallel attention each rank flushes when it is idle, and not all at a time.
@@ -88,34 +66,6 @@ class StoreScheduler(Scheduler):
         if not self.server_args.enable_dp_attention and "weights" not in self.offload_tags:
             self.name_keys()
         return flushed
-
-    @override
-    def _check_pending_flush(self) -> None:
-        # A flush with a timeout waits for pending writes but is not refused because of them. Its
-        # time ends in the same step on all ranks, because a rank that empties its tree earlier
-        # would start other transfers than the rest.
-        if self._pending_flush is None:
-            self._flush_due_ms = None
-            super()._check_pending_flush()
-            return
-        now_ms = self.tree_cache.buffer.context.now_ms
-        if self._flush_due_ms is None:
-            timeout_s = float(self._pending_flush[0].timeout_s or 0.0)
-            self._flush_due_ms = now_ms + int(timeout_s * 1000)
-        if now_ms >= self._flush_due_ms or self._engine_paused:  # no step while it is paused
-            with self._without_the_store():
-                super()._check_pending_flush()
-        elif self.is_fully_idle():
-            super()._check_pending_flush()
-        if self._pending_flush is None:
-            self._flush_due_ms = None
-
-    @override
-    def release_memory_occupation(self, recv_req: Any) -> Any:
-        with self._without_the_store():
-            if not recv_req.tags or "kv_cache" in recv_req.tags:
-                self.flush_cache()  # ends the copies before their memory is taken away
-            return super().release_memory_occupation(recv_req)
 
     @override
     def maybe_sleep_on_idle(self) -> None:

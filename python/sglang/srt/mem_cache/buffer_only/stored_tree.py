@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -10,7 +9,7 @@ from typing import (
 
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta.rank_agreement import over
+from sglang.srt.disaggregation.delta.rank_agreement import Reduce
 from sglang.srt.mem_cache.buffer_only.context import Context
 from sglang.srt.mem_cache.buffer_only.metrics import BufferMetrics
 from sglang.srt.mem_cache.buffer_only.namespaces import Namespace, pool_identity
@@ -22,10 +21,8 @@ from sglang.srt.mem_cache.buffer_only.store_client import PageStore, StoreClient
 
 if TYPE_CHECKING:
     from torch import Stream
-    from torch.distributed import ProcessGroup
 
     from sglang.srt.managers.cache_controller import HiCacheController
-    from sglang.srt.mem_cache.evict_policy import EvictionStrategy
     from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
     from sglang.srt.observability.metrics_collector import StorageMetricsCollector
 else:
@@ -52,12 +49,12 @@ class StoredTree(RadixCache):
         stage: Stage,
         settings: Settings,
         copier: Copier,
-        group: ProcessGroup,
+        reduce_min: Reduce,
         collector: StorageMetricsCollector | None,
     ) -> None:
         """Create the pipelines over the host pool of ``controller``, whose pages ``stage`` lends.
-        ``group``: the ranks of this server. ``collector``: with ``--enable-metrics``,
-        SGLang's."""
+        ``reduce_min``: over the ranks that must do the same. ``collector``: SGLang's, with
+        ``--enable-metrics``."""
         self.cache_controller, host = controller, controller.mem_pool_host
         page_bytes = host.size_per_token * self.page_size
         context = Context(
@@ -74,12 +71,11 @@ class StoredTree(RadixCache):
             skip_backup=controller.backup_skip,
             page_bytes=page_bytes,
         )
-        self.buffer = Pipelines(context, over(group))
+        self.buffer = Pipelines(context, reduce_min)
         host.used_pages = stage.used
         if collector is not None:
             metrics = BufferMetrics(collector.labels, collector, self.page_size)
             self._metrics, context.observe = (metrics, collector), metrics.observe
-        self.eviction_strategy: EvictionStrategy = PendingLast(self.eviction_strategy)
 
     def pool_identity(self) -> dict[str, Any]:
         """Return how this server's KV is laid out in a page (``namespaces``)."""
@@ -88,8 +84,8 @@ class StoredTree(RadixCache):
         return {**identity, "bigrams": self.is_eagle}
 
     def advance(self) -> None:
-        """Run one round of the pipelines and export its metrics. Called on all ranks in the same
-        scheduler step: each one on a prefill server, every fourth one on a decode server."""
+        """Run one round of the pipelines and export its metrics. On a prefill server all ranks call
+        it in each scheduler step; a decode server calls it in some."""
         buffer = self.buffer
         buffer.step()
         if self._metrics is not None:
@@ -101,6 +97,14 @@ class StoredTree(RadixCache):
     def serves_kv(self) -> bool:
         """True if a request could hit any node."""
         return bool(self.root_node.children)
+
+    def hold(self, node: TreeNode) -> None:
+        """``node`` is copied from the device until ``let_go``: its slots stay what they are."""
+        self.inc_lock_ref(node)
+
+    def let_go(self, node: TreeNode) -> None:
+        """A copy of ``node`` has ended."""
+        self.dec_lock_ref(node)
 
     @override
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> Any:
@@ -118,16 +122,3 @@ class StoredTree(RadixCache):
         if hasattr(self, "buffer"):
             self.buffer.reset()
         super().reset()
-
-
-@dataclass
-class PendingLast:
-    """SGLang's eviction order, with nodes that wait to be written last, because their KV exists
-    nowhere else."""
-
-    strategy: EvictionStrategy
-
-    def get_priority(self, node: TreeNode) -> Any:
-        """Return the sort key of eviction, smallest first."""
-        pending = node.pending is not None and not node.storage_backed
-        return (pending, self.strategy.get_priority(node))

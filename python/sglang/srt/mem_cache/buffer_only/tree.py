@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any  # Any: what overrides hand on
 
 from typing_extensions import override
 
+from sglang.srt.disaggregation.delta.rank_agreement import over
 from sglang.srt.mem_cache.buffer_only.host_pool import chosen_pages, staging_buffer
 from sglang.srt.mem_cache.buffer_only.settings import (
     Settings,
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.evict_policy import EvictionStrategy
     from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
     from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
     from sglang.srt.server_args import ServerArgs
@@ -100,9 +103,10 @@ class BufferOnlyTree(StoredTree, HiRadixCache):
             Stage(pages, *shares(pages)),
             settings,
             Copier(controller, lambda: self.forward_stream, lambda: self.written),
-            self.tp_group,
+            over(self.tp_group),
             self.storage_metrics_collector if self.enable_storage_metrics else None,
         )
+        self.eviction_strategy: EvictionStrategy = PendingLast(self.eviction_strategy)
 
     # ---- backup ----
 
@@ -228,3 +232,16 @@ class BufferOnlyTree(StoredTree, HiRadixCache):
         if hasattr(self, "buffer") and not self.buffer.close():
             return  # a call of the store still uses the backend; the process ends anyway
         super().shutdown()
+
+
+@dataclass
+class PendingLast:
+    """SGLang's eviction order, with nodes that wait to be written last, because their KV exists
+    nowhere else."""
+
+    strategy: EvictionStrategy
+
+    def get_priority(self, node: TreeNode) -> Any:
+        """Return the sort key of eviction, smallest first."""
+        pending = node.pending is not None and not node.storage_backed
+        return (pending, self.strategy.get_priority(node))

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import atexit
 import threading
+from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any  # Any: arguments that overrides pass through
 
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.decode.prefix_tree import Retired
+from sglang.srt.disaggregation.delta.rank_agreement import unchanged
 from sglang.srt.mem_cache.buffer_only.host_pool import chosen_pages, staging_buffer
 from sglang.srt.mem_cache.buffer_only.settings import Settings, Share
 from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage
@@ -27,12 +30,12 @@ if TYPE_CHECKING:
 
     # A tree, or a scheduler, with these mixins has those too.
     from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree
+    from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler as Scheduler
     from sglang.srt.managers.cache_controller import HiCacheController
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.buffer_only.store_scheduler import StoreScheduler as Scheduler
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.mem_cache.memory_pool_host import HostKVCache
-    from sglang.srt.mem_cache.radix_cache import TreeNode
+    from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
     from sglang.srt.observability.metrics_collector import StorageMetricsCollector
     from sglang.srt.server_args import ServerArgs
 else:
@@ -40,19 +43,30 @@ else:
 
 #: The class that ``OffloadTree`` is mixed into.
 TREE = "sglang.srt.managers.scheduler:RadixCache"
-#: Steps between two rounds of the pipelines while requests run. Each round is a reduction over the
-#: ranks, and copies of several steps share one launch.
+#: Steps between two rounds of the pipelines while requests run: copies of several steps share one
+#: launch.
 ROUND_INTERVAL_STEPS = 4
 
 
 class OffloadTree(StoredTree, DecodeRadixTree):
-    """Queues new nodes to be written, except those that prefill has computed."""
+    """Queues new nodes to be written, except those that prefill has computed.
+
+    Each rank writes its own part of the pages, and agrees with no other about it: the trees of the
+    ranks may differ, since one may learn of a failure first. So nothing that decides what the tree
+    holds depends on a write. A copy locks no node; a node that is evicted while it is copied is
+    waited for.
+    """
 
     #: True while KV that prefill sent is being inserted.
     _delivered: bool = False
 
+    @cached_property
+    def _copied(self) -> set[TreeNode]:
+        """Nodes that may be copied now."""
+        return set()
+
     def write_to_store(self, args: ServerArgs, group: ProcessGroup) -> None:
-        """Make the staging buffer and the pipelines; ``group``: the ranks of this server."""
+        """Create the staging buffer and the pipelines; ``group``: the ranks of this server."""
         from sglang.srt.mem_cache import hiradix_cache as stock
 
         device = self.token_to_kv_pool_allocator.get_kvcache()
@@ -82,6 +96,7 @@ class OffloadTree(StoredTree, DecodeRadixTree):
                 prefetch_threshold=threshold,
                 model_name=args.served_model_name,
                 storage_backend_extra_config=config,
+                enable_storage_metrics=args.enable_metrics,
             )
         pages = pages or host.page_num
         self.drive(
@@ -89,7 +104,7 @@ class OffloadTree(StoredTree, DecodeRadixTree):
             Stage(pages, Share(pages, pages), Share(0, 0)),
             Settings(self.page_size, threshold, pass_prefix_keys=pass_prefix_keys),
             Copier(controller, lambda: self.forward_stream),
-            group,
+            unchanged,
             _collector(controller, args) if args.enable_metrics else None,
         )
         atexit.register(self.buffer.close)
@@ -106,29 +121,39 @@ class OffloadTree(StoredTree, DecodeRadixTree):
     def _inc_hit_count(self, node: TreeNode, chunked: bool = False) -> None:
         # As SGLang's own does, whose call costs as much as all of this.
         node.hit_count += not chunked
-        buffer = self.buffer
-        if self._delivered:
-            if node.hit_count == 1:
-                # New node. Prefill writes it, so mark it as stored; a touch clears the mark if the
-                # store lacks it.
-                node.stored = node.launched = len(node.key)
-                touch_ms = buffer.context.settings.touch_ms
-                node.touch_after_ms = buffer.context.now_ms + touch_ms
+        if node.stored >= len(node.key):
             return
-        # For each node of a path, in most of which nothing is to be done.
-        if buffer.context.now_ms >= node.touch_after_ms:
-            buffer.touches.used(node)
-        if node.stored < len(node.key):
-            buffer.backups.request(node)
+        if not self._delivered:
+            self.buffer.backups.request(node)
+        elif node.hit_count == 1:  # new; prefill writes it
+            node.stored = node.launched = len(node.key)
+
+    def hold(self, node: TreeNode) -> None:
+        """``StoredTree``'s, without a lock."""
+        self._copied.add(node)
+
+    def let_go(self, node: TreeNode) -> None:
+        """``StoredTree``'s."""
+        if not self.buffer.backups.copies.launches:
+            self._copied.clear()
+
+    def finish_copies(self) -> None:
+        """Wait for the copies to the staging buffer that are under way."""
+        backups = self.buffer.backups
+        backups.copied(len(backups.copies.launches))
 
     @override
-    def evict(self, params: Any) -> Any:
-        if params.num_tokens > self.evictable_size():
-            # Wait for the copies, because they lock nodes and a request would be retracted for lack
-            # of memory.
-            backups = self.buffer.backups
-            backups.copied(len(backups.copies.launches))
-        return super().evict(params)
+    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> Any:
+        front = super()._split_node(key, child, split_len)
+        if child in self._copied:
+            self._copied.add(front)
+        return front
+
+    @override
+    def _delete_leaf(self, node: TreeNode) -> None:
+        super()._delete_leaf(node)
+        if node in self._copied:
+            self.finish_copies()  # its slots are free, and nobody has got them yet
 
     @override
     def retire(self) -> None:
@@ -171,15 +196,22 @@ def _collector(controller: HiCacheController, args: ServerArgs) -> StorageMetric
 class OffloadScheduler(Scheduler):
     """Drives the pipelines of the tree beside the decode steps."""
 
+    name_keys: Callable[[], None]  # of ``StoreScheduler``
     _steps: int = 0
 
     @override
     def init_cache_with_memory_pool(self) -> None:
-        args = self.server_args
         # Clear the field, because SGLang would create its manager and call it for each request in
         # each step.
-        args.disaggregation_decode_enable_offload_kvcache = False
+        self.server_args.disaggregation_decode_enable_offload_kvcache = False
         super().init_cache_with_memory_pool()
+        self.write_to_store()
+
+    def write_to_store(self) -> None:
+        """Equip the tree, and name the keys."""
+        args = self.server_args
+        # By this field SGLang tells its HiCache of each abort.
+        self.enable_hicache_storage = False
         assert status.attachment is not None, "OffloadScheduler without an attachment"
         status.attachment.equip(TREE, self.tree_cache, args)
         group = self.attn_tp_cpu_group if args.enable_dp_attention else self.tp_cpu_group
@@ -191,4 +223,11 @@ class OffloadScheduler(Scheduler):
         self._steps += 1
         if self._steps % ROUND_INTERVAL_STEPS == 0 or self.running_batch.is_empty():
             self.tree_cache.advance()
+        if self._waiting_release is not None:
+            self.tree_cache.finish_copies()
         super().process_decode_queue()
+
+    @override
+    def release_memory_occupation(self, recv_req: Any) -> Any:
+        self.tree_cache.finish_copies()  # before the memory is taken away
+        return super().release_memory_occupation(recv_req)
