@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--whole",
         action="store_true",
-        help="--hicache-buffer-only and --local-turns together, with new weights on both servers",
+        help="--hicache-buffer-only and --local-turns together; decode writes to the store too, "
+        "and both servers get new weights",
     )
     parser.add_argument(
         "--hicache-buffer-only",

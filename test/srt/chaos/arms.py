@@ -26,7 +26,7 @@ class Arm:
     local: bool = False
     """Decode computes short turns itself."""
     whole: bool = False
-    """Both of these; and the weights of both servers change."""
+    """Both of these; decode writes to the store too, and the weights of both servers change."""
     current: str = ""
     """On SGLang 0.5.23: "lead", or "stock"."""
 

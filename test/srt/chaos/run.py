@@ -37,6 +37,8 @@ SETTLE_S = HOLD_S + 30.0
 LAST_QUESTIONS = 6
 LEAST_READ_PAGES = 20
 """From the store, where there is one; fewer would put it to no test."""
+LEAST_WRITTEN_PAGES = 20
+"""By decode, where it writes to the store."""
 LOCAL_SHARE = 0.1
 """The least part of all turns that decode must have computed where it may."""
 
@@ -268,6 +270,9 @@ class Chaos:
         read = staged["prefill store_read_pages"]
         if self._servers.master is not None and read < LEAST_READ_PAGES:
             self._problems.append(f"{read} pages came from the store")
+        written = staged.get("decode store_written_pages")
+        if written is not None and written < LEAST_WRITTEN_PAGES:
+            self._problems.append(f"decode wrote {written} pages to the store")
 
     def _check_turns(self) -> None:
         """Turns that are all left to prefill would put local ones to no test."""

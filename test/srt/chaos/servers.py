@@ -64,7 +64,7 @@ def chaos_config(
 
     With the ``master`` of a store, the prefill server's tree is small, and a stage lies between it
     and the store. ``local``: decode computes short turns itself, and longer ones if prefill is
-    lost.
+    lost. ``writes``: it writes them, and its answers, to that store.
     """
     staged = {} if master is None else store.prefill_with_stage(page_size, master)
     return pair_config(
@@ -77,9 +77,14 @@ def chaos_config(
         decode_args=(
             *("--num-reserved-decode-tokens", str(max(16, page_size))),
             *(LOCAL_ARGS if local else ()),
+            *(store.decode_that_writes(page_size, master) if master and writes else ()),
         ),
         env={**ENV, **BACKEND_ENV[backend]},
-        decode_env={**DECODE_ENV, LOCAL_CHUNK.name: "64"} if local else DECODE_ENV,
+        decode_env={
+            **DECODE_ENV,
+            **({LOCAL_CHUNK.name: "64"} if local else {}),
+            **(store.ENV if writes else {}),
+        },
         **staged,
     )
 

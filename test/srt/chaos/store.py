@@ -42,6 +42,11 @@ def prefill_with_stage(page_size: int, master: Master) -> dict[str, Any]:
     return {"prefill_sizes": sizes, "prefill_args": arguments, "prefill_env": ENV}
 
 
+def decode_that_writes(page_size: int, master: Master) -> tuple[str, ...]:
+    """Arguments of a decode server that writes what it computes to the same store."""
+    return ("--disaggregation-decode-enable-offload-kvcache", *_arguments(page_size, master))
+
+
 def _arguments(page_size: int, master: Master) -> tuple[str, ...]:
     extra = {**master.extra_config, "prefetch_threshold": page_size}
     return (

@@ -126,11 +126,22 @@ def test_a_server_broken_for_good_is_found(play: Play) -> None:
             "19 pages came from the store",
         ),
         (
+            {"count_staged.return_value": Counter({"decode store_written_pages": 19})},
+            "decode wrote 19 pages to the store",
+        ),
+        (
             {"count_turns.return_value": Counter({("local", "x"): 1, ("remote", "x"): 20})},
             "decode computed 1 of 21 turns",
         ),
     ],
-    ids=["leaked tokens", "invariants unchecked", "leaked stage", "store unread", "turns unused"],
+    ids=[
+        "leaked tokens",
+        "invariants unchecked",
+        "leaked stage",
+        "store unread",
+        "store unwritten",
+        "turns unused",
+    ],
 )
 def test_what_no_client_sees_is_found(
     play: Play, servers: Any, found: dict[str, Any], problem: str
