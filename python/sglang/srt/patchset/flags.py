@@ -15,6 +15,7 @@ LOCAL = "--disaggregation-decode-local-tokens"
 LOCAL_WHEN_LOST = "--disaggregation-decode-fallback-prefill-tokens"
 LOCAL_SHARE = "--disaggregation-decode-local-prefill-time-ratio"
 LOCAL_MAX_ITL = "--disaggregation-decode-local-max-itl-ms"
+OFFLOAD = "--disaggregation-decode-enable-offload-kvcache"
 MODE = "--hicache-host-memory-mode"
 MODES = ("cache", "buffer_only")
 ON = f"{MODE} buffer_only"
@@ -63,6 +64,16 @@ def wants_buffer_only(args: Any) -> bool:
     return is_given(args, ON)
 
 
+def loads_from_store(args: Any) -> bool:
+    return wants_buffer_only(args) and args.disaggregation_mode != "decode"
+
+
+def writes_to_store(args: Any) -> bool:
+    """Whether a decode server with these arguments writes what it computes (``OFFLOAD``, without
+    which the mode is refused there)."""
+    return wants_buffer_only(args) and args.disaggregation_mode == "decode"
+
+
 def computes_turns(args: Any) -> bool:
     """Whether a server with these arguments computes turns itself, be it where prefill is lost."""
     tokens = (
@@ -90,6 +101,8 @@ def needed_groups(args: Any) -> dict[str, tuple[str, ...]]:
         needed[FLAG] = ("decode_radix", *backend_group(args))
     if wants_buffer_only(args):
         needed[ON] = ("buffer_only",)
+    if writes_to_store(args):
+        needed[OFFLOAD] = ("decode_offload",)
     return needed
 
 

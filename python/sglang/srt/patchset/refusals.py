@@ -20,8 +20,11 @@ from sglang.srt.patchset.flags import (
     LOCAL,
     LOCAL_WHEN_LOST,
     MODE,
+    OFFLOAD,
     ON,
     is_given,
+    loads_from_store,
+    writes_to_store,
 )
 
 logger = logging.getLogger(__name__)
@@ -59,6 +62,27 @@ class Refusal:
 def _is_in_a_pair(args: Any) -> bool:
     moves_deltas = args.disaggregation_transfer_backend in DELTA_BACKENDS
     return moves_deltas and args.disaggregation_mode != "null"
+
+
+def _offloads_as_sglang(args: Any) -> bool:
+    return is_given(args, OFFLOAD) and not writes_to_store(args)
+
+
+def _writes_nothing(args: Any) -> bool:
+    return writes_to_store(args) and not (is_given(args, FLAG) and is_given(args, OFFLOAD))
+
+
+def _writes_adapters(args: Any) -> bool:
+    return writes_to_store(args) and is_given(args, "--enable-lora")
+
+
+def _lacks_the_cache(args: Any) -> bool:
+    return loads_from_store(args) and not is_given(args, "--enable-hierarchical-cache")
+
+
+def _loads_what_came(args: Any) -> bool:
+    policy = "--hicache-storage-prefetch-policy best_effort"
+    return loads_from_store(args) and is_given(args, policy)
 
 
 def _drafts_trees(args: Any) -> bool:
@@ -136,8 +160,11 @@ ALWAYS: tuple[Refusal, ...] = (
     ),
     Refusal(
         RADIX,
-        "--disaggregation-decode-enable-offload-kvcache",
-        "it frees the pages of finished requests, which the radix cache keeps",
+        f"{OFFLOAD} without {ON}",
+        "SGLang's offload frees the pages of finished requests, which the radix cache keeps",
+        instead=f"Add {ON}, with which what decode computes is written beside the cache, or remove "
+        f"{OFFLOAD}.",
+        when=_offloads_as_sglang,
     ),
     Refusal(
         RADIX,
@@ -209,10 +236,19 @@ ALWAYS: tuple[Refusal, ...] = (
     ),
     Refusal(
         BUFFER,
-        "--disaggregation-mode decode",
-        "its scheduler does not run HiCache",
-        "{flag} is for prefill and aggregated servers, but --disaggregation-mode is decode, whose "
-        f"scheduler does not run HiCache. Remove {MODE} on the decode server.",
+        f"--disaggregation-mode decode without {FLAG} and {OFFLOAD}",
+        "a decode server loads nothing from the store, and writes only with both",
+        f"{{flag}} on a decode server needs {FLAG} and {OFFLOAD}: it loads nothing from the store, "
+        f"and writes only with both. Add them, or remove {MODE} on the decode server.",
+        when=_writes_nothing,
+    ),
+    Refusal(
+        BUFFER,
+        "--enable-lora on a decode server",
+        "SGLang names adapters differently on each server, so no prefill server would find what is "
+        "written for them",
+        instead=f"Remove {ON} and {OFFLOAD}, or --enable-lora.",
+        when=_writes_adapters,
     ),
     Refusal(
         BUFFER,
@@ -310,6 +346,7 @@ AS_GIVEN: tuple[Refusal, ...] = (
         "no --enable-hierarchical-cache",
         "it is a mode of it",
         f"{{flag}} is a mode of --enable-hierarchical-cache. Add it, or remove {MODE}.",
+        when=_lacks_the_cache,
     ),
 )
 
@@ -328,6 +365,7 @@ FILLED_IN: tuple[Refusal, ...] = (
         "SGLang turns it off",
         "{flag} was given, but SGLang turned --enable-hierarchical-cache off for these arguments "
         f"(its log says why). Change them, or remove {MODE}.",
+        when=_lacks_the_cache,
     ),
 )
 
@@ -380,6 +418,7 @@ WARNED: tuple[Refusal, ...] = (
         "a request uses only the pages that arrived before it is scheduled",
         "{flag} with --hicache-storage-prefetch-policy best_effort: a request uses only the pages "
         "that arrived before it is scheduled, often none. Use wait_complete or timeout.",
+        when=_loads_what_came,
     ),
 )
 

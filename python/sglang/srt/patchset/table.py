@@ -369,9 +369,32 @@ _BUFFER_ONLY = (
     Replacement(
         module="sglang.srt.managers.scheduler",
         name="Scheduler",
-        mixin=f"{_CACHE}.buffer_only.scheduler:BufferOnlyScheduler",
-        why="prefetch, idle predicate, namespaces and storage hits of a buffer-only cache",
+        mixin=f"{_CACHE}.buffer_only.store_scheduler:StoreScheduler",
+        why="keys name the weights; what is under way to the store is no idleness",
         when="sglang.srt.patchset.flags:wants_buffer_only",
+    ),
+    Replacement(
+        module="sglang.srt.managers.scheduler",
+        name="Scheduler",
+        mixin=f"{_CACHE}.buffer_only.scheduler:BufferOnlyScheduler",
+        why="prefetch, namespaces and storage hits of a buffer-only cache",
+        when="sglang.srt.patchset.flags:loads_from_store",
+    ),
+)
+_DECODE_OFFLOAD = (
+    Replacement(
+        module="sglang.srt.managers.scheduler",
+        name="RadixCache",
+        mixin=f"{_DISAGG}.delta.decode.offload:OffloadTree",
+        why="nodes that decode computed wait to be written to the store",
+        when="sglang.srt.patchset.flags:writes_to_store",
+    ),
+    Replacement(
+        module="sglang.srt.managers.scheduler",
+        name="Scheduler",
+        mixin=f"{_DISAGG}.delta.decode.offload:OffloadScheduler",
+        why="writes to the store beside the decode steps, instead of SGLang's manager",
+        when="sglang.srt.patchset.flags:writes_to_store",
     ),
 )
 
@@ -416,6 +439,12 @@ GROUPS: tuple[Group, ...] = (
         "buffer_only",
         "buffer-only host memory for HiCache",
         _BUFFER_ONLY,
+    ),
+    Group(
+        "decode_offload",
+        "decode's answers and local turns go to the shared store",
+        _DECODE_OFFLOAD,
+        needs=("decode_radix", "buffer_only"),
     ),
 )
 

@@ -13,6 +13,7 @@ from component.buffer_only.cache import PAGE, Cache
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.buffer_only.scheduler import BufferOnlyScheduler
+from sglang.srt.mem_cache.buffer_only.store_scheduler import StoreScheduler
 
 #: Requests that may run at the same time.
 PLACES = 9
@@ -100,7 +101,10 @@ class Stock(Scheduler):
 
     def handle_generate_request(self, recv_req: Any) -> None:
         self.init_req_max_new_tokens(recv_req.req)
-        self._prefetch_kvcache(recv_req.req)
+        self._add_request_to_queue(recv_req.req)
+
+    def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
+        self._prefetch_kvcache(req)
 
     def init_req_max_new_tokens(self, req: Any) -> None: ...
 
@@ -114,7 +118,7 @@ class Stock(Scheduler):
     update_weights_from_tensor = update_weights_from_ipc = update
 
 
-class Server(BufferOnlyScheduler, Stock):
+class Server(BufferOnlyScheduler, StoreScheduler, Stock):
     """With the mode's part."""
 
 

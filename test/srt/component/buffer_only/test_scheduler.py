@@ -17,7 +17,7 @@ from component.buffer_only.servers import PLACES, FormsABatch, Server, request
 from component.buffer_only.test_prefetch import pages_fetched
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.mem_cache.buffer_only.prefetch import State
-from sglang.srt.mem_cache.buffer_only.scheduler import NAP_S
+from sglang.srt.mem_cache.buffer_only.store_scheduler import NAP_S
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 PROMPT = prompt(1, 9)

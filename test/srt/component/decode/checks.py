@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,8 @@ def readers(decoder: Any) -> list[Any]:
 def check(decoder: Any) -> None:
     """Raise ``AssertionError`` with everything that is wrong."""
     held = holders(decoder)
-    problems = invariants.tree_problems(decoder.tree_cache, held)
+    copied: list[Any] = [SimpleNamespace(last_node=node) for node in decoder.copied]
+    problems = invariants.tree_problems(decoder.tree_cache, [*held, *copied])
     problems += invariants.pool_problems(
         decoder.tree_cache,
         decoder.token_to_kv_pool_allocator,

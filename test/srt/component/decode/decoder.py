@@ -6,7 +6,7 @@ test does them), output (it is counted), metrics, the order of equal leaves, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +67,8 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
 
     #: What it computes itself; None on a server that is not told to.
     local_turns: Any = None
+    #: Nodes that are locked because they are copied (``offloading``).
+    copied: Sequence[Any] = ()
 
     def __init__(
         self,

@@ -100,10 +100,13 @@ def optional() -> list[type]:
     """The mixins of the real table that are put on single schedulers."""
     from sglang.srt.disaggregation.delta.decode.invariants import BalancedScheduler
     from sglang.srt.disaggregation.delta.decode.local_scheduler import LocalTurnsScheduler
+    from sglang.srt.disaggregation.delta.decode.offload import OffloadScheduler
     from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
     from sglang.srt.mem_cache.buffer_only.scheduler import BufferOnlyScheduler
+    from sglang.srt.mem_cache.buffer_only.store_scheduler import StoreScheduler
 
-    return [BalancedScheduler, DisaggScheduler, LocalTurnsScheduler, BufferOnlyScheduler]
+    of_decode = [DisaggScheduler, LocalTurnsScheduler, OffloadScheduler]
+    return [BalancedScheduler, *of_decode, BufferOnlyScheduler, StoreScheduler]
 
 
 def parse(model: str, arguments: dict[str, Any]) -> Any:

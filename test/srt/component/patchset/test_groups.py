@@ -29,17 +29,26 @@ STARTS = {
         "hicache_storage_backend": "file",
         "hicache_host_memory_mode": "buffer_only",
     },
+    "writes": DECODE
+    | {
+        "disaggregation_transfer_backend": "nixl",
+        "disaggregation_decode_enable_offload_kvcache": True,
+        "hicache_storage_backend": "file",
+        "hicache_host_memory_mode": "buffer_only",
+    },
 }
 FLAGS = {
     "nixl": "--disaggregation-decode-enable-radix-cache",
     "mooncake": "--disaggregation-decode-enable-radix-cache",
     "buffer_only": "--hicache-host-memory-mode buffer_only",
+    "writes": "--disaggregation-decode-enable-radix-cache",
 }
 #: What a scheduler of each start has that others have not.
 OPTIONAL = {
     "nixl": "DisaggScheduler",
     "mooncake": "DisaggScheduler LocalTurnsScheduler",
-    "buffer_only": "BufferOnlyScheduler",
+    "buffer_only": "BufferOnlyScheduler StoreScheduler",
+    "writes": "DisaggScheduler OffloadScheduler StoreScheduler",
 }
 DISAGG = "sglang.srt.disaggregation"
 SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
@@ -51,8 +60,8 @@ SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
         # Independent groups at once: each is one interpreter less.
         pytest.param(
             {"nixl_async": f"{DISAGG}.nixl.conn:NixlKVManager", "buffer_only": SCHEDULER},
-            {"nixl_async", "buffer_only"},
-            {"nixl": "nixl_async", "buffer_only": "buffer_only"},
+            {"nixl_async", "buffer_only", "decode_offload"},
+            {"nixl": "nixl_async", "buffer_only": "buffer_only", "writes": "nixl_async"},
             marks=pytest.mark.nightly,
         ),
         (
@@ -61,18 +70,23 @@ SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
                 "mooncake_delta": f"{DISAGG}.mooncake.conn:MooncakeKVSender",
                 "buffer_only": "sglang.srt.mem_cache.hiradix_cache:HiRadixCache",
             },
-            {"nixl_async", "mooncake_delta", "buffer_only"},
-            {"nixl": "nixl_async", "mooncake": "mooncake_delta", "buffer_only": "buffer_only"},
+            {"nixl_async", "mooncake_delta", "buffer_only", "decode_offload"},
+            {
+                "nixl": "nixl_async",
+                "mooncake": "mooncake_delta",
+                "buffer_only": "buffer_only",
+                "writes": "nixl_async",
+            },
         ),
         (
             {"decode_radix": SCHEDULER},
-            {"decode_radix"},
-            {"nixl": "decode_radix", "mooncake": "decode_radix"},
+            {"decode_radix", "decode_offload"},
+            {"nixl": "decode_radix", "mooncake": "decode_radix", "writes": "decode_radix"},
         ),
         (
             {"delta": f"{DISAGG}.prefill:SchedulerDisaggregationPrefillMixin"},
-            {"delta", "nixl_async", "mooncake_delta", "decode_radix"},
-            {"nixl": "delta", "mooncake": "delta"},
+            {"delta", "nixl_async", "mooncake_delta", "decode_radix", "decode_offload"},
+            {"nixl": "delta", "mooncake": "delta", "writes": "delta"},
         ),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else None,
@@ -117,6 +131,7 @@ def test_an_older_nixl_leaves_its_group_stock(model_config: Any, tmp_path: Path)
     assert states.pop("nixl_async") == "stock" and set(states.values()) == {"attached"}
     assert "nixl_async" not in found["mixed_in"]
     refused = found["ended"].pop("nixl")
+    assert found["ended"].pop("writes") == refused
     reason = "nixl 1.2.0 is installed, 1.5 or newer is needed"
     assert refused.startswith(f"PatchsetError: {FLAGS['nixl']} needs the feature group nixl_async")
     assert refused.endswith(reason)
@@ -127,13 +142,22 @@ def test_an_older_nixl_leaves_its_group_stock(model_config: Any, tmp_path: Path)
 @pytest.mark.parametrize(
     ("disabled", "off", "refused"),
     [
-        ("mooncake_delta,buffer_only", {"mooncake_delta", "buffer_only"}, "mooncake buffer_only"),
-        pytest.param("nixl_async", {"nixl_async"}, "nixl", marks=pytest.mark.nightly),
-        pytest.param("decode_radix", {"decode_radix"}, "nixl mooncake", marks=pytest.mark.nightly),
+        (
+            "mooncake_delta,buffer_only",
+            {"mooncake_delta", "buffer_only", "decode_offload"},
+            "mooncake buffer_only writes",
+        ),
+        pytest.param("nixl_async", {"nixl_async"}, "nixl writes", marks=pytest.mark.nightly),
+        pytest.param(
+            "decode_radix",
+            {"decode_radix", "decode_offload"},
+            "nixl mooncake writes",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(
             "delta",
-            {"delta", "nixl_async", "mooncake_delta", "decode_radix"},
-            "nixl mooncake",
+            {"delta", "nixl_async", "mooncake_delta", "decode_radix", "decode_offload"},
+            "nixl mooncake writes",
             marks=pytest.mark.nightly,
         ),
     ],

@@ -35,6 +35,9 @@ def args(**changes):
         "page_size": 64,
         "disaggregation_transfer_backend": "nixl",
         "disaggregation_decode_enable_radix_cache": False,
+        "disaggregation_decode_enable_offload_kvcache": False,
+        "enable_lora": False,
+        "num_reserved_decode_tokens": 512,
         "disaggregation_decode_local_tokens": 0,
         "disaggregation_decode_local_tokens_when_lost": 0,
         "disaggregation_decode_local_share": 0.5,
@@ -122,6 +125,29 @@ def test_the_stock_mode_is_not_looked_at():
     assert not flags.wants_buffer_only(given)
 
 
+RADIX = "disaggregation_decode_enable_radix_cache"
+OFFLOAD = "disaggregation_decode_enable_offload_kvcache"
+#: A decode server that writes what it computes.
+WRITES = {
+    "disaggregation_mode": "decode",
+    "enable_hierarchical_cache": False,
+    RADIX: True,
+    OFFLOAD: True,
+}
+
+
+def test_a_decode_server_that_writes():
+    """Accepted, and needs the groups of all its flags."""
+    given = args(**WRITES)
+    check_given(given)
+    complete(given)
+    assert flags.needed_groups(given) == {
+        flags.FLAG: ("decode_radix", "nixl_async"),
+        flags.ON: ("buffer_only",),
+        flags.OFFLOAD: ("decode_offload",),
+    }
+
+
 @pytest.mark.hazard("refused-combinations")
 @pytest.mark.parametrize(
     ("changes", "named"),
@@ -140,7 +166,12 @@ def test_the_stock_mode_is_not_looked_at():
             "--hicache-buffer-pages 64",
         ),
         ({"enable_hierarchical_cache": False}, "--enable-hierarchical-cache"),
-        ({"disaggregation_mode": "decode"}, "--disaggregation-mode is decode"),
+        ({"disaggregation_mode": "decode"}, "needs --disaggregation-decode-enable-radix-cache"),
+        (WRITES | {RADIX: False}, "needs --disaggregation-decode-enable-radix-cache"),
+        (WRITES | {OFFLOAD: False}, "--disaggregation-decode-enable-offload-kvcache"),
+        (WRITES | {"hicache_host_memory_mode": "cache"}, "Add --hicache-host-memory-mode"),
+        (WRITES | {"enable_lora": True}, "--enable-lora"),
+        (WRITES | {"hicache_storage_backend": "nixl"}, "--hicache-storage-backend nixl"),
         ({"enable_lmcache": True}, "--enable-lmcache"),
         ({"disable_radix_cache": True}, "--disable-radix-cache"),
         ({"enable_hisparse": True}, "--enable-hisparse"),

@@ -25,7 +25,11 @@ FLAGS = (
     "--disaggregation-decode-local-prefill-time-ratio=0.25 "
     "--hicache-host-memory-mode=buffer_only"
 )
-LEFT_OUT = {"nixl_async": GroupStatus.OFF, "buffer_only": GroupStatus.STOCK}
+LEFT_OUT = {
+    "nixl_async": GroupStatus.OFF,
+    "buffer_only": GroupStatus.STOCK,
+    "decode_offload": GroupStatus.STOCK,
+}
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_settings_of_the_radix_flag(monkeypatch, variable, value, changes, named
         refusals.check_filled_in(args(**changes))
     for text in message:
         assert text.startswith(flags.FLAG)
-        assert any(way in text for way in ("Use ", "Remove one", "Give it to", "Unset"))
+        assert any(way in text for way in ("Use ", "Remove one", "Give it to", "Unset", "Add "))
 
 
 @pytest.mark.hazard("flag-ineffective")

@@ -130,7 +130,12 @@ class Backups:
                 self._answered(backup, durable)
             elif backup.overdue:
                 backup.staging.strand()
-        for backup in self.copies.pop(agreed.backup_copies):
+        self.copied(agreed.backup_copies)
+
+    def copied(self, launches: int) -> None:
+        """Have the store write what the first ``launches`` launches have copied, or are waited for
+        to copy."""
+        for backup in self.copies.pop(launches):
             self._unlock(backup)
             self._write(backup)
 

@@ -15,11 +15,14 @@ nothing that is computed behind that is written to the store.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any  # Any: tokens, or pairs of them
+
+import numpy as np
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -189,25 +192,26 @@ def covered(node: TreeNode | None) -> bool:
 
 def page_hashes(node: TreeNode, page_size: int) -> list[str]:
     """SGLang's page hashes of ``node``; computed now if it was inserted without."""
-    from sglang.srt.mem_cache.radix_cache import compute_node_hash_values
-
-    bare = [node]
-    while bare[-1].hash_value is None and bare[-1].parent is not None:
-        bare.append(bare[-1].parent)
-    for above in reversed(bare):
-        if above.hash_value is None:
-            above.hash_value = compute_node_hash_values(above, page_size)
-    return node.hash_value or []
+    bare = []
+    while node.hash_value is None and node.parent is not None:
+        bare.append(node)
+        node = node.parent
+    last, found = (node.hash_value or [None])[-1], node.hash_value or []
+    for below in reversed(bare):
+        below.hash_value = found = hashes_of(below.key.token_ids, last, page_size)
+        last = found[-1]
+    return found
 
 
 def hashes_of(tokens: Sequence[Any], last_hash: str | None, page_size: int) -> list[str]:
-    """SGLang's page hashes of ``tokens``, whole pages, behind a page with ``last_hash``."""
-    from sglang.srt.mem_cache.hicache_storage import get_hash_str
-
-    found: list[str] = []
-    for start in range(0, len(tokens), page_size):
-        last_hash = get_hash_str(tokens[start : start + page_size], last_hash)
-        found.append(last_hash)
+    """SGLang's page hashes (``get_hash_str``) of ``tokens``, whole pages, behind a page with
+    ``last_hash``. A token, or each of a pair of them, counts as four bytes, the lowest first."""
+    content = np.asarray(tokens, dtype="<u4").tobytes()
+    width = max(1, len(content) // max(1, len(tokens)) * page_size)
+    found, last = list[str](), bytes.fromhex(last_hash or "")
+    for start in range(0, len(content), width):
+        last = hashlib.sha256(last + content[start : start + width]).digest()
+        found.append(last.hex())
     return found
 
 

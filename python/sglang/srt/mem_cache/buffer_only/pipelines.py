@@ -136,7 +136,7 @@ class Pipelines:
         if namespace == self._namespace:
             return
         self._namespace = namespace
-        mixed = bool(self.context.tree.root_node.children)
+        mixed = self.context.tree.serves_kv
         self.prefetches.cancel_all()
         store = self.context.store
         store.namespace = namespace.within(f"mixed {nonce}") if mixed else namespace

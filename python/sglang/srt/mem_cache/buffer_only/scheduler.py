@@ -1,47 +1,30 @@
-"""The scheduler over a buffer-only cache: start check, prefetch, idle, what a response reports, and
-the weights that keys of the store name.
+"""The scheduler over a cache that loads from the store: prefetch, preemption, what a response
+reports. ``store_scheduler`` has what servers that only write have too.
 
 No other server's scheduler has this mixin (``when`` in ``patchset/table.py``).
-
-Weights may come in many updates of some tensors each, all but the last of which leave the cache as
-it is. The fingerprint, a second or so for a large model, is taken once after those: when the cache
-is flushed. Until then keys are this server's alone.
 """
 
 from __future__ import annotations
 
-import gc
-import logging
 import math
 import time
-import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any  # Any: requests and answers of SGLang's, handed on
 
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta.rank_agreement import gathered
-from sglang.srt.mem_cache.buffer_only.namespaces import Namespace, fingerprint, model_identity
-from sglang.srt.mem_cache.buffer_only.nodes import image_key
-from sglang.srt.mem_cache.buffer_only.tree import MODE_FLAG
+from sglang.srt.mem_cache.buffer_only.stored_tree import MODE_FLAG
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.schedule_policy import PrefillAdder
-    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.utils import GenerationBatchResult
+    from sglang.srt.mem_cache.buffer_only.store_scheduler import StoreScheduler as Scheduler
     from sglang.srt.server_args import ServerArgs
 else:
     Scheduler = PrefillAdder = object
-
-logger = logging.getLogger(__name__)
-
-#: Between two steps without a batch, while something is under way to the store or from it.
-NAP_S = 0.0005
 
 
 class ReadyPreemption(PrefillAdder):
@@ -78,14 +61,10 @@ class ReadyPreemption(PrefillAdder):
 
 
 class BufferOnlyScheduler(Scheduler):
-    """Drives the pipelines of the tree in the scheduler's steps."""
+    """Has SGLang's batches wait for the store as they wait for host memory. A scheduler with this
+    mixin has ``StoreScheduler`` too."""
 
-    #: Whether the weights in memory may be others than those that the keys name.
-    _weights_changed: bool = False
     _request_namespace: str | None = None
-    _store_ignored: bool = False
-    #: When a flush that waits is made all the same; agreed milliseconds.
-    _flush_due_ms: int | None = None
     _last_result: float = 0.0
 
     @cached_property
@@ -106,13 +85,7 @@ class BufferOnlyScheduler(Scheduler):
 
     @override
     def run_event_loop(self) -> None:
-        # Made after the cache: what is written to the store must have been computed on it.
-        self.tree_cache.forward_stream = getattr(self, "forward_stream", None)
         self.tree_cache.room = self._admission_room
-        # Python's first full collection would look through all that the start left, while every
-        # request stands still.
-        gc.collect()
-        gc.freeze()
         super().run_event_loop()
 
     @override
@@ -136,8 +109,6 @@ class BufferOnlyScheduler(Scheduler):
     def _prefetch_kvcache(self, req: Req) -> None:
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
-        if self.model_config.is_multimodal:  # before the first look at the tree
-            req.extra_key = image_key(req)
         tokens = [*req.origin_input_ids, *req.output_ids]
         if req.return_logprob and req.logprob_start_len >= 0:
             # SGLang takes no prefix beyond there: the request would wait for what it computes.
@@ -230,120 +201,3 @@ class BufferOnlyScheduler(Scheduler):
             extends = batch.forward_mode.is_extend() and batch.prefill_stats is not None
             tokens = batch.prefill_stats.log_input_tokens if extends else 0
             self.tree_cache.buffer.ran(now - began, tokens)
-
-    @override
-    def is_fully_idle(self, for_health_check: bool = False) -> bool:
-        idle = bool(super().is_fully_idle(for_health_check))
-        if idle and not (for_health_check or self._store_ignored):
-            return not self.tree_cache.buffer.busy
-        return idle
-
-    @contextmanager
-    def _without_the_store(self) -> Iterator[None]:
-        """Idle is, meanwhile, who has no requests: what is under way to the store and from it is
-        nothing that a flush has to wait for, since the tree can forget it at any time."""
-        before, self._store_ignored = self._store_ignored, True
-        try:
-            yield
-        finally:
-            self._store_ignored = before
-
-    @override
-    def flush_cache(self) -> Any:
-        with self._without_the_store():
-            flushed = super().flush_cache()
-        if not flushed or not self._weights_changed:
-            return flushed
-        # With data parallel attention each rank flushes when it is idle, and not all at a time.
-        # Memory that was released cannot be read.
-        if not self.server_args.enable_dp_attention and "weights" not in self.offload_tags:
-            self.name_keys()
-        return flushed
-
-    @override
-    def _check_pending_flush(self) -> None:
-        # One that may wait does so for what is still to be written, but is not refused for it. Its
-        # time is over in the same step on all ranks: a rank that forgot its tree a step before the
-        # others would start other transfers than they do.
-        if self._pending_flush is None:
-            self._flush_due_ms = None
-            super()._check_pending_flush()
-            return
-        now_ms = self.tree_cache.buffer.context.now_ms
-        if self._flush_due_ms is None:
-            timeout_s = float(self._pending_flush[0].timeout_s or 0.0)
-            self._flush_due_ms = now_ms + int(timeout_s * 1000)
-        if now_ms >= self._flush_due_ms or self._engine_paused:  # no step while it is paused
-            with self._without_the_store():
-                super()._check_pending_flush()
-        elif self.is_fully_idle():
-            super()._check_pending_flush()
-        if self._pending_flush is None:
-            self._flush_due_ms = None
-
-    @override
-    def release_memory_occupation(self, recv_req: Any) -> Any:
-        with self._without_the_store():
-            if not recv_req.tags or "kv_cache" in recv_req.tags:
-                self.flush_cache()  # ends the copies before their memory is taken away
-            return super().release_memory_occupation(recv_req)
-
-    @override
-    def maybe_sleep_on_idle(self) -> None:
-        if self.tree_cache.buffer.busy:
-            # A sleeping scheduler would not see that a copy or the store has ended; one that looks
-            # all the time would keep their threads from the interpreter.
-            time.sleep(NAP_S)
-        else:
-            super().maybe_sleep_on_idle()
-            self.tree_cache.buffer.is_idle = True
-
-    # ---- new weights ----
-
-    def name_keys(self) -> None:
-        """Name the keys by the weights that are in memory now; on all ranks at the same time."""
-        start = time.monotonic()
-        runner, tree = self.tp_worker.model_runner, self.tree_cache
-        config = self.model_config.hf_config.to_dict()
-        # All ranks of the server: with data parallel attention, one of its groups alone does not
-        # hold all experts.
-        ranks = gathered((fingerprint(runner.model), uuid.uuid4().hex), self.tp_cpu_group)
-        model = model_identity(config, (weights for weights, _ in ranks))
-        pool = tree.pool_identity()
-        self._weights_changed = False
-        tree.buffer.use(Namespace.of({"model": model, "pool": pool}), nonce=ranks[0][1])
-        logger.info(
-            "HiCache keys are those of weights %s, configuration %s and pages %s (found in %.1f s; "
-            "servers read each other's pages where all three are equal): namespace %s",
-            Namespace.of({"weights": model["weights"]}),
-            model["config"][:12],
-            Namespace.of(pool),
-            time.monotonic() - start,
-            tree.buffer.context.store.namespace,
-        )
-
-    @override
-    def update_weights_from_disk(self, recv_req: Any) -> Any:
-        return self._named_anew(super().update_weights_from_disk, recv_req)
-
-    @override
-    def update_weights_from_distributed(self, recv_req: Any) -> Any:
-        return self._named_anew(super().update_weights_from_distributed, recv_req)
-
-    @override
-    def update_weights_from_tensor(self, recv_req: Any) -> Any:
-        return self._named_anew(super().update_weights_from_tensor, recv_req)
-
-    @override
-    def update_weights_from_ipc(self, recv_req: Any) -> Any:
-        return self._named_anew(super().update_weights_from_ipc, recv_req)
-
-    def _named_anew(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
-        self._weights_changed = True  # also by one that fails: it may have written some of them
-        answer = update(recv_req)
-        if self._weights_changed and recv_req.flush_cache:
-            self.name_keys()
-        elif self._weights_changed:
-            nonces = gathered(uuid.uuid4().hex, self.tp_cpu_group)
-            self.tree_cache.buffer.hide(nonces[0])
-        return answer

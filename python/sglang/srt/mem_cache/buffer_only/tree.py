@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any  # Any: values of an identity; what overrides hand on
+from typing import TYPE_CHECKING, Any  # Any: what overrides hand on
 
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta.rank_agreement import over
-from sglang.srt.mem_cache.buffer_only import metrics
-from sglang.srt.mem_cache.buffer_only.context import Context
 from sglang.srt.mem_cache.buffer_only.host_pool import chosen_pages, staging_buffer
-from sglang.srt.mem_cache.buffer_only.namespaces import Namespace, pool_identity
-from sglang.srt.mem_cache.buffer_only.nodes import split_marks
-from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines
 from sglang.srt.mem_cache.buffer_only.settings import (
     Settings,
-    call_pages,
     check_pages,
     check_size,
     minimum_pages,
     shares,
 )
 from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage
-from sglang.srt.mem_cache.buffer_only.store_client import PageStore, StoreClient
+from sglang.srt.mem_cache.buffer_only.stored_tree import MODE_FLAG, StoredTree
 from sglang.srt.patchset import environment, status
 
 if TYPE_CHECKING:
     import torch
-    from torch import Stream
 
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-    from sglang.srt.mem_cache.evict_policy import EvictionStrategy
     from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
     from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
     from sglang.srt.server_args import ServerArgs
 else:
     HiRadixCache = object
 
-MODE_FLAG = "--hicache-host-memory-mode"
 NO_RUNTIME_CHANGE = (
     f"{MODE_FLAG} buffer_only keeps KV only in the store, so --hicache-storage-backend and its "
     "policies cannot be changed while the server runs. Restart it with other flags."
@@ -66,19 +55,15 @@ class SwitchedTree(HiRadixCache):
             type(self).__init__(self, params, server_args)  # which comes back here
 
 
-class BufferOnlyTree(HiRadixCache):
+class BufferOnlyTree(StoredTree, HiRadixCache):
     """A node that is evicted from the device is gone from the tree; the next request that wants it
     finds it by asking the store. So every node has device KV, ``host_value`` is always None, and
     what the store holds of a node is noted on the node (``nodes.StoredNode``)."""
 
-    #: Backup and prefetch; there as soon as SGLang's part is made.
-    buffer: Pipelines
     #: Inserts and flushes so far: after each, an idle server of a pair checks its invariants
     #: (``SGLANG_DISAGGREGATION_CHECK_INVARIANTS``), which know of no evicted nodes.
     inserts: int = 0
     generation: int = 0
-    #: The stream of the forward passes, set by the scheduler.
-    forward_stream: Stream | None = None
     #: Device slots that the batch launched last writes to, None where they are not known.
     written: torch.Tensor | None = None
     #: Tokens that a request could take which is admitted now; the scheduler sets a better count.
@@ -98,10 +83,8 @@ class BufferOnlyTree(HiRadixCache):
             pages = self.token_to_kv_pool_host.page_num
             needed = minimum_pages(self.page_size, self.prefetch_threshold)
             check_size(gigabytes, pages, self.page_size, needed)
-        controller, host = self.cache_controller, self.token_to_kv_pool_host
-        device = self.token_to_kv_pool_allocator
+        controller, device = self.cache_controller, self.token_to_kv_pool_allocator
         self.room = lambda: int(device.available_size() + self.evictable_size())
-        page_bytes = host.size_per_token * self.page_size
         settings = Settings(
             page_size=self.page_size,
             prefetch_threshold=controller.prefetch_threshold,
@@ -112,32 +95,14 @@ class BufferOnlyTree(HiRadixCache):
             pass_prefix_keys=self.hicache_storage_pass_prefix_keys,
             always_fetch=environment.BUFFER_ALWAYS_FETCH.read(),
         )
-        context = Context(
-            tree=self,
-            stage=Stage(pages, *shares(pages)),
-            store=PageStore(
-                StoreClient(controller.storage_backend, controller.storage_backend_type),
-                self.page_size,
-                call_pages(page_bytes),
-                namespace=Namespace.of(self.pool_identity()),
-            ),
-            copier=Copier(controller, lambda: self.forward_stream, lambda: self.written),
-            settings=settings,
-            skip_backup=controller.backup_skip,
-            page_bytes=page_bytes,
+        self.drive(
+            controller,
+            Stage(pages, *shares(pages)),
+            settings,
+            Copier(controller, lambda: self.forward_stream, lambda: self.written),
+            self.tp_group,
+            self.storage_metrics_collector if self.enable_storage_metrics else None,
         )
-        self.buffer = Pipelines(context, over(self.tp_group))
-        host.used_pages = context.stage.used
-        if self.enable_storage_metrics:
-            told = self.storage_metrics_collector
-            self._buffer_metrics = metrics.BufferMetrics(told.labels, told, self.page_size)
-            context.observe = self._buffer_metrics.observe
-        self.eviction_strategy: EvictionStrategy = PendingLast(self.eviction_strategy)
-
-    def pool_identity(self) -> dict[str, Any]:
-        """How the KV of this server lies in a page (``namespaces``)."""
-        identity = pool_identity(self.token_to_kv_pool_host, self.cache_controller.tp_size)
-        return {**identity, "bigrams": self.is_eagle}
 
     # ---- backup ----
 
@@ -162,17 +127,6 @@ class BufferOnlyTree(HiRadixCache):
             # Another request had brought the same prefix: this one's own slots are free now, and
             # the batch that was launched before still reads them.
             self.written = None
-
-    @override
-    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> Any:
-        front = super()._split_node(key, child, split_len)
-        split_marks(front, child, split_len)
-        return front
-
-    @override
-    def _delete_leaf(self, node: TreeNode) -> None:
-        super()._delete_leaf(node)
-        self.buffer.backups.queue.deleted(node)
 
     # ---- prefetch, load back ----
 
@@ -232,12 +186,7 @@ class BufferOnlyTree(HiRadixCache):
 
     @override
     def check_hicache_events(self) -> None:
-        buffer = self.buffer
-        buffer.step()
-        if self.enable_storage_metrics:
-            self._buffer_metrics.update(buffer.gauges, buffer.totals)
-            stats = buffer.context.store.client.get_stats()
-            self.storage_metrics_collector.log_storage_metrics(stats)
+        self.advance()
 
     @override
     def flush_write_through_acks(self) -> None:
@@ -247,8 +196,6 @@ class BufferOnlyTree(HiRadixCache):
 
     @override
     def reset(self) -> None:
-        if hasattr(self, "buffer"):
-            self.buffer.reset()
         super().reset()
         self.generation += 1
 
@@ -281,16 +228,3 @@ class BufferOnlyTree(HiRadixCache):
         if hasattr(self, "buffer") and not self.buffer.close():
             return  # a call of the store still uses the backend; the process ends anyway
         super().shutdown()
-
-
-@dataclass
-class PendingLast:
-    """SGLang's eviction order, but nodes that wait to be written go last: only they would be
-    lost."""
-
-    strategy: EvictionStrategy
-
-    def get_priority(self, node: TreeNode) -> Any:
-        """The order of eviction, smallest first."""
-        pending = node.pending is not None and not node.storage_backed
-        return (pending, self.strategy.get_priority(node))

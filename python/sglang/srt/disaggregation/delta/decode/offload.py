@@ -1,0 +1,188 @@
+"""A decode server writes to the shared store what it alone has computed: answers and local turns.
+
+Prefill servers write what they compute (``mem_cache/buffer_only``), and find the rest of a
+conversation in the store under the same keys. Here nothing is read from it. The flag is SGLang's,
+``--disaggregation-decode-enable-offload-kvcache``. SGLang's own manager frees a request's pages as
+it writes them, so it is not made.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from typing import TYPE_CHECKING, Any  # Any: what overrides hand on
+
+from typing_extensions import override
+
+from sglang.srt.disaggregation.delta.decode.prefix_tree import Retired
+from sglang.srt.mem_cache.buffer_only.host_pool import chosen_pages, staging_buffer
+from sglang.srt.mem_cache.buffer_only.settings import Settings, Share
+from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage
+from sglang.srt.mem_cache.buffer_only.stored_tree import StoredTree
+from sglang.srt.patchset import status
+from sglang.srt.patchset.flags import OFFLOAD
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    # A tree, or a scheduler, with these mixins has those too.
+    from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree
+    from sglang.srt.managers.cache_controller import HiCacheController
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.buffer_only.store_scheduler import StoreScheduler as Scheduler
+    from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.mem_cache.memory_pool_host import HostKVCache
+    from sglang.srt.mem_cache.radix_cache import TreeNode
+    from sglang.srt.observability.metrics_collector import StorageMetricsCollector
+    from sglang.srt.server_args import ServerArgs
+else:
+    DecodeRadixTree = Scheduler = object
+
+#: The class that the mixin for trees is for.
+TREE = "sglang.srt.managers.scheduler:RadixCache"
+#: While requests run, the pipelines are driven in one of so many steps. A round costs as much as a
+#: small batch's preparation, and what finished meanwhile goes into one copy.
+EVERY_STEPS = 4
+
+
+class OffloadTree(StoredTree, DecodeRadixTree):
+    """Queues new nodes to be written, except those that prefill has computed."""
+
+    #: Whether what is inserted now came from prefill.
+    _delivered: bool = False
+
+    def write_to_store(self, args: ServerArgs, group: ProcessGroup) -> None:
+        """Make the staging buffer and the pipelines; ``group``: the ranks of this server."""
+        from sglang.srt.mem_cache import hiradix_cache as stock
+
+        device = self.token_to_kv_pool_allocator.get_kvcache()
+        pages = chosen_pages(device, self.page_size, args)
+        # The method looks at its text alone.
+        parse: Any = stock.HiRadixCache._parse_storage_backend_extra_config
+        config, threshold, *_, pass_prefix_keys = parse(
+            None, args.hicache_storage_backend_extra_config
+        )
+        with staging_buffer(pages, 0 if pages else args.hicache_size):
+            host = _host_class(device)(
+                device,
+                args.hicache_ratio,
+                args.hicache_size,
+                self.page_size,
+                args.hicache_mem_layout,
+                allocator_type=args.hicache_storage_backend,
+            )
+            controller = stock.HiCacheController(
+                self.token_to_kv_pool_allocator,
+                host,
+                self.page_size,
+                group,
+                load_cache_event=threading.Event(),
+                io_backend=args.hicache_io_backend,
+                storage_backend=args.hicache_storage_backend,
+                prefetch_threshold=threshold,
+                model_name=args.served_model_name,
+                storage_backend_extra_config=config,
+            )
+        pages = pages or host.page_num
+        self.drive(
+            controller,
+            Stage(pages, Share(pages, pages), Share(0, 0)),
+            Settings(self.page_size, threshold, pass_prefix_keys=pass_prefix_keys),
+            Copier(controller, lambda: self.forward_stream),
+            group,
+            _collector(controller, args) if args.enable_metrics else None,
+        )
+        atexit.register(self.buffer.close)
+
+    @override
+    def adopt(self, req: Req) -> None:
+        self._delivered = True
+        try:
+            super().adopt(req)
+        finally:
+            self._delivered = False
+
+    @override
+    def _inc_hit_count(self, node: TreeNode, chunked: bool = False) -> None:
+        super()._inc_hit_count(node, chunked)
+        buffer = self.buffer
+        if self._delivered:
+            if node.hit_count == 1:
+                # New here. Prefill writes it; should the store not have it, a touch finds out.
+                node.stored = node.launched = len(node.key)
+                touch_ms = buffer.context.settings.touch_ms
+                node.touch_after_ms = buffer.context.now_ms + touch_ms
+            return
+        buffer.touches.used(node)
+        if not node.storage_backed:
+            buffer.backups.request(node)
+
+    @override
+    def evict(self, params: Any) -> Any:
+        if params.num_tokens > self.evictable_size():
+            # Copies lock their nodes, and a request would be retracted for want of them.
+            backups = self.buffer.backups
+            backups.copied(len(backups.copies.launches))
+        return super().evict(params)
+
+    @override
+    def retire(self) -> None:
+        self.buffer.reset()
+        super().retire()
+
+    @property
+    def serves_kv(self) -> bool:
+        """Of ours (``StoredTree``)."""
+        tops = self.root_node.children.values()
+        return any(not isinstance(node.key.extra_key, Retired) for node in tops)
+
+
+def _host_class(device: KVCache) -> type[HostKVCache]:
+    """The class of the host pool for ``device``, as SGLang chooses it."""
+    from sglang.srt.mem_cache import hiradix_cache as stock
+
+    for kind, host in (
+        (stock.NSATokenToKVPool, stock.NSATokenToKVPoolHost),
+        (stock.MLATokenToKVPool, stock.MLATokenToKVPoolHost),
+        (stock.MHATokenToKVPool, stock.MHATokenToKVPoolHost),
+    ):
+        if isinstance(device, kind):
+            return host
+    raise ValueError(
+        f"{OFFLOAD} does not support a KV pool of type {type(device).__name__}. Remove the flag."
+    )
+
+
+def _collector(controller: HiCacheController, args: ServerArgs) -> StorageMetricsCollector:
+    """SGLang's counters of a store, with the labels that its cache gives them."""
+    from sglang.srt.observability.metrics_collector import StorageMetricsCollector
+
+    names = ("tp_rank", "dp_rank", "pp_rank", "pp_size")
+    labels = {name: getattr(controller, name) for name in names}
+    labels["storage_backend"] = args.hicache_storage_backend
+    return StorageMetricsCollector(labels=labels | (args.extra_metric_labels or {}))
+
+
+class OffloadScheduler(Scheduler):
+    """Drives the pipelines of the tree beside the decode steps."""
+
+    _steps: int = 0
+
+    @override
+    def init_cache_with_memory_pool(self) -> None:
+        args = self.server_args
+        # SGLang makes its manager by this field, and asks it for each request in each step.
+        args.disaggregation_decode_enable_offload_kvcache = False
+        super().init_cache_with_memory_pool()
+        assert status.attachment is not None, "this mixin was put on by it"
+        status.attachment.equip(TREE, self.tree_cache, args)
+        group = self.attn_tp_cpu_group if args.enable_dp_attention else self.tp_cpu_group
+        self.tree_cache.write_to_store(args, group)
+        self.name_keys()
+
+    @override
+    def process_decode_queue(self) -> None:
+        self._steps += 1
+        if self._steps % EVERY_STEPS == 0 or self.running_batch.is_empty():
+            self.tree_cache.advance()
+        super().process_decode_queue()

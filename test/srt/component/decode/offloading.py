@@ -1,0 +1,132 @@
+"""A decode server that writes to a store what it has computed (``Decoder`` has the rest)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from component.buffer_only.scripted_store import ScriptedStore, until
+from component.decode import kv
+from component.decode.decoder import Decoder
+from sglang.srt.disaggregation.delta.decode import offload
+from sglang.srt.managers import cache_controller
+from sglang.srt.mem_cache import memory_pool_host
+from sglang.srt.mem_cache.buffer_only.nodes import hashes_of
+from sglang.srt.mem_cache.storage import StorageBackendFactory
+from sglang.srt.patchset import start_check, status
+
+LAYERS = 2
+
+
+class Offloader(Decoder):
+    """Over ``store``, with ``staging`` pages."""
+
+    def __init__(
+        self, page: int, tokens: int, *, staging: int = 16, group: Any = None, **options: Any
+    ) -> None:
+        super().__init__(page, tokens, group=group, **options)
+        args = self.server_args
+        args.hicache_host_memory_mode, args.hicache_buffer_pages = "buffer_only", staging
+        args.hicache_storage_backend = "dynamic"
+        args.hicache_mem_layout, args.hicache_io_backend = "page_first_direct", "direct"
+        args.hicache_storage_backend_extra_config = '{"interface_v1": 1}'
+        self.store, model = ScriptedStore(), torch.nn.Linear(2, 2)
+        self.tp_worker.model_runner = SimpleNamespace(model=model)
+        self.tp_worker.update_weights_from_disk = self._load
+        self.model_config.is_multimodal = False
+        self.model_config.hf_config = SimpleNamespace(to_dict=dict)
+        self.tp_cpu_group, self.offload_tags = group or dist.group.WORLD, set[str]()
+        start_check.equip(self, args)
+        assert status.attachment is not None
+        status.attachment.equip(offload.TREE, self.tree_cache, args)
+        ranks = {
+            "get_tensor_model_parallel_rank": lambda: 0,
+            "get_tensor_model_parallel_world_size": lambda: 1,
+            "is_dp_attention_enabled": lambda: False,
+        }
+        memory = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=1 << 40))
+        with (
+            mock.patch.multiple(cache_controller, **ranks),
+            mock.patch.object(StorageBackendFactory, "create_backend", lambda *a, **k: self.store),
+            mock.patch.object(memory_pool_host, "psutil", memory),
+            mock.patch.object(offload.atexit, "register"),
+        ):
+            self.tree_cache.write_to_store(args, self.tp_cpu_group)
+        #: Of each version of the weights, how keys are named.
+        self.namespaces: dict[int, Any] = {}
+        self.name_keys()
+        self._note()
+
+    def _load(self, request: Any) -> tuple[bool, str]:
+        with torch.no_grad():
+            self.tp_worker.model_runner.model.weight += 1
+        return True, ""
+
+    def _note(self) -> None:
+        generation, store = self.tree_cache.generation, self.tree_cache.buffer.context.store
+        self.namespaces[generation] = store.namespace
+
+    def update_weights(self) -> None:
+        super().update_weights()
+        self._note()
+
+    @property
+    def copied(self) -> list[Any]:
+        """The nodes that are locked because they are copied to the staging buffer."""
+        launches = self.tree_cache.buffer.backups.copies.launches
+        backups = [one for _, owners in launches for one in owners]
+        return [segment.node for backup in backups for segment in backup.segments]
+
+    def tick_queues(self) -> None:
+        buffer = self.tree_cache.buffer
+        jobs = [one.job for one in buffer.backups.running if one.job is not None]
+        if buffer.touches.running is not None:
+            jobs.append(buffer.touches.running.job)
+        hanging = self.store.hanging
+        until(lambda: hanging() or all(job.pages >= 0 for job in jobs), pause=0.0005)
+        super().tick_queues()
+
+    def written(self) -> None:
+        """All that waits is written, or dropped."""
+        for _ in range(300):
+            self.tick_queues()
+            if not self.tree_cache.buffer.busy:
+                return
+        raise AssertionError("still busy")
+
+    def pages_of(
+        self, tokens: list[int], extra_key: str | None = None, weights: int | None = None
+    ) -> dict[str, list[int]]:
+        """The key and the tags of each whole page of a text."""
+        weights = self.tree_cache.generation if weights is None else weights
+        page = self.page_size
+        # With a draft model a position is a pair: its token and the next.
+        whole: list[Any] = [*zip(tokens, tokens[1:], strict=False)] if self.steps else tokens
+        whole = whole[: len(whole) // page * page]
+        own = self.namespaces[weights].within(extra_key)
+        values = kv.tags(tokens, extra_key, weights=weights)
+        keys = own.keys(hashes_of(whole, None, page))
+        return {key: values[at * page :][:page] for at, key in enumerate(keys)}
+
+    def stored(self, tokens: list[int], extra_key: str | None = None) -> list[bool]:
+        """Which whole pages of a text are in the store; each with its own content."""
+        found = []
+        for key, values in self.pages_of(tokens, extra_key).items():
+            found.append(key in self.store.content)
+            assert not found[-1] or self.content(key) == values, "the KV of another text"
+        return found
+
+    def content(self, key: str) -> list[int]:
+        """The tags in a stored page; garbage where keys, values and layers do not agree."""
+        both = torch.frombuffer(bytearray(self.store.content[key]), dtype=torch.int64)
+        keys, values = both.view(2, LAYERS, self.page_size)
+        tags = keys[0]
+        same = all(
+            torch.equal(keys[n] - n, tags) and torch.equal(-values[n] - n, tags)
+            for n in range(LAYERS)
+        )
+        return tags.tolist() if same else [kv.GARBAGE]
