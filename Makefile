@@ -38,8 +38,8 @@ $(CURRENT_STAMP): pyproject.toml constraints-current.txt scripts/setup_env.sh py
 demo: env ## prefill + decode on this machine, without our flags, with the radix cache, with local turns; a table and a picture
 	$(PY) -m benchmark demo
 
-serve: env ## the same pair, left running for your own requests
-	$(PY) -m benchmark demo --serve
+serve: env ## the same pair, left running for your own requests; WHOLE=1: with a shared store behind both servers
+	$(PY) -m benchmark demo --serve $(if $(WHOLE),--whole)
 
 test: lint check-patchset test-unit test-component test-e2e ## everything that CI runs
 

@@ -47,8 +47,14 @@ def measured() -> list[str]:
     return sorted(path.parent.name for path in RESULTS.glob("*/summary.json"))
 
 
+AWAITED = ("delta_kv", "local_bounds", "whole", "whole_answers")
+"""Studies that a page shows before they are measured."""
+
+
 def study(name: str) -> str:
     """benchmark/agentic/studies: what a study showed; tables of several loads are on its page."""
+    if name not in measured():
+        return f"Not measured yet: `python -m benchmark run {name}`.\n"
     told = _told(name)
     figures = [path.name for path in sorted((RESULTS / name).glob("*.svg"))]
     shown = [f"![{told['study']['title']}]({_FIGURES}/{name}/{figure})" for figure in figures]
@@ -84,6 +90,19 @@ def _gained(name: str, load: str, arms: Sequence[str]) -> list[list[str]]:
     of = told["loads"][load]
     base, page = next(iter(told["titles"].values())), f"[{name}]({_FIGURES}/{name}/page.md)"
     return [[page, f"{told['titles'][arm]} / {base}", load, *pages.gained(of[arm])] for arm in arms]
+
+
+def whole() -> str:
+    """docs/advanced_features/pd_whole_system.md: what each part adds."""
+    return "\n".join(_added(name) for name in ("whole", "whole_answers"))
+
+
+def _added(name: str) -> str:
+    if name not in measured():
+        return study(name)
+    told = _told(name)
+    where = f"[{name}]({_FIGURES}/{name}/page.md), {told['date']}, {told['machine']}"
+    return f"{where}, commit {told['commit']}:\n\n{pages.whole(told)}"
 
 
 def claims() -> str:
@@ -156,7 +175,8 @@ def _code(text: str) -> str:
 TABLES: Mapping[str, Callable[[], str]] = {
     "gains": gains,
     "claims": claims,
-    **{f"study-{name.replace('_', '-')}": partial(study, name) for name in measured()},
+    **{f"study-{n.replace('_', '-')}": partial(study, n) for n in {*measured(), *AWAITED}},
+    "whole": whole,
     "admission": admission_page.table,
     "transfer": transfer_page.transfer,
     "transfer-bounds": transfer_page.bounds,

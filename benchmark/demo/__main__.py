@@ -21,6 +21,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark demo", description=__doc__)
     add = parser.add_argument
     add("--serve", action="store_true", help="keep the servers of a chat model running")
+    add("--whole", action="store_true", help="with --serve: a shared store behind both servers too")
     add("--port", type=int, default=8000, help="port of the load balancer with --serve")
     add("--model", type=Path, default=TINY_ARITH, help="folder of the chat model")
     about = "folder for logs and the page"
@@ -28,6 +29,8 @@ def main() -> int:
     args = parser.parse_args()
     # A pipe says no width, and 80 columns cut the table.
     console = Console(width=None if sys.stdout.isatty() else 120)
+    if args.whole and not args.serve:
+        parser.error("--whole needs --serve")
     if args.serve and not is_free(args.port):
         console.print(f"[red]port {args.port} is taken: choose another with --port[/]")
         return 2
@@ -37,7 +40,7 @@ def main() -> int:
         return play(args.out, console)
     from benchmark.demo.serve import serve
 
-    return status(lambda: serve(args.model, args.port, args.out, console), console)
+    return status(lambda: serve(args.model, args.port, args.out, console, args.whole), console)
 
 
 def play(out: Path, console: Console) -> int:

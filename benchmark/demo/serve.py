@@ -1,21 +1,27 @@
 """Leaves a pair and its load balancer running for the user's own requests, and says what they do: a
-line when something has changed."""
+line when something has changed. The whole system has a store behind both servers."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from benchmark.harness import metrics
-from benchmark.harness.fleet import Pair, PairConfig
+from benchmark.harness import metrics, servers
+from benchmark.harness.fleet import Fleet, Pair, PairConfig
 from benchmark.harness.servers import Sizes
 
 LOCAL_TOKENS = 256
 POOL_TOKENS = 3600
+PAGE_TOKENS = 16
+"""With a store, which gets a page at a time."""
+STAGED_TOKENS = POOL_TOKENS // 2
+SEGMENT = 64 << 20
+"""Bytes of the store that each server gives."""
 LINES_S = 5
 """Between two lines."""
 CURL = """curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{{
@@ -29,8 +35,8 @@ QUESTION = (
 Values = Mapping[str, float]
 
 
-def serve(model: Path, port: int, out: Path, console: Console) -> int:
-    """Serves until interrupted.
+def serve(model: Path, port: int, out: Path, console: Console, whole: bool = False) -> int:
+    """Serves until interrupted. ``whole``: with a store behind both servers.
 
     Raises:
         ServerFailed: a server did not start, or died later.
@@ -48,8 +54,14 @@ def serve(model: Path, port: int, out: Path, console: Console) -> int:
         prefill_args=name,
         decode_args=(*name, *local, "--decode-log-interval", "1"),
     )
-    with Pair(config, out / "serve") as pair:
-        console.print("Serving, with decode radix cache and local turns. Send it a request:\n")
+    with ExitStack() as stack:
+        if whole:
+            master, about = servers.store()
+            stack.enter_context(Fleet([master], out / "serve"))
+            config = with_store(config, about)
+        pair = stack.enter_context(Pair(config, out / "serve"))
+        parts = "decode radix cache and local turns" + ", over a store" * whole
+        console.print(f"Serving, with {parts}. Send it a request:\n")
         # Plain print: what the user copies may not be wrapped.
         print(CURL.format(url=pair.target.url, model=model.name, question=QUESTION), flush=True)
         console.print(
@@ -57,11 +69,11 @@ def serve(model: Path, port: int, out: Path, console: Console) -> int:
             f"Logs: {out / 'serve'}\nCtrl-C stops it.\n",
             highlight=False,
         )
-        before = metrics.scrape(pair.decode_url)
+        before = pair.metrics()
         said = told(before, before)
         while all(process.alive for process in pair.processes.values()):
             with suppress(OSError):  # a server that ends: the next turn tells
-                line = told(before, metrics.scrape(pair.decode_url))
+                line = told(before, pair.metrics())
                 if line != said:
                     console.print(f"{time.strftime('%H:%M:%S')} {line}", highlight=False)
                 said = line
@@ -69,10 +81,32 @@ def serve(model: Path, port: int, out: Path, console: Console) -> int:
         raise next(p for p in pair.processes.values() if not p.alive).failure()
 
 
-def told(before: Values, now: Values) -> str:
-    """What decode has done since ``before``, which are its counters like ``now``."""
+def with_store(config: PairConfig, about: Mapping[str, object]) -> PairConfig:
+    """Return the pair over the store that ``about`` describes: prefill reads and writes it, decode
+    writes it."""
+    client = (
+        *servers.staged(STAGED_TOKENS // PAGE_TOKENS),
+        *servers.stored(about, SEGMENT, PAGE_TOKENS),
+    )
+    return replace(
+        config,
+        prefill_sizes=replace(config.prefill_sizes, page_size=PAGE_TOKENS),
+        decode_sizes=replace(config.decode_sizes, page_size=PAGE_TOKENS),
+        prefill_args=(*config.prefill_args, *servers.HICACHE, *client),
+        decode_args=(*config.decode_args, *servers.WRITES, *client),
+        env={"MC_FORCE_TCP": "1"},  # Mooncake would look for RDMA devices
+    )
+
+
+def told(before: tuple[Values, Values], now: tuple[Values, Values]) -> str:
+    """Return what prefill and decode have done since ``before``, from their counters."""
+    (prefill, decode), (prefill_now, decode_now) = before, now
     hits, prompts, local = (
-        f"{now.get(name, 0.0) - before.get(name, 0.0):,.0f}"
+        f"{decode_now.get(name, 0.0) - decode.get(name, 0.0):,.0f}"
         for name in (metrics.HIT_TOKENS, metrics.PROMPT_TOKENS, metrics.LOCAL_TOKENS)
     )
-    return f"prefix hits {hits} of {prompts} tokens; {local} tokens computed on decode"
+    line = f"prefix hits {hits} of {prompts} tokens; {local} tokens computed on decode"
+    name = f"{metrics.CACHED_TOKENS} storage"
+    if stored := prefill_now.get(name, 0.0) - prefill.get(name, 0.0):
+        line += f"; {stored:,.0f} read from the store"
+    return line

@@ -23,9 +23,13 @@ TURNS = "sglang:decode_turns_total"
 CACHED_TOKENS = "sglang:cached_tokens_total"
 """Label ``cache_source``: ``device``, ``host`` or ``storage_BACKEND``; see ``parse``."""
 ALL_PROMPT_TOKENS = "sglang:prompt_tokens_total"
+POOL_TOKENS = "sglang:max_total_num_tokens"
 HOST_TOKENS = "sglang:hicache_host_total_tokens"
+"""Not of a decode server, whose staging buffer only this package counts."""
+STAGED_PAGES = "sglang:hicache_buffer_pages"
+# Of Mooncake's master.
 STORE_BYTES = "master_total_capacity_bytes"
-"""Mooncake's."""
+STORE_KEYS = "master_key_count"
 
 
 def parse(text: str) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,12 +27,14 @@ _DEVICE_ARGS = (
     if _ON_GPU
     else ("--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph")
 )
+_LAYOUT = ("--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct")
 HICACHE = (
-    *("--enable-hierarchical-cache", "--hicache-write-policy", "write_through"),
-    *("--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct"),
-    *("--hicache-storage-backend", "mooncake"),
+    *("--enable-hierarchical-cache", "--hicache-write-policy", "write_through", *_LAYOUT),
     *("--hicache-storage-prefetch-policy", "wait_complete"),
 )
+"""Of aggregated and prefill servers that read and write host memory, and a store behind it."""
+WRITES = ("--disaggregation-decode-enable-offload-kvcache", *_LAYOUT)
+"""Of decode servers with the radix cache that write to that store."""
 
 
 @dataclass(frozen=True)
@@ -180,9 +183,25 @@ def router(engines: Sequence[ServerConfig], *, port: int | None = None) -> Serve
     return ServerConfig("router", port or free, tuple(command))
 
 
+def staged(pages: int) -> tuple[str, ...]:
+    """Return the arguments of a server whose host memory is a staging buffer of ``pages``."""
+    return ("--hicache-host-memory-mode", "buffer_only", "--hicache-buffer-pages", str(pages))
+
+
+def stored(about: Mapping[str, object], segment: int, page_tokens: int) -> tuple[str, ...]:
+    """Return the arguments of a client of the store that ``about`` describes.
+
+    ``segment``: bytes of its memory that it gives to the store. ``page_tokens``: its page size,
+    which is also its smallest read.
+    """
+    told = {**about, "global_segment_size": segment, "prefetch_threshold": page_tokens}
+    extra = ("--hicache-storage-backend-extra-config", json.dumps(told))
+    return ("--hicache-storage-backend", "mooncake", *extra)
+
+
 def store() -> tuple[ServerConfig, dict[str, object]]:
-    """Mooncake's master with its metadata server, and what
-    ``--hicache-storage-backend-extra-config`` of its clients says of it. They give its memory.
+    """Return Mooncake's master with its metadata server, and its addresses for ``stored``. Its
+    memory is given by its clients.
 
     A key that was asked for is kept from eviction for a second: Mooncake's 10 s are for one that
     turns over in minutes; a small one does in seconds.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,17 +37,22 @@ def layout(
         chunked_prefill_tokens=rig.chunk_tokens,
         reserved_decode_tokens=rig.reserve_tokens or page_tokens,
     )
-    before, of_store, env = [], (), arm.env
-    if arm.store is not None:
-        master, about = servers.store()
-        of_store = _hicache(arm.store, about, sizes, kv_bytes_per_token(model))
-        before, env = [master], {"MC_FORCE_TCP": "1", **env}  # it would look for RDMA devices
-    limit = ("--disaggregation-decode-local-tokens", str(arm.local_tokens))
-    of_variant = {
-        "prefill": (),
-        "decode": limit if arm.variant == "local" else (),
-        "aggregated": of_store,
-    }
+    before, env = [], arm.env
+    hicache: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    if arm.variant == "local":
+        decode = ("--disaggregation-decode-local-tokens", str(arm.local_tokens))
+    if (store := arm.store) is not None:
+        memory = _memory(store, sizes)
+        if store.shared_tokens:
+            master, about = servers.store()
+            segment = store.shared_tokens * kv_bytes_per_token(model)
+            memory += servers.stored(about, segment, page_tokens)
+            before, env = [master], {"MC_FORCE_TCP": "1", **env}  # it would look for RDMA devices
+        hicache = (*servers.HICACHE, *memory)
+        if store.writes:
+            decode += (*servers.WRITES, *memory)
+    of_variant = {"prefill": hicache, "decode": decode, "aggregated": hicache}
     engines = [
         servers.engine(
             role,
@@ -71,19 +75,13 @@ def layout(
     return [*before, *engines, routed(_setup(engines), arm.policy, more)]
 
 
-def _hicache(
-    store: Store, about: dict[str, object], sizes: Sizes, token_bytes: int
-) -> tuple[str, ...]:
-    """Arguments of a server; arms differ in how much memory is whose, and in the mode."""
+def _memory(store: Store, sizes: Sizes) -> tuple[str, ...]:
+    """Return the arguments for the host memory of a server. Arms differ in its size and mode."""
     page = sizes.page_size
-    mode = ("--hicache-host-memory-mode", "buffer_only")
-    mode += ("--hicache-buffer-pages", str(store.host_tokens // page))
-    if not store.buffer_only:
-        # SGLang cuts the product to a token and then to a page, and adds a page.
-        mode = ("--hicache-ratio", str((store.host_tokens - page + 0.5) / sizes.pool_tokens))
-    shared = {"global_segment_size": store.shared_tokens * token_bytes, "prefetch_threshold": page}
-    told = json.dumps(about | shared)
-    return (*servers.HICACHE, *mode, "--hicache-storage-backend-extra-config", told)
+    if store.buffer_only:
+        return servers.staged(store.host_tokens // page)
+    # SGLang cuts the product to a token and then to a page, and adds a page.
+    return ("--hicache-ratio", str((store.host_tokens - page + 0.5) / sizes.pool_tokens))
 
 
 def _setup(configs: Sequence[ServerConfig]) -> Setup:
@@ -110,4 +108,5 @@ def started(
     assert target is not None, "several servers of a role and no router"
     with Fleet(configs, logs) as fleet:
         size = kv_bytes_per_token(model)
-        yield Servers(setup, about, target, token_range(model), fleet.check, via, size)
+        vocabulary = token_range(model)
+        yield Servers(setup, about, target, vocabulary, fleet.check, via, size, owned=True)

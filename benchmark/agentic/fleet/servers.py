@@ -6,6 +6,7 @@ import asyncio
 import re
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ FLUSH_S = 10.0
 ROUTED = "our router"
 MEMORY = "sglang:host_memory_bytes"
 """Of the engines' host pools or staging buffers; of the store, what its clients give it."""
+DEVICE_MEMORY = "sglang:device_memory_bytes"
+"""KV pools of the engines."""
 
 
 class Servers:
@@ -48,11 +51,14 @@ class Servers:
         check: Callable[[], None] = lambda: None,
         via: str = "directly",
         token_bytes: int = 0,
+        owned: bool = False,
     ) -> None:
         """``check``: raises where a server is not well, after each load. ``via``: for the page.
-        ``token_bytes``: KV of a token, where it is known."""
+        ``token_bytes``: KV of a token, where it is known. ``owned``: the store serves this load
+        alone, so it may be emptied."""
         self.setup, self.about, self.target, self.via = setup, about, target, via
         self.vocabulary, self.check, self._token_bytes = vocabulary, check, token_bytes
+        self._owned = owned
 
     def prompts(self, seed: int) -> PromptSource:
         about = self.about
@@ -79,8 +85,8 @@ class Servers:
                 raise RunFailed(f"warm-up of {self.target.url} failed: {outcome.message}")
 
     def flush(self) -> list[str]:
-        """Empties every engine's cache, then what our router believes of them; returns who would
-        not, and why."""
+        """Empties every engine's cache, then what our router believes of them, and the rig's store;
+        returns who would not, and why."""
         refused = []
         urls = list(self.setup.engines) or ([self.target.url] if self.setup.router else [])
         if self.via.startswith(ROUTED):
@@ -91,7 +97,24 @@ class Servers:
                 self._ask("POST", f"{url}/flush_cache?timeout={FLUSH_S}")
             except UNANSWERED as error:  # addresses stay out of what a run keeps
                 refused.append(f"server {number}: {error}")
+        if self._owned and self.setup.store is not None:
+            try:
+                self._empty(self.setup.store)
+            except UNANSWERED as error:
+                refused.append(f"the store: {error}")
         return refused
+
+    def _empty(self, store: str) -> None:
+        """Remove all keys from the store, or a load would find what the one before it computed.
+        Repeated, because Mooncake keeps a key that was just used."""
+        readers = [url for url, role in self.setup.engines.items() if role != "decode"]
+        until = time.monotonic() + FLUSH_S
+        while self._scrape(store).get(metrics.STORE_KEYS, 0.0):
+            if time.monotonic() > until:
+                raise ValueError("it kept some keys")
+            for url in readers:
+                self._ask("POST", f"{url}/hicache/storage-backend/clear")
+            time.sleep(SAMPLE_S / 4)
 
     def counters(self) -> dict[str, dict[str, float]]:
         """URL -> counters, of engines and store, where ``/metrics`` answers."""
@@ -102,19 +125,22 @@ class Servers:
         return found
 
     def gained(self, before: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-        """Role, also ``store`` -> what its servers' counters gained, summed; and the host memory
-        that they have now, bytes, as ``MEMORY``. A role is left out where one of its servers did
-        not answer now or ``before``: what it had counted until then would look like the load's, or
-        be missing."""
+        """Role, also ``store`` -> what its servers' counters gained, summed; and the memory for KV
+        that they have now, bytes, as ``MEMORY`` and ``DEVICE_MEMORY``. A role is left out where one
+        of its servers did not answer now or ``before``: what it had counted until then would look
+        like the load's, or be missing."""
         now, found = self.counters(), {}
         for role in dict.fromkeys(self._roles.values()):
             urls = [url for url, of in self._roles.items() if of == role]
             if all(url in before and url in now for url in urls):
                 found[role] = metrics.total(metrics.gained(before[url], now[url]) for url in urls)
-                pools = (now[url].get(metrics.HOST_TOKENS, 0.0) * self._token_bytes for url in urls)
-                given = (now[url].get(metrics.STORE_BYTES, 0.0) for url in urls)
-                if memory := sum(pools) + sum(given):
+                total = metrics.total(now[url] for url in urls)
+                staged = total.get(metrics.STAGED_PAGES, 0.0) * self.about.block_tokens
+                host = total.get(metrics.HOST_TOKENS, 0.0) or staged
+                if memory := host * self._token_bytes + total.get(metrics.STORE_BYTES, 0.0):
                     found[role][MEMORY] = memory
+                if device := total.get(metrics.POOL_TOKENS, 0.0) * self._token_bytes:
+                    found[role][DEVICE_MEMORY] = device
         return found
 
     @property

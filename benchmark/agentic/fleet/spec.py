@@ -78,14 +78,27 @@ Role = Literal["aggregated", "prefill", "decode"]
 
 
 class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A hierarchical cache of an arm's aggregated servers over one Mooncake store, which lives in
-    their memory. Tokens of KV."""
+    """Host memory of an arm's aggregated and prefill servers, tokens of KV: a hierarchical cache,
+    perhaps over one Mooncake store, which lives in their memory."""
 
     host_tokens: Positive
     """Of each server's host pool, or of its staging buffer."""
-    shared_tokens: Positive
-    """Of each server's part of the store, which all of them read."""
+    shared_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Of each server's part of the store, which all of them read; 0: there is no store."""
     buffer_only: bool = False
+    writes: bool = False
+    """Decode servers have the same, and write their KV to the store."""
+
+    def __post_init__(self) -> None:
+        if (self.buffer_only or self.writes) and not self.shared_tokens:
+            raise ValueError("`buffer_only` and `writes` need `shared_tokens`")
+        if self.writes and not self.buffer_only:
+            raise ValueError("`writes` needs `buffer_only`")
+
+    @property
+    def tokens(self) -> int:
+        """Of each of its servers."""
+        return self.host_tokens + self.shared_tokens
 
 
 class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -143,6 +156,14 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         answers."""
         ours = self.variant != "stock" and self.venv is None
         return ours or not (self.prefill or self.store)
+
+    @property
+    def host_tokens(self) -> int:
+        """Tokens of KV in the host memory of all of its servers, the store's included."""
+        if self.store is None:
+            return 0
+        servers = self.aggregated + self.prefill + (self.decode if self.store.writes else 0)
+        return servers * self.store.tokens
 
     @property
     def servers(self) -> dict[str, int]:

@@ -49,6 +49,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Output tokens asked for."""
     trace_new_tokens: int
     """Prompt tokens that an endless cache would not hold."""
+    load_new_tokens: int | None = None
+    """Those that no earlier request of this load had, in whole blocks; None: not counted."""
     cached_tokens: int | None = None
     """As the server reported."""
     output_tokens: int = 0

@@ -86,6 +86,7 @@ class Bodies:
     """A context manager; the process ends on exit."""
 
     def __init__(self, source: PromptSource) -> None:
+        self.block_tokens = source.block_tokens
         self._pool = ProcessPoolExecutor(
             1, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(source,)
         )

@@ -236,6 +236,7 @@ def outcome(
         prompt_tokens=answer.prompt_tokens or of.prompt_tokens,
         wanted_tokens=of.wanted_tokens,
         trace_new_tokens=of.new_tokens,
+        load_new_tokens=of.load_new_tokens,
         cached_tokens=answer.cached_tokens if answer.cached_told else None,
         output_tokens=answer.completion_tokens,
         request_class=of.kind,

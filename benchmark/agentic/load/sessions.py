@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Awaitable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import msgspec
@@ -47,6 +47,9 @@ class Turn:
     """Arrival, seconds after the trace's first request."""
     record: Record | None = None
     """Of a trace."""
+    load_new_tokens: int | None = None
+    """Prompt tokens that no earlier request of this load had, in whole blocks, at least one; None:
+    not counted."""
 
 
 Sent = tuple[Turn, Request | Awaitable[Message]]
@@ -97,9 +100,15 @@ def middle(number: int, of: int) -> int:
 
 
 def made_sessions(
-    made: Made, vocabulary: range, at_once: int = 0
+    made: Made, vocabulary: range, at_once: int = 0, block_tokens: int = 1
 ) -> Iterator[tuple[float, Session]]:
-    """Without end, due at once; so many begin in their ``middle``."""
+    """Without end, due at once; ``at_once`` of them begin in their ``middle``. New tokens of the
+    load are counted in blocks of ``block_tokens``."""
+    sent_prefixes: set[int] = set()
+
+    def new_of(prompt: list[int], known: int) -> int:
+        """Return the tokens behind the whole blocks that are ``known``, at least one."""
+        return len(prompt) - min(known, len(prompt) - 1) // block_tokens * block_tokens
 
     def ids(seed: str, tokens: int) -> list[int]:
         return random.Random(f"{made.seed} {seed}").choices(vocabulary, k=tokens)
@@ -107,11 +116,14 @@ def made_sessions(
     def cold(number: int) -> Session:
         prompt, wanted = ids(f"{number}", made.cold_tokens), COLD_ANSWER
         turn = Turn(number * made.turns, f"c{number}", 0, len(prompt), wanted, len(prompt), COLD)
-        yield turn, Request(prompt, wanted)
+        yield replace(turn, load_new_tokens=len(prompt)), Request(prompt, wanted)
 
     def warm(number: int) -> Session:
         prompt = list(prefixes[number % len(prefixes)]) if prefixes else []
         wanted = made.answer_tokens
+        group = number % len(prefixes) if prefixes else 0
+        known = len(prompt) if group in sent_prefixes else 0
+        sent_prefixes.add(group)
         first = middle(number, made.turns) if number < at_once else 0
         prompt += ids(f"{number} before", first * (made.turn_tokens + wanted))
         for turn in range(first, made.turns):
@@ -119,10 +131,12 @@ def made_sessions(
             prompt += ids(f"{number} {turn}", new)
             kind, index = LATER if turn else FIRST, number * made.turns + turn
             sent = Turn(index, f"s{number}", turn, len(prompt), wanted, new, kind)
+            sent = replace(sent, load_new_tokens=new_of(prompt, known))
             answer = yield sent, Request(prompt, wanted, label=f"{number}.{turn}")
             if not answer:
                 return  # what comes next would lack it
             prompt = [*prompt, *answer]
+            known = len(prompt) - 1  # the last token of an answer is not computed
 
     once = made.cold_share * made.turns
     share = once / (1 - made.cold_share + once)  # of the sessions, as a cold one has one request
@@ -173,12 +187,21 @@ def trace_sessions(
 ) -> Iterator[tuple[float, Session]]:
     """In their order, each with its time; an answer is not part of the next prompt. Bodies are made
     ahead: the first ones of ``AHEAD`` sessions, later ones while the turn before is answered."""
+    cache = EndlessCache()
+
+    def counted(turn: Turn) -> Turn:
+        """Sessions are not sent in the order of the trace, so its new tokens are not the load's."""
+        if turn.record is None:
+            return turn
+        most = (turn.prompt_tokens - 1) // bodies.block_tokens
+        hits = min(cache.hits(turn.record), most) * bodies.block_tokens
+        return replace(turn, load_new_tokens=turn.prompt_tokens - hits)
 
     def played(each: Sequence[Turn], first: Awaitable[Message]) -> Session:
         made = first
         for turn, after in zip(each, (*each[1:], None), strict=True):
             now, made = made, bodies.submit(after.record) if after else made
-            yield turn, now
+            yield counted(turn), now
 
     waiting: deque[tuple[float, Session]] = deque()
     for each in sessions:

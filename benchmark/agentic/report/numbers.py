@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import t
 
-from benchmark.agentic.fleet.servers import MEMORY
+from benchmark.agentic.fleet.servers import DEVICE_MEMORY, MEMORY
 from benchmark.agentic.fleet.spec import Slo
 from benchmark.agentic.load.outcome import Outcome
 from benchmark.agentic.report.events import events
@@ -37,6 +37,9 @@ TIERS = ("device", "host", "storage")
 CELL = ["point", "arm", "round"]
 ROUNDS = 3
 """Fewer give no verdict: what lies between two runs of one arm is not known then."""
+COMPUTED = "computed"
+"""Prompt tokens that servers computed over those that an endless cache of the load would not
+hold."""
 AGAINST = {
     **{f"{quantity}_mean": name for quantity, name in NAMES.items()},
     "itl_p99": "ITL p99",
@@ -87,6 +90,13 @@ class Numbers:
     """A row a request that counts: the columns of ``CELL`` and those of ``_request``."""
     cells: pd.DataFrame
     """A row a cell, by ``CELL``: the columns of ``described`` and of ``_cell``."""
+
+    def mean(self, point: str, arm: str, column: str) -> Interval:
+        """Return the mean over the rounds. No bounds, and so no verdict, of fewer than
+        ``ROUNDS``."""
+        values = self.cells.loc[point, arm][column]
+        found = interval(values)
+        return found if len(values) >= ROUNDS else Interval(found.value, math.nan, math.nan)
 
     def ratio(
         self, point: str, arms: tuple[str, str], column: str, kind: str = "", sure: float = 0.95
@@ -165,6 +175,7 @@ def _cell(run: Run, cell: Cell) -> dict[str, float]:
         "slo": sum(good) / len(good) if good else math.nan,
         "itl_p99": percentile(gaps, 99),
         "hit_rate": _hit_rate(counted),
+        COMPUTED: _computed(counted),
         "at_once": sum(max(0.0, each) for each in held) / span,
         "at_most": int(max(np.cumsum([step for _, step in steps]), default=0)),
         "late_p99": percentile(late, 99),
@@ -177,12 +188,27 @@ def _cell(run: Run, cell: Cell) -> dict[str, float]:
 
 
 def _hit_rate(counted: Sequence[Outcome]) -> float:
-    """Cached prompt tokens of all that were answered; NaN where no server ever said so. On OpenAI's
-    endpoints SGLang says nothing of a prompt of which nothing was cached."""
+    """Cached prompt tokens of all that were answered; NaN where no server ever said so."""
+    told = _told(counted)
+    prompts = sum(o.prompt_tokens for o in told)
+    return sum(o.cached_tokens or 0 for o in told) / max(1, prompts) if told else math.nan
+
+
+def _computed(counted: Sequence[Outcome]) -> float:
+    """Return the computed prompt tokens over the new ones: those that no earlier request of the
+    load had, else the trace's. NaN where no server said what was cached."""
+    told = _told(counted)
+    new = sum(o.trace_new_tokens if o.load_new_tokens is None else o.load_new_tokens for o in told)
+    computed = sum(o.prompt_tokens - (o.cached_tokens or 0) for o in told)
+    return computed / max(1, new) if told else math.nan
+
+
+def _told(counted: Sequence[Outcome]) -> list[Outcome]:
+    """Return the requests whose cached tokens are known. On OpenAI's endpoints SGLang says nothing
+    of a prompt of which nothing was cached."""
     if all(o.cached_tokens is None for o in counted):
-        return math.nan
-    told = [o for o in counted if o.error is None or o.cached_tokens is not None]
-    return sum(o.cached_tokens or 0 for o in told) / max(1, sum(o.prompt_tokens for o in told))
+        return []
+    return [o for o in counted if o.error is None or o.cached_tokens is not None]
 
 
 def _counters(cell: Cell) -> dict[str, float]:
@@ -190,12 +216,17 @@ def _counters(cell: Cell) -> dict[str, float]:
     found: dict[str, float] = {}
     if cell.samples:
         found = {"usage_p50": percentile(cell.samples, 50), "usage_max": max(cell.samples)}
-    engines, store = (cell.gained.get(role, {}) for role in ("aggregated", "store"))
+    engines = metrics.total(of for role, of in cell.gained.items() if role != "store")
     if MEMORY in engines:
-        found |= {"host_bytes": engines[MEMORY], "store_bytes": store.get(MEMORY, 0.0)}
-        prompts = max(1.0, engines.get(metrics.ALL_PROMPT_TOKENS, 0.0))
+        store_bytes = cell.gained.get("store", {}).get(MEMORY, 0.0)
+        found |= {"host_bytes": engines[MEMORY], "store_bytes": store_bytes}
+        found["memory_bytes"] = engines.get(DEVICE_MEMORY, 0.0) + engines[MEMORY] + store_bytes
+        found["device_bytes"] = engines.get(DEVICE_MEMORY, 0.0)
+        # A decode server reports the cached tokens of prefill once more.
+        computing = cell.gained.get("aggregated") or cell.gained.get("prefill", {})
+        prompts = max(1.0, computing.get(metrics.ALL_PROMPT_TOKENS, 0.0))
         for tier in TIERS:
-            found[tier] = engines.get(f"{metrics.CACHED_TOKENS} {tier}", 0.0) / prompts
+            found[tier] = computing.get(f"{metrics.CACHED_TOKENS} {tier}", 0.0) / prompts
     if "prefill" not in cell.gained:
         return found
     prefill, decode = (cell.gained.get(role, {}) for role in ("prefill", "decode"))

@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 
 from benchmark.agentic.fleet.spec import counted
 from benchmark.agentic.load.sessions import COLD_ANSWER
-from benchmark.agentic.report.numbers import AGAINST, NAMES, QUANTITIES, STAGES, STATISTICS, TIERS
+from benchmark.agentic.report.numbers import (
+    AGAINST,
+    COMPUTED,
+    NAMES,
+    QUANTITIES,
+    STAGES,
+    STATISTICS,
+    TIERS,
+)
 from benchmark.agentic.report.verdict import SHARE, percent, share, spread
 from benchmark.harness.report import markdown
 from benchmark.traces.record import BLOCK_TOKENS
@@ -44,6 +52,17 @@ class Column(NamedTuple):
         )
 
 
+WHOLE = [
+    Column("hit rate", ("hit_rate",), ".2f"),
+    Column("computed over new tokens", (COMPUTED,), ".2f"),
+    Column("KV moved a request", ("bytes_moved",), ",.0f", 1e-3, " KB"),
+    Column("TTFT: mean / p50", ("ttft_mean", "ttft_p50"), ",.0f", 1e3, " ms"),
+    Column("ITL p99", ("itl_p99",), ",.0f", 1e3, " ms"),
+    Column("end-to-end time", ("e2e_mean",), ",.0f", 1e3, " ms"),
+    Column("goodput/s", ("goodput",), ".1f"),
+    Column("memory for KV", ("memory_bytes",), ",.0f", 1e-6, " MB"),
+]
+"""What the page about the whole system shows."""
 GAINED = {name: AGAINST[name] for name in ("ttft_mean", "e2e_mean", "itl_p99", "goodput")}
 """What README.md compares arms by."""
 
@@ -70,6 +89,7 @@ RESULTS = [
     *TIMES,
     Column("ITL p99", ("itl_p99",), ",.1f", 1e3, " ms", spread=True),
     Column("hit rate", ("hit_rate",), ".1%"),
+    Column("computed over new tokens", (COMPUTED,), ".2f", spread=True),
     Column("concurrent: mean / max", ("at_once", "at_most"), ",.1f"),
 ]
 COUNTED = [
@@ -80,6 +100,8 @@ COUNTED = [
     Column("KV pool: p50 / max", ("usage_p50", "usage_max"), ".0%"),
     Column("cached on: device / host / store", TIERS, ".1%"),
     Column("host memory: pools / store", ("host_bytes", "store_bytes"), ",.1f", 1e-6, " MB"),
+    Column("device pools", ("device_bytes",), ",.1f", 1e-6, " MB"),
+    Column("memory for KV in all", ("memory_bytes",), ",.1f", 1e-6, " MB"),
     Column("imbalance", ("imbalance",), ".2f"),
     Column("transfers a request", ("transfers",), ".2f"),
     Column(f"stages: {' / '.join(STAGES)}", STAGES, ".2f", 1e3, " ms"),
@@ -113,7 +135,7 @@ def page(told: Json, figures: Mapping[str, str]) -> str:
         *(f"![{title}]({file})" for title, file in figures.items()),
         *_titled(
             "Claims",
-            "Ratios, with 95 % intervals.",
+            "Ratios of two arms, or a number of one arm, with 95 % intervals.",
             markdown(CLAIMS, claim_rows(told["claims"])) if told["claims"] else "",
         ),
         "## Before believing a number" if told["warnings"] else "",
@@ -148,9 +170,10 @@ def page(told: Json, figures: Mapping[str, str]) -> str:
 
 
 _ABOUT_RESULTS = (
-    "*Hit rate*: cached share of the prompt tokens, as the servers' answers say. *Concurrent*: "
-    "requests under way at the client. Latency is lower, requests/s and goodput higher where it is "
-    "better."
+    "*Hit rate*: cached share of the prompt tokens, as the servers' answers say. *Computed over "
+    "new tokens*: the other prompt tokens, over those that no earlier request of the load had, in "
+    "whole blocks. *Concurrent*: requests under way at the client. Latency is lower, requests/s "
+    "and goodput higher where it is better."
 )
 _ABOUT_RATIOS = (
     "Geometric means of the rounds' ratios, with intervals by Student's t. TTFT, TPOT and "
@@ -161,7 +184,8 @@ _ABOUT_RATIOS = (
 _ABOUT_COUNTED = (
     "*KV moved*: from prefill to decode. *Decode hit*: in its radix cache. *Loopback interface*: "
     "all that the kernel carried, requests and answers included, but not NIXL's shared memory. "
-    "*KV pool*: of a decoding server, sampled each second. *Imbalance*: "
+    "*KV pool*: of a decoding server, sampled each second. *Host memory*: host pools or staging "
+    "buffers of all servers, and what they give to the store. *Imbalance*: "
     "the busiest decoding server's share of prompt tokens over an even one. *Stages* of a "
     "transfer: from submission until a worker takes it; making its descriptors; the transport's "
     "calls; until it is seen complete. The stock release counts none."
@@ -176,10 +200,12 @@ _ABOUT_EVENTS = (
 
 def results(told: Json) -> str:
     """A row each arm at each load."""
-    head = ["failed", "meet SLO", *(column.head for column in RESULTS)]
+    # Results of earlier versions lack a number.
+    columns = [c for c in RESULTS if any(c.names[0] in of for of in _every(told))]
+    head = ["failed", "meet SLO", *(column.head for column in columns)]
 
     def row(of: Json) -> Iterator[list[str]]:
-        shown = (column.shown(of["numbers"]) for column in RESULTS)
+        shown = (column.shown(of["numbers"]) for column in columns)
         yield [str(of["failed"]), percent(three(of["numbers"].get("slo"))), *shown]
 
     return _table(told, head, row)
@@ -208,6 +234,11 @@ def counters(told: Json) -> str:
     return _columns(told, COUNTED)
 
 
+def whole(told: Json) -> str:
+    """Return what the parts of a system add, one row an arm at each load."""
+    return _columns(told, WHOLE)
+
+
 def gained(of: Json) -> list[str]:
     """An arm over the first one, without intervals."""
     return [_ratio(of["of_first_arm"][name], bounds=False) for name in GAINED]
@@ -223,7 +254,7 @@ def claim_rows(found: Sequence[Json]) -> list[list[str]]:
 
 def _columns(told: Json, columns: Sequence[Column]) -> str:
     """Those that any arm has a number but 0 for; no row without any."""
-    every = [of["numbers"] for arms in told["loads"].values() for of in arms.values()]
+    every = _every(told)
     there = [
         column
         for column in columns
@@ -236,6 +267,11 @@ def _columns(told: Json, columns: Sequence[Column]) -> str:
             yield shown
 
     return _table(told, [column.head for column in there], row) if there else ""
+
+
+def _every(told: Json) -> list[Json]:
+    """Return the numbers of each arm at each load."""
+    return [of["numbers"] for arms in told["loads"].values() for of in arms.values()]
 
 
 def _table(

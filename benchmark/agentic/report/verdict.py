@@ -9,7 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
 from typing import Any
 
-from benchmark.agentic.report.numbers import AGAINST, ROUNDS, Interval, Numbers, interval
+from benchmark.agentic.report.numbers import (
+    AGAINST,
+    COMPUTED,
+    ROUNDS,
+    Interval,
+    Numbers,
+    interval,
+)
 from benchmark.agentic.studies.record import Run
 from benchmark.agentic.studies.spec import Point
 
@@ -224,14 +231,18 @@ def _few(run: Run) -> Iterator[str]:
 def claims(run: Run, of: Numbers) -> list[dict[str, Any]]:
     """Those whose arms and load were measured, each with ``ours`` and ``verdict``: *agrees*, *does
     not agree*, or *no verdict* where the interval holds the bound, or there is none."""
-    columns = {name.partition("_")[0]: name for name in (*AGAINST, "requests_per_s")}
+    columns = {name.partition("_")[0]: name for name in (*AGAINST, "requests_per_s", COMPUTED)}
     found = []
     for claim in run.study.claims:
-        for point in (each for each in run.points if each.load == claim.at):
-            arms = (claim.arm, claim.over)
-            if not set(arms) <= set(measured(run, of, point.name)):
+        for point in (each for each in run.points if claim.at in (None, each.load)):
+            name, there = columns[claim.of], measured(run, of, point.name)
+            if claim.arm not in there or claim.over not in (None, *there):
                 continue
-            ours = of.ratio(point.name, arms, columns[claim.of], claim.request_class or "")
+            if claim.over is None:
+                ours = of.mean(point.name, claim.arm, name)
+            else:
+                arms, kind = (claim.arm, claim.over), claim.request_class or ""
+                ours = of.ratio(point.name, arms, name, kind)
             low = -math.inf if claim.at_least is None else claim.at_least
             high = math.inf if claim.at_most is None else claim.at_most
             verdict = "no verdict"
@@ -242,7 +253,7 @@ def claims(run: Run, of: Numbers) -> list[dict[str, Any]]:
             bounds = (("at most", claim.at_most), ("at least", claim.at_least))
             bound = " and ".join(f"{word} {x:g}" for word, x in bounds if x is not None)
             theirs = f"{claim.theirs}; {bound}" if claim.theirs else bound
-            named = {"claim": claim.text, "load": point.name, "theirs": theirs}
+            named: dict[str, Any] = {"claim": claim.text, "load": point.name, "theirs": theirs}
             found.append({**named, "ours": ours, "verdict": verdict})
     return found
 

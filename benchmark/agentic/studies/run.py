@@ -127,7 +127,8 @@ def _send(
             made = cell.key[2].made(study.made)
             classes = made.classes
             made = msgspec.structs.replace(made, seed=made.seed + cell.round)
-            sessions = made_sessions(made, running.vocabulary, settings.sessions or 0)
+            page = plan.fleet.block_tokens if plan.fleet.rig else 1
+            sessions = made_sessions(made, running.vocabulary, settings.sessions or 0, page)
         else:
             found, prompts = _replayed(plan, cell), running.prompts(SEED)
             classes = list({turn.kind for session in found for turn in session})

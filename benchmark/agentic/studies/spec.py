@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -63,6 +63,7 @@ class LoadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 Quantity = Literal["ttft", "tpot", "e2e"]
+QUANTITIES: tuple[str, ...] = get_args(Quantity)
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -82,16 +83,17 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What somebody says of two arms: a bound on a ratio."""
+    """A bound on a ratio of two arms, or on a number of one arm."""
 
     text: str
     arm: str
-    over: str
-    """The arm that it is divided by."""
-    of: Literal["ttft", "tpot", "e2e", "itl", "goodput", "requests"]
-    """The last one: requests/s, in time or not."""
-    at: float
-    """The load."""
+    of: Literal["ttft", "tpot", "e2e", "itl", "goodput", "requests", "computed"]
+    """``requests``: requests/s, in time or not. ``computed``: prompt tokens that servers computed
+    over new ones."""
+    over: str | None = None
+    """The arm that it is divided by; None: the bound is on the number itself."""
+    at: float | None = None
+    """The load; None: each one."""
     at_most: float | None = None
     at_least: float | None = None
     request_class: str | None = msgspec.field(name="class", default=None)
@@ -133,10 +135,12 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.grid and self.made is None:
             raise ValueError("`grid` needs `made`")
         for claim in self.claims:
-            if claim.arm not in self.arms or claim.over not in self.arms:
+            if claim.arm not in self.arms or claim.over not in (None, *self.arms):
                 raise ValueError(f"`claims`: no arm {claim.arm!r} or {claim.over!r}")
-            if claim.request_class and claim.of in ("itl", "goodput", "requests"):
+            if claim.request_class and claim.of not in QUANTITIES:
                 raise ValueError(f"`claims`: {claim.of} is of all requests, not of a class")
+            if claim.request_class and claim.over is None:
+                raise ValueError("`claims`: `class` needs `over`")
 
     @property
     def load_s(self) -> float:

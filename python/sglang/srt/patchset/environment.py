@@ -219,15 +219,15 @@ PEER_TIMEOUT = _seconds(
 QUEUES = _integer(
     "SGLANG_DISAGGREGATION_QUEUE_SIZE", "nixl", 4,
     "Transfer queues, each with a thread. All chunks of a room use the same queue. Over NIXL each "
-    "thread has a UCX worker, with an endpoint for each decode rank.",
-    least=1, most=256,
+    "thread has a UCX worker, with an endpoint for each decode rank. More than 256 count as 256.",
+    least=1,
 )  # fmt: skip
 THREADS = _integer(
     "SGLANG_DISAGGREGATION_THREAD_POOL_SIZE", "nixl", 4,
     "Over Mooncake: the largest number of engine calls at one time. A value below "
     "`SGLANG_DISAGGREGATION_QUEUE_SIZE` ends the server at start (SGLang's assertion). Over NIXL "
     "it has no effect.",
-    least=1, most=256, shown="min(max(4, cpus / 2 / 8), 12)",
+    least=1, shown="min(max(4, cpus / 2 / 8), 12)",
 )  # fmt: skip
 WORKER_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_WORKER_TIMEOUT", "nixl", 30.0,

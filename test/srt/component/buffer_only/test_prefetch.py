@@ -69,6 +69,41 @@ def test_a_hit_larger_than_the_stage_comes_in_rounds():
     assert cache.tree.take_storage_hit("r") == 29 * PAGE
 
 
+@pytest.mark.hazard("back-pressure-deadlock")
+@pytest.mark.parametrize("step", range(2, 10))
+def test_a_round_that_is_evicted_is_fetched_again(step: int):
+    """Guards against a staging buffer full of pages that continue what is gone: nothing could be
+    fetched, and the request and all behind it waited for as long as the time limit allows."""
+    tokens = prompt(3, 30)
+    cache = stored(tokens, pages=8, tokens=80 * PAGE)
+    cache.want("r", tokens)
+    for _ in range(step):
+        cache.step()
+        assert not cache.tree.check_prefetch_progress("r")
+    cache.evict(1000)
+    assert cache.run("r", tokens) == 29 * PAGE
+
+
+@pytest.mark.hazard("back-pressure-deadlock")
+def test_a_round_that_is_evicted_while_the_device_has_no_room():
+    """It stands in line, as a request without a store would: before, requests behind it took each
+    page that others gave back, for as long as the time limit allows. Its round is fetched again
+    when there is room, although nothing else happens then."""
+    tokens = prompt(3, 30)
+    cache = stored(tokens, pages=8, tokens=80 * PAGE)
+    cache.want("r", tokens)
+    while not cache.held_tokens(tokens):
+        assert not cache.tree.check_prefetch_progress("r")
+        cache.step()
+    taken = cache.allocator.alloc(cache.allocator.available_size() - 4 * PAGE)
+    for _ in range(8):
+        assert cache.tree.check_prefetch_progress("r")
+        cache.step()
+    assert cache.evict(1000) and cache.compute(prompt(4, 4)) == 0
+    cache.allocator.free(taken)
+    assert cache.run("r", tokens) == 29 * PAGE
+
+
 # ---- what may happen on the way ----
 
 
@@ -155,6 +190,23 @@ def test_what_the_tree_held_may_go_or_be_split(state: State, how: str, evicted: 
     fetched = pages_fetched(cache)
     assert len(fetched) == len(set(fetched)) == 4 + evicted
     assert cache.buffer.context.counters["prefetch_hit_tokens"] == (4 + evicted) * PAGE
+
+
+@pytest.mark.hazard("prefix-under-prefetch")
+@pytest.mark.parametrize("in_tree", [4, 9])
+@pytest.mark.parametrize("left", [0, 2])
+def test_what_the_tree_held_may_go_where_the_store_had_no_more(in_tree: int, left: int):
+    """Guards against requests that wait, as on a prefill server for their decode server, while
+    others evict what they would have hit: they computed it although the store has it."""
+    cache = stored(PROMPT[: in_tree * PAGE])
+    cache.compute(PROMPT[: 2 * PAGE])
+    cache.compute(PROMPT[: in_tree * PAGE])
+    cache.settle()
+    cache.want("r", PROMPT)
+    steps(cache, 6)
+    while cache.held_tokens(PROMPT) > left * PAGE:
+        cache.evict(1)
+    assert cache.run("r", PROMPT) == min(in_tree, 8) * PAGE
 
 
 def test_what_the_tree_held_goes_again_and_again():

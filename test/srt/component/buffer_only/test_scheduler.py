@@ -353,6 +353,40 @@ def test_no_request_is_preempted_for_one_that_waits_for_the_store(policy: str):
     assert not lost and len(server.running_batch.reqs) == PLACES - 1
 
 
+@pytest.mark.hazard("preempted-for-a-prefetch")
+@pytest.mark.parametrize("low_first", [False, True])
+@pytest.mark.parametrize(
+    ("outranked", "max_new_tokens", "can_preempt"),
+    [(9, 160, True), (9, 161, False), (4, 140, True), (4, 141, False)],
+)
+def test_a_request_for_which_preemption_makes_no_room(
+    outranked: int, max_new_tokens: int, can_preempt: bool, low_first: bool
+):
+    """Guards against a hit that is given up, and against smaller requests that take each free page:
+    SGLang preempts requests only if those that are outranked free enough, of four tokens each here.
+    Otherwise the time limit does not start, and the requests behind wait."""
+    cache = stored(PROMPT, settings={"policy": "wait_complete"}, tokens=40 * PAGE)
+    server, sign = Preempting(cache), -1 if low_first else 1
+    server.server_args.schedule_low_priority_values_first = low_first
+    for req in server.running[outranked:]:
+        req.priority = 8 * sign
+    big = sglang_request("big", PROMPT, 10 * sign, max_new_tokens)
+    small = sglang_request("small", prompt(7, 2), 10 * sign, max_new_tokens=1)
+    cache.want("big", PROMPT)
+    assert server.admitted(big, small) == ["small"] * can_preempt
+    assert cache.prefetch("big").waited_ms == (0 if can_preempt else None)
+
+
+def test_a_priority_beyond_any_float():
+    """Guards against a scheduler that ends because of a client's number: where no request runs yet,
+    a burst takes all places, and one that is left over is compared with none."""
+    server = Preempting(stored(PROMPT))
+    server.running_batch.reqs = []
+    burst = [sglang_request(f"r{n}", prompt(60 + n, 2), 0) for n in range(PLACES)]
+    last = sglang_request("last", prompt(99, 2), -(10**400))
+    assert server.admitted(*burst, last) == [req.rid for req in burst]
+
+
 def test_a_preempted_request_waits_again_where_no_other_is_admitted():
     """SGLang forgot it where the request that it made room for did not fit after all."""
     cache = stored(PROMPT, tokens=20 * PAGE)

@@ -274,6 +274,60 @@ def test_a_store_whose_lookups_answer_and_whose_reads_do_not_deliver(
     assert scene.call("batch_get_v1").pages == scene.call("batch_get_v1").pages == 3
 
 
+def until_up(scene: Scene) -> float:
+    """Seconds until reads are tried again, with a look every half second."""
+    scene.calm()
+    start = scene.now
+    while not scene.client.up and scene.now < start + 100.0:
+        scene.now += 0.5
+    return scene.now - start
+
+
+def test_trials_of_a_store_that_does_not_deliver() -> None:
+    """Guards against pauses that grow by more than twice, and against other reads that wait with
+    the trial."""
+    scene, others = Scene(first_retry=1.0, longest_retry=8.0), list[Any]()
+
+    def late(keys: Any) -> list[bool]:
+        others.append(scene.client.read(KEYS, slots(3, 4, 5)).fault if others else "not yet")
+        scene.now += 0.5 * scene.client.settings.deadline
+        return [False] * 3
+
+    for pause in (1.0, 2.0, 4.0, 8.0, 8.0):
+        scene.store.answer("batch_get_v1", late)
+        assert scene.call("batch_get_v1").fault is Fault.MISSING
+        assert until_up(scene) == pause
+    assert others[1:] == [Fault.DOWN] * 4
+    scene.settled()
+
+
+def test_trials_that_find_no_failure() -> None:
+    """Guards against a pause that is started or lengthened by a page that was evicted since its
+    lookup, or by a read that finds all calls taken."""
+    scene = Scene(first_retry=1.0, max_calls=1)
+
+    def late(keys: Any) -> list[bool]:
+        scene.now += 0.5 * scene.client.settings.deadline
+        return [False] * 3
+
+    scene.calm()
+    scene.store.answer("batch_get_v1", late)
+    assert scene.call("batch_get_v1").fault is Fault.MISSING and until_up(scene) == 1.0
+    gate = scene.store.hang("batch_set_v1")
+    writer = threading.Thread(target=scene.call, args=["batch_set_v1"])
+    writer.start()
+    assert gate.entered.wait(60)
+    assert scene.call("batch_get_v1").fault is Fault.DOWN and scene.client.up
+    gate.open()
+    writer.join(60)
+    scene.calm()
+    scene.store.answer("batch_get_v1", lambda _: [False] * 3)
+    assert scene.call("batch_get_v1").fault is Fault.MISSING and scene.client.up
+    scene.calm()
+    assert scene.call("batch_get_v1").pages == 3
+    scene.settled()
+
+
 def test_a_store_that_evicts_is_read_on(scene: Scene) -> None:
     """Guards against hits that are lost because another prompt was evicted before its read."""
     for _ in range(5):

@@ -84,10 +84,26 @@ INVALID = [
     ({}, {"rid": 5}, "rid is 5"),
     ({}, {"rid": ["a"]}, "rid is ['a']"),
     ("greedy", {}, "sampling_params is 'greedy'"),
+    ([{}], {}, "sampling_params is [{}]: a list needs a list of prompts"),
     ([{}, None], BATCH, "sampling_params is None"),
     ({}, {"rid": "HEALTH_CHECK_1"}, "rid is 'HEALTH_CHECK_1'"),  # left out while others run
-    ({}, BATCH | {"bootstrap_room": [1]}, "bootstrap_room has 1 entries"),
-    ({"n": 2}, BATCH | {"bootstrap_host": ["h"] * 3}, "bootstrap_host has"),
+    # SGLang takes an entry of each list for each prompt, and raises after it has sent some.
+    *(
+        ({}, BATCH | fields, "cannot be split into its prompts")
+        for fields in (
+            {"bootstrap_room": [1]},
+            {"modalities": ["image"]},
+            {"audio_data": ["a"]},
+            {"video_data": []},
+            {"decode_tp_size": [1]},
+            {"decode_tp_size": 1},
+            {"return_hidden_states": [True]},
+            {"text": ["a", "b"], "input_ids": [[3]]},
+            {"rid": [["a"], ["b"]]},
+        )
+    ),
+    ([], BATCH, "cannot be split into its prompts"),
+    ({"n": 2}, BATCH | {"decode_tp_size": [1, 1]}, "cannot be split into its prompts"),
     ({"logit_bias": [5]}, {}, "logit_bias is [5]"),
     ({"temperature": float("nan")}, {}, "temperature is nan"),
     ({"repetition_penalty": 0}, {}, "repetition_penalty is 0"),
@@ -286,6 +302,15 @@ def test_a_buffer_only_server_refuses_wrong_ids(
     tokenizer.mm_processor.process_mm_data_async.return_value = processed
     with pytest.raises(ValueError, match=re.escape(told)):
         answer(tokenizer, kind(**fields))
+    assert tokenizer.rid_to_state == {} and tokenizer.sent == []
+
+
+def test_what_sglang_raises_at_leaves_nothing() -> None:
+    """Guards against the same on a server of no pair, where SGLang gets the parameters as they
+    are."""
+    tokenizer = Tokenizer("null")
+    with pytest.raises(AttributeError):
+        answer(tokenizer, GenerateReqInput(sampling_params=[{}], **FIELDS))
     assert tokenizer.rid_to_state == {} and tokenizer.sent == []
 
 

@@ -161,6 +161,37 @@ def test_decode_gives_up_a_request_that_waits(
         one.check_idle()
 
 
+@pytest.mark.hazard("dead-prompt-computed")
+def test_decode_gives_up_a_request_at_the_end_of_a_long_queue(
+    server: tuple[list[Rank], Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against requests that end only when they are computed next, which under others of a
+    higher priority may be never; and against ranks that check different parts of the queue."""
+    monkeypatch.setattr("sglang.srt.disaggregation.delta.prefill.scheduler.CHECKED", 1)
+    ranks, pair = server
+    for one in ranks:
+        for room in (ROOM, OTHER, 9, 10):
+            one.arrive(room)
+            one.rank.announce(room, [room])
+    ended = []
+    for last in (10, 9):
+        pair.call(lambda number: ranks[number].step())
+        for one in ranks:
+            one.rank.withdraw(last)
+        for _ in range(4):
+            first, second = pair.call(lambda number: ranks[number].step())
+            assert first == second
+        ended += [f"r{last}"]
+        assert all(one.mailbox.ends == dict.fromkeys(ended, 1) for one in ranks)
+    for one in ranks:
+        for room in (ROOM, OTHER):
+            one.rank.withdraw(room)
+    for _ in range(3):
+        pair.call(lambda number: ranks[number].step())
+    for one in ranks:
+        one.check_idle()
+
+
 @pytest.mark.parametrize(("rid", "ended"), [("r7", {"r7"}), ("", {"r7", "r8"}), ("x", set())])
 def test_a_client_leaves_while_its_request_waits(rank: Rank, rid: str, ended: set[str]) -> None:
     """Guards against a room that stays in prefill's tables, and a decode server that waits for it,

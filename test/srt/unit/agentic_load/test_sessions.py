@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import suppress
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from benchmark.agentic.fleet.spec import load
 from benchmark.agentic.load.outcome import Classes
+from benchmark.agentic.load.prepare import Bodies
 from benchmark.agentic.load.run import Counting, Window
 from benchmark.agentic.load.sessions import (
     COLD,
@@ -21,6 +23,7 @@ from benchmark.agentic.load.sessions import (
     begun,
     by_session,
     made_sessions,
+    trace_sessions,
     turns,
 )
 from benchmark.agentic.studies.spec import Study, find
@@ -89,6 +92,44 @@ def test_a_trace_begins_with_sessions_by_their_requests() -> None:
     found = begun(trace, 100, 20)
     assert sum(len(trace[int(each[0].session_id or 0)]) > 1 for each in found[:20]) >= 8
     assert found[-100:] == trace[100:] and len(found) == len(trace)
+
+
+def test_new_tokens_of_a_load_are_counted_in_its_order() -> None:
+    """Guards the tokens that servers have to compute: sessions of a trace are sent in another order
+    than it has, a part of a block is no hit, and the last token is always computed."""
+
+    class Nothing:
+        block_tokens = 16
+
+        def submit(self, record: Record | None) -> None:
+            return None
+
+    sizes = {(1, 2, 3): 48, (1, 2): 30, (1, 9): 32}
+    records = [Record(0.0, tokens, 1, ids) for ids, tokens in sizes.items()]
+    for order, expected in (((0, 0, 1, 2), [48, 16, 14, 16]), ((1, 2, 0), [30, 16, 16])):
+        each = [next(turns([records[at]], 16, Classes())) for at in order]
+        sent = trace_sessions([[turn] for turn in each], cast(Bodies, Nothing()))
+        found = [turn.load_new_tokens for _, session in sent for turn, _ in session]
+        assert found == expected
+
+
+def test_an_answer_is_no_new_token_of_the_next_turn() -> None:
+    """Guards the figure by which decode's writes are judged: a server has an answer but for its
+    last token, and a prefix that an earlier session had, in whole pages."""
+    made = Made(first_tokens=20, turns=2, turn_tokens=10, prefixes=1, prefix_tokens=17)
+    sessions = made_sessions(made, WORDS, block_tokens=16)
+    found = []
+    for _ in range(2):
+        _, session = next(sessions)
+        turn, request = next(session)
+        found.append(turn.load_new_tokens)
+        turn, _ = session.send([5] * 12)
+        found.append(turn.load_new_tokens)
+        assert len(request.prompt) == 37 and turn.prompt_tokens == 37 + 12 + 10
+    assert found == [37, 59 - 48, 37 - 16, 59 - 48]
+    _, session = next(made_sessions(Made(first_tokens=20, turns=2, turn_tokens=12), WORDS, 0, 16))
+    next(session)
+    assert session.send([5] * 12)[0].load_new_tokens == 44 - 16, "31 of 32 tokens are computed"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5])

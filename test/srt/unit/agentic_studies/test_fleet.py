@@ -5,19 +5,28 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmark.agentic.fleet import rig, spec
+from benchmark.agentic.fleet import servers as servers_of_a_setup
 from benchmark.agentic.fleet.servers import Servers, usage
 from benchmark.agentic.fleet.spec import FleetFile
+from benchmark.agentic.report.numbers import numbers
+from benchmark.agentic.studies.record import Cell
 from benchmark.agentic.studies.run import order
 from benchmark.agentic.studies.spec import FOLDER, Study, find
+from benchmark.harness import metrics, servers
 from benchmark.harness.client import Target
 from benchmark.harness.models import REPOSITORY, TINY_ARITH, kv_bytes_per_token
+from unit.agentic_studies.test_numbers import outcome, run
 
+ROLES = ("aggregated", "prefill", "decode")
 RADIX = "--disaggregation-decode-enable-radix-cache"
-SLEEPLESS = {"demo", "hicache", "lead_burst", "lead_turns", "throughput", "wire", "worth"}
+SLEEPLESS = {
+    *("demo", "hicache", "lead_burst", "lead_turns", "throughput", "whole", "wire", "worth"),
+}
 """Studies with servers that must not sleep."""
 
 
@@ -81,7 +90,8 @@ def test_arms_of_the_rig_differ_in_what_they_say() -> None:
         assert doze != (path.stem in SLEEPLESS), path
         for arm in arms:
             layout = rig.layout(arm, spec.Rig(pool_tokens=5000), TINY_ARITH, doze=doze)
-            assert (layout[0].role == "store") == (arm.store is not None)
+            shared = arm.store is not None and arm.store.shared_tokens > 0
+            assert (layout[0].role == "store") == shared
             assert (layout[-1].role == "router") == (arm.policy != "none")
             engines = [c for c in layout if c.role not in ("router", "store")]
             roles = [engine.role for engine in engines]
@@ -135,6 +145,82 @@ def test_arms_of_a_store_differ_in_memory_and_mode() -> None:
     assert hosts == [arm.store.host_tokens for arm in arms]
     one, other = (host * size + segment for host, segment in zip(hosts, segments, strict=True))
     assert one == other
+
+
+def test_arms_of_the_whole_system_have_the_same_memory() -> None:
+    """Guards against an arm that is better because it has more memory for KV, or whose servers use
+    it otherwise than its title says."""
+    study = spec.load(find("whole"), Study)
+    assert {arm.host_tokens for arm in study.arms.values()} == {96_800}
+    reads, writes = "--enable-hierarchical-cache", servers.WRITES[0]
+    uses = {}
+    for name, arm in study.arms.items():
+        engines = [c for c in rig.layout(arm, spec.Rig(), TINY_ARITH) if c.role in ROLES]
+        uses[name] = [[flag in engine.command for flag in (reads, writes)] for engine in engines]
+        given = [_given(engine.command) for engine in engines]
+        assert sum(map(sum, given)) == 96_800, name
+    reading, writing, neither = [True, False], [False, True], [False, False]
+    assert uses.pop("aggregated") == uses.pop("aggregated-store") == [reading, reading]
+    assert uses.pop("pd-writes") == [reading, writing]
+    assert list(uses.values()) == [[reading, neither]] * 4
+
+
+def _given(command: tuple[str, ...]) -> tuple[int, int]:
+    """Return the tokens of a server's host pool or staging buffer, and of its part of the store."""
+    told = dict(zip(command, (*command[1:], ""), strict=True))
+    if not (extra := told.get("--hicache-storage-backend-extra-config")):
+        if (ratio := told.get("--hicache-ratio")) is None:
+            return 0, 0
+        # SGLang cuts the product to a token and then to a page, and adds a page.
+        return (int(float(ratio) * spec.Rig().pool_tokens) // 16 + 1) * 16, 0
+    segment = json.loads(extra)["global_segment_size"]
+    return int(told["--hicache-buffer-pages"]) * 16, segment // kv_bytes_per_token(TINY_ARITH)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{host_tokens: 1, buffer_only: true}", "need `shared_tokens`"),
+        ("{host_tokens: 1, shared_tokens: 1, writes: true}", "needs `buffer_only`"),
+    ],
+)
+def test_a_store_that_no_server_takes_is_refused(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "store.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=says):
+        spec.load(path, spec.Store)
+
+
+class Kept(Servers):
+    """A store that removes its keys when it is asked for the second time, or never."""
+
+    def __init__(self, *of: Any, removes: bool = True, **more: Any) -> None:
+        super().__init__(*of, **more)
+        self.asked: list[str] = []
+        self._keys, self._removes = 2.0, removes
+
+    def _ask(self, method: str, url: str) -> bytes:
+        if url.endswith("/metrics"):
+            return f"master_key_count {self._keys}\n".encode()
+        self.asked.append(url)
+        self._keys -= self._removes and url.endswith("clear")
+        return b""
+
+
+def test_a_load_finds_nothing_in_the_store_of_the_rig(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a load that reads what the one before it computed: Mooncake keeps keys that
+    were just used. A fleet's own store is never emptied."""
+    monkeypatch.setattr(servers_of_a_setup, "FLUSH_S", 1.0)
+    setup = spec.Setup(
+        prefill=(spec.Prefill("http://p"),), decode=("http://d",), store="http://store"
+    )
+    words = (setup, FleetFile(setups={"pd": setup}), Target("http://d"), range(9))
+    theirs = Kept(*words)
+    assert theirs.flush() == [] and not any("clear" in url for url in theirs.asked)
+    ours = Kept(*words, owned=True)
+    assert ours.flush() == []
+    assert ours.asked[-2:] == ["http://p/hicache/storage-backend/clear"] * 2
+    assert Kept(*words, owned=True, removes=False).flush() == ["the store: it kept some keys"]
 
 
 def test_a_fleet_without_an_arms_servers_says_so() -> None:
@@ -191,6 +277,37 @@ def test_counters_that_did_not_answer_twice_are_left_out() -> None:
     assert servers.gained(before)["prefill"] == {"sent": 3.0}
     silent.add("http://p")
     assert servers.gained(before) == {"decode": {"sent": 0.0}}
+
+
+def test_memory_for_kv_is_that_of_all_servers_of_a_role() -> None:
+    """Guards the column that shows that arms have the same memory: device pools, host pools or
+    staging buffers, and the store; a decode server counts its staging buffer in pages alone."""
+    setup = spec.Setup(
+        prefill=(spec.Prefill("http://p"),), decode=("http://d",), store="http://store"
+    )
+    pages = {
+        "http://p": {metrics.POOL_TOKENS: 100, metrics.HOST_TOKENS: 32, metrics.STAGED_PAGES: 2},
+        "http://d": {metrics.POOL_TOKENS: 50, metrics.STAGED_PAGES: 4},
+        "http://store": {metrics.STORE_BYTES: 900},
+    }
+
+    class Scraped(Servers):
+        def _scrape(self, url: str) -> dict[str, float]:
+            return dict(pages[url])
+
+    about = FleetFile(setups={"pd": setup}, block_tokens=16)
+    servers = Scraped(setup, about, Target("http://d"), range(9), token_bytes=2)
+    gained = servers.gained(servers.counters())
+    kinds = (servers_of_a_setup.DEVICE_MEMORY, servers_of_a_setup.MEMORY)
+    assert {role: [of.get(kind, 0) for kind in kinds] for role, of in gained.items()} == {
+        "prefill": [200, 64],
+        "decode": [100, 128],
+        "store": [0, 900],
+    }
+    made = run([Cell("a", 0, 4, gained=gained, outcomes=[outcome(0, 1.0)])])
+    row = numbers(made).cells.loc["4", "a"].mean()
+    told = [row[f"{kind}_bytes"] for kind in ("device", "host", "store", "memory")]
+    assert told == [300, 192, 900, 1392]
 
 
 def test_a_heavy_request_is_heavy_on_every_fleet() -> None:

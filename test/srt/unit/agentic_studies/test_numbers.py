@@ -222,6 +222,26 @@ def test_a_miss_that_is_not_told_is_a_miss() -> None:
     assert set(numbers(made).cells["hit_rate"]) == {0.25}
     change(made, "a", lambda o: {"cached_tokens": None})
     assert numbers(made).cells["hit_rate"].isna().all()
+    assert numbers(made).cells["computed"].isna().all()
+
+
+def test_computed_tokens_are_held_against_the_new_ones_of_the_load() -> None:
+    """Guards the figure that says whether each token is computed once: sessions are not sent in the
+    order of the trace, so its own new tokens would be too few or too many."""
+    claim = Claim("computed", "a", "computed", at_most=1.05)
+    made = run(cells("a", 1.0), cells("b", 1.0), cells("a", 1.0, load=8))
+    change(made, "a", lambda o: {"cached_tokens": 60})
+    assert set(numbers(made).cells.loc["4", "a"]["computed"]) == {0.4}  # of the trace's 100
+    change(made, "a", lambda o: {"load_new_tokens": 40 if o.index % 2 else 38})
+    made.study = msgspec.structs.replace(made.study, claims=(claim,))
+    text = shown(made)
+    assert "| computed | 4 | at most 1.05 | 1.03 [1.03, 1.03] | agrees |" in text
+    assert "| computed | 8 | at most 1.05 | 1.03 [1.03, 1.03] | agrees |" in text
+    change(made, "a", lambda o: {"load_new_tokens": 30})
+    assert "| computed | 8 | at most 1.05 | 1.33 [1.33, 1.33] | does not agree |" in shown(made)
+    few = run(cells("a", 1.0, rounds=2), rounds=2)
+    few.study = msgspec.structs.replace(few.study, claims=(claim,))
+    assert "| computed | 4 | at most 1.05 | 0.50 | no verdict |" in shown(few)
 
 
 def test_what_a_steady_load_counts_and_what_it_does_not() -> None:
@@ -241,7 +261,8 @@ def test_what_was_not_sent_is_no_error(tmp_path: Path) -> None:
     """Guards an hour of measuring against a page that cannot be written: a claim about a class that
     nobody sent, and windows in which nothing began."""
     made = run(cells("a", 1.0), cells("b", 0.8))
-    claim = Claim("c", "b", "a", "ttft", 4, at_most=1, request_class=COLD)
+    of = {"arm": "b", "over": "a", "of": "ttft", "at": 4}
+    claim = Claim("c", **of, at_most=1, request_class=COLD)
     made.study = msgspec.structs.replace(made.study, claims=(claim,))
     assert "| c | 4 | at most 1 | - | no verdict |" in shown(made)
     change(made, "a", lambda o: {"counted": False})

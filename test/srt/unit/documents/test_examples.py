@@ -14,20 +14,27 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from benchmark.harness import servers
 from unit.documents import pages
 
 EXAMPLES = pages.ROOT / "examples"
+MASTER = "mooncake_master"
 KNOWN = {
     "sglang.launch_server": pages.server_flags(),
     "sglang_router.launch_router": pages.router_flags(),
+    MASTER: pages.flags(list(servers.store()[0].command)),
 }
+COMPOSE = ("docker-compose.yaml", "docker-compose-whole.yaml")
+KUBERNETES = ("kubernetes.yaml", "kubernetes-whole.yaml")
+PARTS = pytest.mark.parametrize("parts", [1, 2], ids=["pair", "whole"])
+"""Files that are used together: the pair alone, or with the store."""
 
 
 def check(command: list[str]) -> str:
-    """The module that ``command`` runs, after a look at its flags."""
-    assert command[:2] == ["python", "-m"]
-    module = command[2]
-    assert pages.flags(command[3:]) - KNOWN[module] == set()
+    """Return the program or module that ``command`` runs; its flags exist."""
+    module = command[0] if command[0] == MASTER else command[2]
+    assert module == MASTER or command[:2] == ["python", "-m"]
+    assert pages.flags(command[1:]) - KNOWN[module] == set()
     return module
 
 
@@ -42,12 +49,14 @@ def value(command: list[str], flag: str) -> str:
 
 
 def check_roles(commands: dict[str, list[str]]) -> None:
-    """One prefill server, one decode server with the flag, one router."""
-    assert {name: check(command) for name, command in commands.items()} == {
+    """One prefill server, one decode server with the flag, one router, and perhaps a store."""
+    assert {name: check(command) for name, command in commands.items() if name != "store"} == {
         "prefill": "sglang.launch_server",
         "decode": "sglang.launch_server",
         "router": "sglang_router.launch_router",
     }
+    if "store" in commands:
+        assert check(commands["store"]) == MASTER
     prefill, decode, router = commands["prefill"], commands["decode"], commands["router"]
     for flag in ("--model-path", "--page-size", "--disaggregation-transfer-backend"):
         assert value(prefill, flag) == value(decode, flag)
@@ -60,17 +69,41 @@ def check_roles(commands: dict[str, list[str]]) -> None:
     assert value(router, "--decode").rpartition(":")[2] == value(decode, "--port")
 
 
-def documents(name: str) -> list[dict[str, Any]]:
-    """What a file of the examples declares."""
-    return list(yaml.safe_load_all((EXAMPLES / name).read_text()))
+def check_clients(
+    commands: dict[str, list[str]], stock: dict[str, list[str]], env: dict[str, dict[str, Any]]
+) -> None:
+    """Both servers have what they have without the store, and use it in the same way: prefill reads
+    it, decode only writes to it."""
+    for role in ("prefill", "decode"):
+        assert set(stock[role]) < set(commands[role])
+        assert value(commands[role], "--hicache-host-memory-mode") == "buffer_only"
+        assert env[role]["MOONCAKE_MASTER"].endswith(":50051")
+        assert env[role]["MOONCAKE_TE_META_DATA_SERVER"].endswith(":8080/metadata")
+    for flag in ("--hicache-storage-backend", "--hicache-mem-layout"):
+        assert value(commands["prefill"], flag) == value(commands["decode"], flag)
+    pages_of = {role: int(value(commands[role], "--hicache-buffer-pages")) for role in env}
+    assert pages_of["prefill"] == 4 * pages_of["decode"], "decode's is for writes alone"
+    reads, writes = "--enable-hierarchical-cache", "--disaggregation-decode-enable-offload-kvcache"
+    assert reads in commands["prefill"] and reads not in commands["decode"]
+    assert writes in commands["decode"] and writes not in commands["prefill"]
+    assert env["prefill"] == env["decode"]
 
 
-def pods_by_app() -> dict[str, dict[str, Any]]:
-    """Of each workload: its pods' specification, by the label that selects them."""
+def documents(*names: str) -> list[dict[str, Any]]:
+    """Return what the files declare. A later declaration of an object takes an earlier one's
+    place."""
     found = {}
-    for each in documents("kubernetes.yaml"):
-        if each["kind"] != "Service":
-            template = each["spec"]["template"]
+    for name in names:
+        for each in yaml.safe_load_all((EXAMPLES / name).read_text()):
+            found[each["kind"], each["metadata"]["name"]] = each
+    return list(found.values())
+
+
+def pods_by_app(*names: str) -> dict[str, dict[str, Any]]:
+    """Return each workload's specification of pods, by the label that selects them."""
+    found = {}
+    for each in documents(*names):
+        if template := each["spec"].get("template"):
             found[template["metadata"]["labels"]["app"]] = template["spec"]
     return found
 
@@ -85,7 +118,7 @@ def selected(selector: dict[str, Any]) -> set[str]:
     return set(expression["values"])
 
 
-@pytest.mark.parametrize("name", ["kubernetes.yaml", "networkpolicy.yaml"])
+@pytest.mark.parametrize("name", [*KUBERNETES, "networkpolicy.yaml"])
 def test_kubernetes_takes_the_files(name: str) -> None:
     """Guards against a field that is misspelt or in the wrong place, against the schemas of the
     first and the last Kubernetes that the validator knows."""
@@ -104,7 +137,7 @@ def test_scraped_pods_have_the_port() -> None:
     (monitor,) = documents("podmonitor.yaml")
     assert (monitor["kind"], monitor["apiVersion"]) == ("PodMonitor", "monitoring.coreos.com/v1")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    pods = pods_by_app()
+    pods = pods_by_app("kubernetes.yaml")
     assert selected(monitor["spec"]["selector"]) == {"prefill", "decode"}
     for app in ("prefill", "decode"):
         (container,) = pods[app]["containers"]
@@ -112,10 +145,14 @@ def test_scraped_pods_have_the_port() -> None:
         assert "--enable-metrics" in container["command"]
 
 
-def test_every_pod_is_behind_a_policy() -> None:
+@PARTS
+def test_every_pod_is_behind_a_policy(parts: int) -> None:
     """Guards against a workload that anybody reaches, and a policy that keeps its router out."""
-    pods, covered = pods_by_app(), set()
-    for policy in documents("networkpolicy.yaml"):
+    names, covered = KUBERNETES[:parts], set()
+    pods = pods_by_app(*names)
+    for policy in documents(*names, "networkpolicy.yaml"):
+        if policy["kind"] != "NetworkPolicy" or "Ingress" not in policy["spec"]["policyTypes"]:
+            continue
         apps = selected(policy["spec"]["podSelector"])
         assert apps <= set(pods)
         covered |= apps
@@ -134,20 +171,20 @@ def test_every_pod_is_behind_a_policy() -> None:
 def test_probes_name_ports_and_wait_for_a_token() -> None:
     """Guards against a probe that fails every healthy server: /health answers after a second at
     the earliest and 20 at the latest."""
-    for app, pod in pods_by_app().items():
+    for app, pod in pods_by_app(*KUBERNETES).items():
         (container,) = pod["containers"]
         names = {port["name"] for port in container["ports"]}
         probes = {name: container[name] for name in container if name.endswith("Probe")}
         assert {"readinessProbe", "livenessProbe"} <= set(probes)
         for probe in probes.values():
             assert probe["httpGet"]["port"] in names
-            assert app == "router" or probe["timeoutSeconds"] > 20
+            assert app in ("router", "store") or probe["timeoutSeconds"] > 20
 
 
 @pytest.mark.parametrize(
     ("schema", "file"),
     [
-        ("compose-spec", "examples/docker-compose.yaml"),
+        *(("compose-spec", f"examples/{name}") for name in COMPOSE),
         ("github-workflows", ".github/workflows/ci.yml"),
         ("github-workflows", ".github/workflows/nightly.yml"),
     ],
@@ -180,18 +217,45 @@ def test_workflows_run_what_there_is() -> None:
 
 
 def test_compose() -> None:
-    """Guards against a file that Docker refuses, or that starts a server with an unknown flag."""
-    services = yaml.safe_load((EXAMPLES / "docker-compose.yaml").read_text())["services"]
-    check_roles({name: shlex.split(each["command"]) for name, each in services.items()})
+    """Guards against a file that Docker refuses, or that starts a server with an unknown flag; and
+    against servers with a store that differ from those without it in more than its flags."""
+    alone, added = (yaml.safe_load((EXAMPLES / name).read_text())["services"] for name in COMPOSE)
+    stock = {name: shlex.split(each["command"]) for name, each in alone.items()}
+    check_roles(stock)
+    commands = stock | {name: shlex.split(each["command"]) for name, each in added.items()}
+    check_roles(commands)
+    env = {name: each["environment"] for name, each in added.items() if name != "store"}
+    check_clients(commands, stock, env)
 
 
-def test_kubernetes() -> None:
+def test_kubernetes_servers_with_a_store() -> None:
+    """Guards against servers with a store that differ from those without it in more than its flags
+    and its address."""
+    stock, whole = pods_by_app(KUBERNETES[0]), pods_by_app(*KUBERNETES)
+    commands: list[dict[str, list[str]]] = [{}, {}]
+    env = {}
+    for role in ("prefill", "decode"):
+        (before,), (after,) = stock[role].pop("containers"), whole[role].pop("containers")
+        commands[0][role], commands[1][role] = before.pop("command"), after.pop("command")
+        env[role] = {
+            each["name"]: each.get("value", each.get("valueFrom")) for each in after.pop("env")
+        }
+        assert (stock[role], before) == (whole[role], after)
+    check_clients(commands[1], commands[0], env)
+    (master,) = whole["store"]["containers"]
+    assert {50051, 8080} <= {port["containerPort"] for port in master["ports"]}
+
+
+@PARTS
+def test_kubernetes(parts: int) -> None:
     """The same for Kubernetes; selectors, ports and the router's addresses fit as well."""
     services, commands, pods = {}, {}, set()
-    for each in sorted(documents("kubernetes.yaml"), key=lambda each: each["kind"] != "Service"):
+    declared = documents(*KUBERNETES[:parts])
+    for each in sorted(declared, key=lambda each: each["kind"] != "Service"):
         name, spec = each["metadata"]["name"], each["spec"]
         if each["kind"] == "Service":
             services[name] = spec
+        if "template" not in spec:
             continue
         labels = spec["template"]["metadata"]["labels"]
         assert spec["selector"]["matchLabels"] == labels == services[name]["selector"]
@@ -199,7 +263,7 @@ def test_kubernetes() -> None:
         commands[name] = container["command"]
         ports = {port["containerPort"] for port in container["ports"]}
         assert {p.get("targetPort", p["port"]) for p in services[name]["ports"]} <= ports
-        assert int(value(container["command"], "--port")) in ports
+        assert name == "store" or int(value(container["command"], "--port")) in ports
         if "serviceName" in spec:
             pods |= {f"{name}-{at}.{spec['serviceName']}" for at in range(spec["replicas"])}
     check_roles(commands)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from benchmark.demo.serve import with_store
+from benchmark.harness import servers
 from benchmark.harness.fleet import PairConfig
 from benchmark.harness.servers import Sizes
 
@@ -38,3 +40,19 @@ def test_pairs_differ_in_what_they_say(
     said = " ".join(decode.command)
     assert "--num-reserved-decode-tokens 64" in said and "--tp-size 2" in said and "--x" in said
     assert "--tp-size" not in prefill.command and "--x" not in prefill.command
+
+
+def test_a_pair_over_a_store_has_one_page_size_and_one_store() -> None:
+    """Guards servers that share nothing, as their keys name the page size, or that ask for another
+    store; and a decode server that is asked to read."""
+    master, about = servers.store()
+    config = with_store(PairConfig(Path("m"), radix=True, decode_args=("--x",)), about)
+    told = [dict(zip(of.command, (*of.command[1:], ""), strict=True)) for of in config.layout()]
+    shared = ("--page-size", "--hicache-mem-layout", "--hicache-storage-backend-extra-config")
+    assert len({tuple(of[flag] for flag in shared) for of in told}) == 1
+    assert str(master.port) in told[0]["--hicache-storage-backend-extra-config"]
+    reads, writes = "--enable-hierarchical-cache", servers.WRITES[0]
+    assert [[flag in of for flag in (reads, writes, RADIX, "--x")] for of in told] == [
+        [True, False, False, False],
+        [False, True, True, True],
+    ]

@@ -91,7 +91,8 @@ def test_commits_on_pages_are_in_the_history() -> None:
 def test_a_study_is_shown_from_its_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the pages that are written as soon as a study is measured: from its summary alone."""
     made = run(cells("aggregated", 1.0), cells("pd-radix", 0.8))
-    claim = Claim("b is faster", "pd-radix", "aggregated", "e2e", 4, at_most=0.9, theirs="a tenth")
+    of = {"arm": "pd-radix", "over": "aggregated", "of": "e2e", "at": 4}
+    claim = Claim("b is faster", **of, at_most=0.9, theirs="a tenth")
     made.study = msgspec.structs.replace(made.study, claims=(claim,))
     cli.write(made, tmp_path / "worth", cli.Console(quiet=True))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)

@@ -14,7 +14,7 @@ from sglang.srt.patchset.environment import VARIABLES, Variable
 PACKAGE = Path(__file__).parents[4] / "python"
 SECONDS = environment.WAIT_LOG
 INTEGER = environment.LOCAL_CHUNK
-BOUNDED = environment.QUEUES
+BOUNDED = environment.NIXL_PROGRESS_DELAY
 
 
 @pytest.mark.parametrize("variable", VARIABLES, ids=lambda each: each.name)
@@ -33,8 +33,7 @@ VALUES: list[tuple[Variable[Any], str, Any]] = [
     (SECONDS, "1e-3", 0.001),
     (INTEGER, "1", 1),
     (INTEGER, " 8 ", 8),
-    (BOUNDED, "1", 1),
-    (BOUNDED, "256", 256),
+    (BOUNDED, "100000", 100_000),
     (environment.START_METHOD, "fork", "fork"),
     (environment.DISABLED_GROUPS, " nixl_async,, buffer_only ", ("nixl_async", "buffer_only")),
     (environment.ACTIVE, "0", False),
@@ -59,7 +58,7 @@ def test_values(
 WRONG: list[tuple[Variable[Any], str]] = [
     *((SECONDS, text) for text in ("", "soon", "-0.1", "nan", "inf", "-inf", "1s")),
     *((INTEGER, text) for text in ("", "many", "1.5", "-1", "0x10")),
-    *((BOUNDED, text) for text in ("0", "257")),
+    *((BOUNDED, text) for text in ("-1", "100001")),
     (environment.START_METHOD, "forkserver"),
     *((environment.LOCAL_ALWAYS, text) for text in ("2", "enabled", "ture")),
 ]
@@ -89,8 +88,8 @@ BOUNDS: dict[Variable[Any], tuple[float, float]] = {
     environment.TRANSFER_TIMEOUT: (1, FOR_EVER),  # 0: each chunk is late when it is queued
     environment.CLAIM_TIMEOUT: (10, FOR_EVER),  # requests that come after the announcement fail
     environment.PEER_TIMEOUT: (10, FOR_EVER),  # a decode rank is forgotten between two pings
-    environment.QUEUES: (1, 256),
-    environment.THREADS: (1, 256),
+    environment.QUEUES: (1, MOST),
+    environment.THREADS: (1, MOST),
     environment.WORKER_TIMEOUT: (10, FOR_EVER),  # a change of NIXL's peers may take 5 s
     environment.TRANSFER_LOG_INTERVAL: (0, FOR_EVER),
     environment.NIXL_PROGRESS_DELAY: (0, 100_000),  # more: each write waits for it

@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 Reduce = Callable[[list[int]], list[int]]
 
 
+def part_of(line: list[Any], start: int, most: int) -> tuple[list[Any], int]:
+    """Return the slice of ``line`` that a step checks, and where the next one begins: the same on
+    all ranks while their lines are."""
+    start = start if most < len(line) > start else 0
+    return line[start : start + most], start + most
+
+
 class RanksDiverged(RuntimeError):
     """The ranks of one server did different things, which must not happen."""
 

@@ -18,7 +18,7 @@ import copy
 import itertools
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any  # Any: SGLang's requests, before and after the tokenizer
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
     from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
     from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler_output_processor_mixin import SchedulerOutputProcessorMixin
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -72,12 +73,6 @@ _SAMPLING: dict[str, tuple[type, float, float]] = {
 _SWITCHES = ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
 #: What a scheduler asks its tokenizer for.
 _TEXT = ("stop", "stop_regex", "min_new_tokens")
-#: Fields of a batch from which SGLang takes one entry for each sample.
-_PER_SAMPLE = (
-    "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "lora_path",
-    "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num",
-    "token_ids_logprob", "custom_logit_processor",
-)  # fmt: skip
 _MOST_BIAS = 1e30  # finite in 32 bits, also when a temperature divides it
 
 
@@ -106,7 +101,7 @@ class PairTokenizer(TokenizerManager):
             # for its samples; a server that ends waits for them. When a client leaves, SGLang
             # aborts the ids of ``obj``, which are not those of its samples.
             has_samples = getattr(obj, "parallel_sample_num", 1) != 1
-            own = set(map(id, _listed(obj.sampling_params)))
+            own = {id(obj.sampling_params), *map(id, _listed(obj.sampling_params))}
             left = {
                 rid: state
                 for rid in (list(self.rid_to_state) if has_samples else _listed(obj.rid))
@@ -269,6 +264,11 @@ class ExactId(str):
         return str, (str(self),)
 
 
+def named_by(recv_req: AbortReq) -> Callable[[Req], bool]:
+    """Return a predicate: True if the abort names the request."""
+    return lambda req: bool(recv_req.abort_all or req.rid == recv_req.rid)
+
+
 def room_of_sample(room: int, index: int) -> int:
     """The room of a prompt (``index`` 0) or of its sample ``index``, from the client's ``room``."""
     return room ^ (index << _SHIFT)
@@ -319,11 +319,22 @@ def check_request(obj: Any, request: Any) -> None:
         # SGLang makes lists of this length of all fields.
         check_number("n", params.get("n", 1), Integral, 1, MOST_SAMPLES)
     batch = copy.copy(obj)
-    batch.normalize_batch_and_arguments()
-    entries = batch.batch_size * getattr(batch, "parallel_sample_num", 1)
-    if isinstance(obj.rid, list) and batch.is_single:
-        raise ValueError(f"rid is {obj.rid!r}: a list needs a list of prompts")
+    try:
+        batch.normalize_batch_and_arguments()
+        if not batch.is_single:
+            # The last request that SGLang makes of it, after it has noted or sent the others.
+            batch[max(batch.batch_size, len(batch.rid)) - 1]
+    except (AssertionError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"the request cannot be split into its prompts: {error!r}. A list needs an entry for "
+            "each prompt, or sample of it"
+        ) from error
     wrong = [
+        *(
+            f"{name} is {values!r}: a list needs a list of prompts"
+            for name in ("rid", "sampling_params")
+            if isinstance(values := getattr(obj, name), list) and batch.is_single
+        ),
         *(
             f"rid is {rid!r}: it must be a text that is not empty and does not begin with "
             f"{HEALTH_CHECK_RID_PREFIX}"
@@ -335,12 +346,6 @@ def check_request(obj: Any, request: Any) -> None:
             f"{name} is set: only the server may do that"
             for name in ("lora_id", "need_wait_for_mm_inputs", "num_items_assigned")
             if getattr(obj, name, None) is not None
-        ),
-        *(
-            f"{name} has {len(values)} entries, and {entries} are needed: one for each sample"
-            for name in _PER_SAMPLE
-            if isinstance(values := getattr(batch, name, None), list) and not batch.is_single
-            if len(values) != entries
         ),
     ]
     if wrong:

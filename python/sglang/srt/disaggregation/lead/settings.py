@@ -70,7 +70,7 @@ ON_DECODE: dict[str, str] = {
     **dict.fromkeys(
         (
             "--disaggregation-decode-enable-offload-kvcache",
-            "another --disaggregation-decode-host-receive-threshold than 1.0",
+            "another --disaggregation-decode-host-receive-threshold than 1.0, 1",
             "--disaggregation-decode-retraction-backup host_pool",
             "SGLANG_DISAGG_STAGING_BUFFER=1",
         ),

@@ -110,24 +110,22 @@ class PrefetchLine:
         if calls.stuck and prefetch.state in (State.WAITING, State.FOUND):
             self._settle(prefetch)
             return True
-        waited_ms, limit_ms = prefetch.waited_ms, settings.timeout_ms(len(prefetch.key))
-        is_late = waited_ms is not None and waited_ms > limit_ms
-        if (waited_ms is None or is_late) and len(prefetch.keys) > calls.most:
+        if len(prefetch.keys) > calls.most:
             held, node = self._context.match(prefetch.key)
             is_long = prefetch.end - held > calls.most
             if is_long and not self.load_backs.has_room(prefetch, held, node):
-                # It stands where a request without a store would, for want of room: the scheduler
-                # admits nobody behind one that does not fit. Its time begins when there is room.
+                # Its next round has no room. The scheduler finds none for the request either, and
+                # admits no request behind it: those would take each page that others give back.
                 prefetch.waited_ms = None
                 return True
-        if is_late:
-            self._context.counters["prefetch_timeouts"] += 1
-            self._settle(prefetch)
-            return True
-        if waited_ms is None:
+        if prefetch.waited_ms is None:
             prefetch.waited_ms, prefetch.all_comes = 0, None
             calls.changes += 1
-        return False
+        if prefetch.waited_ms <= settings.timeout_ms(len(prefetch.key)):
+            return False
+        self._context.counters["prefetch_timeouts"] += 1
+        self._settle(prefetch)
+        return True
 
     def loadable(self, rid: str, held: int, most: int) -> int:
         """Tokens of the request in the staging buffer that continue the ``held`` tokens that the
@@ -219,7 +217,7 @@ class PrefetchLine:
         context, calls, chooser = self._context, self.calls, self._chooser
         begin, node = self._context.match(prefetch.key)
         if len(prefetch.key) - begin * context.page_size < context.settings.prefetch_threshold:
-            self._end(prefetch)  # the tree has it by now
+            self._miss(prefetch, begin)  # the tree has it by now
             return
         wanted = len(prefetch.key) // context.page_size - begin
         queries = len(calls.queries) // QUERY_THREADS + 1
@@ -228,8 +226,7 @@ class PrefetchLine:
             if calls.queries or not chooser.trial_is_due:
                 # It need not even wait for an answer, which takes a step: that may be a batch.
                 prefetch.choice = chooser.chosen(Choice.UNASKED)
-                prefetch.begin = begin
-                prefetch.enter(State.MISSED, context.now_ms)
+                self._miss(prefetch, begin)
                 return
             # The store may have nothing: those that come meanwhile, and then, are no trials.
             prefetch.trial, chooser.slower_in_a_row = True, 0
@@ -243,12 +240,12 @@ class PrefetchLine:
         """The store has these pages of it."""
         tokens = len(keys) * self._context.page_size
         worth = tokens >= self._context.settings.prefetch_threshold
-        prefetch.begin, prefetch.prefix_keys = query.begin, query.prefix_keys
-        prefetch.hashes, prefetch.keys = (hashes, keys) if worth else ([], [])
-        self.calls.drop(prefetch, [one for one in prefetch.pieces if one.stop > prefetch.end])
-        if not prefetch.keys:
-            self._settle(prefetch)
+        if not worth or not keys:
+            self._miss(prefetch, query.begin)
             return
+        prefetch.begin, prefetch.prefix_keys = query.begin, query.prefix_keys
+        prefetch.hashes, prefetch.keys = hashes, keys
+        self.calls.drop(prefetch, [one for one in prefetch.pieces if one.stop > prefetch.end])
         self._context.counters["prefetch_hit_tokens"] += max(0, tokens - prefetch.hit_tokens)
         prefetch.hit_tokens = max(tokens, prefetch.hit_tokens)
         prefetch.unready = prefetch.all_comes = None
@@ -305,7 +302,7 @@ class PrefetchLine:
             start, stop = gap
             least = min(stop - start, calls.least_pages)
             if calls.capacity < least and self._is_next(prefetch):
-                self._take_from_the_last(prefetch, least)
+                self._take_from_the_last(prefetch, start, least)
             if calls.capacity < least or not calls.can_fetch:
                 whole = False
                 break
@@ -327,15 +324,19 @@ class PrefetchLine:
             state = State.FETCHING
         prefetch.enter(state, self._context.now_ms)
 
-    def _take_from_the_last(self, prefetch: Prefetch, pages: int) -> None:
-        """The scheduler waits for ``prefetch``: those behind it give back what they have staged,
-        the last one first, until there is room for ``pages``; then those that it passes over."""
+    def _take_from_the_last(self, prefetch: Prefetch, start: int, pages: int) -> None:
+        """The scheduler waits for ``prefetch``, of which page ``start`` is to be fetched: requests
+        behind it give back what they have staged, the last one first, until there is room for
+        ``pages``; then it gives back its own pages behind ``start``, which nothing connects to the
+        tree since a round before them was evicted; then the requests that the scheduler passes
+        over."""
         for other in reversed([one for one in self.line if one.pieces]):
             if self.calls.capacity >= pages:
                 return
-            if other.place <= prefetch.place and not self._passed_over(other):
+            is_own = other is prefetch
+            if other.place <= prefetch.place and not (is_own or self._passed_over(other)):
                 continue
-            staged = [piece for piece in other.pieces if piece.staged]
+            staged = [p for p in other.pieces if p.staged and not (is_own and p.start < start)]
             self.calls.drop(other, staged)
             if staged and other.state not in (State.WAITING, State.QUERYING):
                 self._look(other, 0)
@@ -377,8 +378,11 @@ class PrefetchLine:
 
     def _ready(self, prefetch: Prefetch) -> bool:
         """Whether all that will come is in the tree or in the staging buffer."""
-        if prefetch.state in (State.MISSED, State.WAITING, State.QUERYING):
-            return prefetch.state is State.MISSED
+        if prefetch.state in (State.WAITING, State.QUERYING):
+            return False
+        if prefetch.state is State.MISSED:
+            held, _ = self._context.match(prefetch.key)
+            return held >= prefetch.begin or not self._ask_anew(prefetch)
         inserts = self._context.tree.inserts  # nothing else makes the tree grow
         if prefetch.unready is not None and prefetch.state is not State.STAGED:
             before, held, node = prefetch.unready
@@ -407,6 +411,12 @@ class PrefetchLine:
         return True
 
     # ---- ways out ----
+
+    def _miss(self, prefetch: Prefetch, begin: int) -> None:
+        """Nothing will come, for as long as the tree has the first ``begin`` pages."""
+        self.calls.drop(prefetch, prefetch.pieces)
+        prefetch.begin, prefetch.hashes, prefetch.keys = begin, [], []
+        prefetch.enter(State.MISSED, self._context.now_ms)
 
     def _ask_anew(self, prefetch: Prefetch) -> bool:
         """The tree has lost what it had when the store was asked, and what is staged has nothing to

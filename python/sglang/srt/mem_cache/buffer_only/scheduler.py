@@ -6,7 +6,8 @@ No other server's scheduler has this mixin (``when`` in ``patchset/table.py``).
 
 from __future__ import annotations
 
-import math
+import bisect
+import itertools
 import time
 from collections import deque
 from functools import cached_property
@@ -31,33 +32,40 @@ class ReadyPreemption(PrefillAdder):
     """Preempts running requests only for a request whose prefetch has ended. SGLang checks the
     prefetch after it has preempted."""
 
-    #: The number of preempted requests, and the lowest priority that still ran then.
-    _lowest: tuple[int, float] = (-1, 0.0)
+    #: The number of preempted requests; ranks of those that still ran then, lowest first; and the
+    #: tokens that the first ones of these free, by their number.
+    _running: tuple[int, list[int], list[float]] = (-1, [], [])
 
     @override
     def preempt_to_schedule(self, req: Req, server_args: ServerArgs) -> bool:
         if (
             hasattr(self.tree_cache, "buffer")
-            and self._outranks(req, server_args)
+            and self._can_preempt(req, server_args)
             and not self.tree_cache.check_prefetch_progress(req.rid)
         ):
             return True  # SGLang then makes the same check, and skips the request
         return bool(super().preempt_to_schedule(req, server_args))
 
-    def _outranks(self, req: Req, server_args: ServerArgs) -> bool:
-        """Return whether some running request has a priority low enough to be preempted. A request
-        that can preempt none is not checked, because its time limit would start."""
-        sign = 1 if server_args.schedule_low_priority_values_first else -1
+    def _can_preempt(self, req: Req, server_args: ServerArgs) -> bool:
+        """Return whether SGLang would preempt for ``req``: if it outranks running requests that
+        free enough tokens. Another request is not checked, because its time limit would start."""
+        from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+        sign = -1 if server_args.schedule_low_priority_values_first else 1
         preempted = len(self.preempt_list)
-        if self._lowest[0] != preempted:
-            running = (
-                sign * one.priority
+        if self._running[0] != preempted:
+            running = sorted(
+                (sign * one.priority, self._get_running_request_total_token_offset(one))
                 for one in self.running_batch.reqs
                 if one not in self.preempt_list and not one.finished()
             )
-            self._lowest = preempted, max(running, default=-math.inf)
-        margin = self._lowest[1] - sign * req.priority
-        return margin > self.priority_scheduling_preemption_threshold
+            freed = [0.0, *itertools.accumulate(tokens for _, tokens in running)]
+            self._running = preempted, [rank for rank, _ in running], freed
+        rank = sign * req.priority - self.priority_scheduling_preemption_threshold
+        outranked = bisect.bisect_left(self._running[1], rank)
+        most_new = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
+        freed_tokens = self.rem_total_tokens + self._running[2][outranked]
+        return outranked > 0 and bool(req.extend_input_len + most_new <= freed_tokens)
 
 
 class BufferOnlyScheduler(Scheduler):

@@ -105,7 +105,8 @@ class StoreClient:
         self._outage = BackOff(self.settings.first_retry, self.settings.longest_retry)
         #: The circuit breaker of reads: lookups may work where data does not arrive.
         self._reads = BackOff(self.settings.first_retry, self.settings.longest_retry)
-        self._empty_reads = 0
+        #: Whether a trial of ``_reads`` is under way.
+        self._is_trying = False
         self._under_way: set[Future[Any]] = set()
         self._overdue: set[Future[Any]] = set()
         #: Probes that have not returned. They are not bounded with the other calls: those that hang
@@ -137,14 +138,15 @@ class StoreClient:
         was written into their memory.
 
         A read that took long and brought no page costs its request that wait. After one, reads are
-        refused for an interval, which doubles from one such read to the next.
+        refused for an interval, and then all but one at a time, the trial, until one brings a page.
+        The interval doubles with each slow trial.
         """
         began = self._clock()
         with self._lock:
-            refused = self._reads.waits(began)
-            is_trial = self._reads.failing and not (refused or self._outage.failing)
-            if is_trial:
-                self._reads.failed(began)  # refuses the others meanwhile
+            failing = self._reads.failing
+            refused = failing and (self._is_trying or self._reads.waits(began))
+            is_trial = failing and not refused
+            self._is_trying |= is_trial
         if refused:
             self._count(Fault.DOWN)
             return Outcome(0, Fault.DOWN)
@@ -152,6 +154,7 @@ class StoreClient:
         with self._lock:
             before, now = self._reads.failing, self._clock()
             is_slow = now - began > SLOW_READ * self.settings.deadline
+            self._is_trying &= not is_trial
             if outcome.pages:
                 self._reads.worked()
             elif is_slow and (is_trial or not before):
@@ -213,7 +216,7 @@ class StoreClient:
     @property
     def up(self) -> bool:
         """True if the store is asked, for pages too."""
-        return not (self._outage.failing or self._reads.waits(self._clock()))
+        return not (self._outage.failing or self._is_trying or self._reads.waits(self._clock()))
 
     @property
     def overdue(self) -> int:

@@ -1,5 +1,4 @@
-"""What requests take of the pool: never negative, never more than they can become. The
-limits of their waits are read from variables."""
+"""What requests take of the pool: never negative, never more than they can become."""
 
 from __future__ import annotations
 
@@ -17,8 +16,6 @@ from sglang.srt.disaggregation.delta.decode.claims import (
     page_ceil,
     page_floor,
 )
-from sglang.srt.disaggregation.delta.decode.step import Limits
-from sglang.srt.patchset import environment as env
 
 PAGES = st.sampled_from([1, 4, 16, 64])
 CLAIMS = st.builds(Claim, allocated=st.integers(0, 500), final=st.integers(0, 900))
@@ -94,13 +91,3 @@ def test_an_entering_request_claims_half_of_its_answer(new: int, step: int, clai
     """Guards against memory that stands empty until answers have grown into it, and against a
     request that is let in without room for its first token."""
     assert entering(Claim(100, 100 + new), step) == Claim(100, 100 + claimed)
-
-
-LIMITS = (env.ADMISSION_TIMEOUT, env.WAIT_LOG)
-
-
-def test_each_limit_has_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against two limits that read each other's variable."""
-    for number, variable in enumerate(LIMITS):
-        monkeypatch.setenv(variable.name, str(16 * number + 16))
-    assert Limits.read() == (16.0, 32.0)

@@ -217,7 +217,7 @@ class Life:
 def test_two_hundred_rooms(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Guards against everything that only meets in a crowd: pages given away while they are read or
     written, rooms that wait for each other, causes that get lost, and entries that stay."""
-    rank = PrefillRank(monkeypatch, PEERS, queues=2, threads=2, window=4, quota=2)
+    rank = PrefillRank(monkeypatch, PEERS, queues=2, window=4, quota=2)
     life = Life(rank, seed)
     while life.made < 200:
         life.step()

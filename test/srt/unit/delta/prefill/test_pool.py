@@ -123,7 +123,7 @@ def started() -> Iterator[Threads]:
 def test_rooms_on_several_threads() -> None:
     """Guards against chunks of one room on two threads, or out of order, rooms that get lost
     between queues, and threads that are not prepared."""
-    threads, rooms = Threads(queues=4, threads=5), range(1, 201)
+    threads, rooms = Threads(queues=4), range(1, 201)
     threads.pool.start()
     for room in rooms:
         threads.send(room, chunks=3)
@@ -165,7 +165,7 @@ def test_start_and_stop() -> None:
 def test_stop_gives_up_what_does_not_settle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a shutdown that waits for ever for a dead peer, or releases what is under way;
     the requests are told."""
-    threads, posted = Threads(queues=1, threads=1), threading.Event()
+    threads, posted = Threads(queues=1), threading.Event()
     threads.transport.held = True
     monkeypatch.setattr(
         TransferReport, "level", lambda *_: posted.set() if threads.transport.posts else 0

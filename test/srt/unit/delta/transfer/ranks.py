@@ -173,7 +173,12 @@ class MooncakeRank:
         self.engine = Engine(self.side, theirs)
         without_threads(patch, self.clock)
         self._callers = Callers(self.engine)
-        patch.setattr(mooncake, "Callers", lambda *_, **__: self._callers)
+
+        def callers(threads: int, at_once: int, spare: int) -> Callers:
+            self.calls_at_once = threads, at_once
+            return self._callers
+
+        patch.setattr(mooncake, "Callers", callers)
         self.sockets = Sockets(lambda room: any(call.room == room for call in self.under_way()))
         for side in (self.side, theirs):
             side.args.__dict__.update(state_data_ptrs=[], state_item_lens=[], state_type="none")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,8 +18,12 @@ from component.transfer.pair import until
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.mooncake.backend import Callers, MooncakeBackend, Part
 from sglang.srt.disaggregation.delta.nixl import descriptors
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, State, TransferError
-from sglang.srt.patchset.environment import QUARANTINE_TIMEOUT
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
+    Chunk,
+    State,
+    TransferError,
+)
+from sglang.srt.patchset.environment import QUARANTINE_TIMEOUT, QUEUES, THREADS
 from unit.delta.transfer.ranks import MooncakeRank
 from unit.delta.transfer.steps import ROOM, failure_of, pages, started
 
@@ -122,6 +128,29 @@ def test_a_decode_rank_that_registers_again(rank: MooncakeRank) -> None:
 
 
 # ---- the threads that call the engine ----
+
+
+@pytest.mark.parametrize(
+    ("cores", "queues", "threads", "calls"),
+    [
+        *((1, None, None, (1, 1)), (2, None, None, (2, 1)), (79, None, None, (4, 1))),
+        *((128, None, None, (8, 2)), (192, None, None, (12, 3)), (999, None, None, (12, 3))),
+        *((64, "3", "7", (7, 2)), (64, "1", "1000000", (64, 1000000))),
+    ],
+)
+def test_calls_at_one_time(
+    monkeypatch: pytest.MonkeyPatch, cores: int, queues: str | None, threads: str | None,
+    calls: tuple[int, int],
+) -> None:  # fmt: skip
+    """Guards against defaults that are not SGLang's: threads by the number of cores, in 4 groups
+    of which a decode rank uses one; and against more calls than the cores that the process may
+    use, because each takes one."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    for name, value in ((QUEUES.name, queues), (THREADS.name, threads)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert MooncakeRank(monkeypatch).calls_at_once == calls
 
 
 class Ranks:
@@ -238,6 +267,27 @@ def test_decode_servers_that_hang_leave_threads_to_others() -> None:
         call.set_result(0)
     assert [each.result(60) for each in stuck] == [State.DONE] * 5
     until(lambda: threading.active_count() <= before + 2, "two threads stay")
+
+
+@pytest.mark.hazard("slow-peer")
+def test_a_system_that_has_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a healthy room that fails, because no thread can be started in the place of
+    the one whose call takes long; and against one that is not started later."""
+    ranks = Ranks(threads=1, spare=1, hangs_s=0.0)
+    for peer in ("slow", "hangs", "lives"):
+        ranks.register(peer)
+    calls = [ranks.post(peer) for peer in ("slow", "hangs")]
+    hanging = [ranks.begun.get(timeout=60)[1] for _ in calls]
+    waits = ranks.post("lives")
+    with monkeypatch.context() as patch:
+        start = mock.Mock(side_effect=RuntimeError("can't start new thread"))
+        patch.setattr(threading.Thread, "start", start)
+        assert ranks.backend.state(ranks.calls[0]) is State.IN_PROGRESS and start.called
+    session, result = ranks.next_begun()
+    assert session == "lives"
+    for each in (result, *hanging):
+        each.set_result(0)
+    assert [call.result(60) for call in (*calls, waits)] == [State.DONE] * 3
 
 
 def test_a_decode_rank_that_is_gone() -> None:

@@ -117,10 +117,10 @@ class Answers:
         place = f"rank={self._rank}, bootstrap_room={req.bootstrap_room}"
         self._give_up(entry, f"{what} {req.rid} ({place}): {self._why_failed(req)}")
 
-    def settle(self, states: Iterable[tuple[Any, int]], allowed: float) -> list[Any]:
-        """End entries that failed or waited for memory longer than ``allowed`` seconds, by the
-        states that the ranks agreed on. Return the entries that left. Requests that may be computed
-        locally are attempted from the next step on."""
+    def settle(self, states: Iterable[tuple[Any, int]]) -> list[Any]:
+        """End entries that failed or waited for memory too long, by the states that the ranks
+        agreed on. Return the entries that left. Requests that may be computed locally are attempted
+        from the next step on."""
         gone = []
         for entry, state in states:
             if state == State.EXPIRED:
@@ -129,7 +129,7 @@ class Answers:
                 message = (
                     f"Request {req.rid} (bootstrap_room={req.bootstrap_room}) waited {waited:.0f} "
                     f"s for decode memory, and {environment.ADMISSION_TIMEOUT.name} allows "
-                    f"{allowed:.0f} s: {self._describe()(req)}"
+                    f"{environment.ADMISSION_TIMEOUT.read():.0f} s: {self._describe()(req)}"
                 )
                 self._give_up(entry, message, HTTPStatus.SERVICE_UNAVAILABLE)
             elif self.keep(entry):

@@ -16,11 +16,11 @@ import torch
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns, Turn
-from sglang.srt.disaggregation.delta.decode.scheduler import named_by
 from sglang.srt.disaggregation.delta.decode.speculation import place_first_drafts
 from sglang.srt.disaggregation.delta.decode.turn_costs import Limits
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
+from sglang.srt.disaggregation.delta.unserved import named_by
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:

@@ -32,7 +32,8 @@ from sglang.srt.disaggregation.delta.decode.record import (
 from sglang.srt.disaggregation.delta.decode.speculation import step_tokens
 from sglang.srt.disaggregation.delta.decode.transfer_queue import EMPTY, StepWrites, announce
 from sglang.srt.disaggregation.delta.observability import RateLimitedLog
-from sglang.srt.disaggregation.delta.rank_agreement import agree_on, alone
+from sglang.srt.disaggregation.delta.rank_agreement import agree_on, alone, part_of
+from sglang.srt.patchset.environment import ADMISSION_TIMEOUT, WAIT_LOG
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
@@ -64,11 +65,6 @@ class RadixPreallocQueue(DecodePreallocQueue):
     _next_handshakes: int = 0
     #: Steps until all pending handshakes are advanced again.
     _steps_to_advance: int = 0
-
-    @cached_property
-    def _limits(self) -> step.Limits:
-        """The settings, read once: a step has no time to spend on reading the environment."""
-        return step.Limits.read()
 
     @cached_property
     def _admission(self) -> step.Admission:
@@ -172,7 +168,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         pending = [entry for entry in self.queue if not entry.waiting_for_input]
         # Poll the newest handshakes in every step, because their server may answer at once.
         older, newest = pending[: -step.CHECKED], pending[-step.CHECKED :]
-        part, self._next_handshakes = step.part_of(older, self._next_handshakes)
+        part, self._next_handshakes = part_of(older, self._next_handshakes, step.CHECKED)
         polled = part + newest
         failed, unreached = self._handshakes.finish(polled, self.gloo_group, tries_here=tries_here)
         for entry in unreached:
@@ -245,11 +241,11 @@ class RadixPreallocQueue(DecodePreallocQueue):
     def _see(self, ready: list[DecodeRequest], first: list[step.Candidate]) -> step.Snapshot:
         """Return what this rank sees. It checks all candidates, so that no failed one is admitted,
         and the next slice of the queue."""
-        part, self._next_part = step.part_of(ready, self._next_part)
+        part, self._next_part = part_of(ready, self._next_part, step.CHECKED)
         checked = [candidate.entry for candidate in first]
         known = set(map(id, checked))
         checked += [entry for entry in part if id(entry) not in known]
-        states = step.states_of(checked, self.clock(), self._limits)
+        states = step.states_of(checked, self.clock(), ADMISSION_TIMEOUT.read())
         rows = self.req_to_token_pool.available_size()
         slots = self.req_to_metadata_buffer_idx_allocator.available_size()
         return step.Snapshot(checked, states, first, rows, slots)
@@ -278,7 +274,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         entered: list[step.Admit] = []
         for decision in decisions:
             if isinstance(decision, step.Answer):
-                gone = self.answers.settle(decision.states, self._limits.for_memory)
+                gone = self.answers.settle(decision.states)
                 self._leave(gone)
             elif isinstance(decision, step.TooLong):
                 entry = decision.candidate.entry
@@ -373,7 +369,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
             self.scheduler.telemetry.count("decode_admission_refused", reason=refusal.reason)
 
     def _log_waits(self, reqs: Iterable[Req]) -> None:
-        since = self.clock() - self._limits.log_after
+        since = self.clock() - WAIT_LOG.read()
         waits = ((req, record_of(req).wait) for req in reqs if req.finished_reason is None)
         late = [
             req

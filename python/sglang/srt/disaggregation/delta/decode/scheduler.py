@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any  # Any: gauges; what protocols.py lacks of SGLang
 
@@ -19,6 +19,7 @@ from sglang.srt.disaggregation.delta.decode.speculation import check_draft_pool,
 from sglang.srt.disaggregation.delta.observability import STATS, Telemetry
 from sglang.srt.disaggregation.delta.pages import has_other_state
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
+from sglang.srt.disaggregation.delta.unserved import named_by
 from sglang.srt.patchset.flags import FLAG
 
 if TYPE_CHECKING:
@@ -84,11 +85,6 @@ class DecodeLineFields(logging.Filter):
                 f", kv requested (MB): {requested / 1e6:.2f}"
             )
         return True
-
-
-def named_by(recv_req: AbortReq) -> Callable[[Req], bool]:
-    """Return a predicate: True if the abort names the request."""
-    return lambda req: bool(recv_req.abort_all or req.rid == recv_req.rid)
 
 
 class DisaggScheduler(Scheduler):

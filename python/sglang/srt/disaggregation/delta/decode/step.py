@@ -32,7 +32,6 @@ from sglang.srt.disaggregation.delta.decode.prefix_tree import (
 )
 from sglang.srt.disaggregation.delta.decode.record import Refusal, bootstrap_addr, record_of
 from sglang.srt.disaggregation.delta.rank_agreement import AdmissionVote, Offer, State
-from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -44,28 +43,6 @@ TRIED = 8
 CHECKED = 128
 
 
-class Limits(NamedTuple):
-    """The settings of admission, in seconds."""
-
-    #: How long a request waits at most for decode memory after its handshake.
-    for_memory: float
-    #: After how long the log says that it waits.
-    log_after: float
-
-    @classmethod
-    def read(cls) -> Limits:
-        """Return the limits that the environment sets.
-
-        Raises:
-            ValueError: a variable is not the number that it must be.
-        """
-        return cls(environment.ADMISSION_TIMEOUT.read(), environment.WAIT_LOG.read())
-
-
-def part_of(line: list[Any], start: int) -> tuple[list[Any], int]:
-    """Return the slice of ``line`` that a step goes through, and where the next one begins."""
-    start = start if CHECKED < len(line) > start else 0
-    return line[start : start + CHECKED], start + CHECKED
 
 
 # ---- what one rank sees ----
@@ -140,8 +117,9 @@ class Snapshot(NamedTuple):
     slots: int
 
 
-def states_of(checked: Iterable[Any], now: float, limits: Limits) -> list[State]:
-    """What this rank thinks of requests without pages, whose handshake is done."""
+def states_of(checked: Iterable[Any], now: float, most_s: float) -> list[State]:
+    """What this rank thinks of requests without pages, whose handshake is done. ``most_s``: longest
+    wait for memory."""
     from sglang.srt.disaggregation.base.conn import KVPoll
 
     states, failed = [], KVPoll.Failed
@@ -149,7 +127,7 @@ def states_of(checked: Iterable[Any], now: float, limits: Limits) -> list[State]
         wait, state = record_of(entry.req).wait, State.FINE
         if entry.req.finished_reason is not None or entry.kv_receiver.poll() == failed:
             state = State.FAILED
-        elif now - (wait.since or 0.0) >= limits.for_memory:
+        elif now - (wait.since or 0.0) >= most_s:
             state = State.EXPIRED
         states.append(state)
     return states

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -127,7 +128,8 @@ class Callers:
         """Start another thread for the one whose call began ``hangs_s`` ago. Called by the transfer
         workers when they poll a call."""
         hangs_since = time.monotonic() - self._hangs_s
-        with self._lock:
+        # A system without threads fails no room: the next poll tries again.
+        with self._lock, suppress(RuntimeError):
             if self._spare and self._began.get(future, math.inf) <= hangs_since:
                 threading.Thread(target=self._run, name="kv-mooncake", daemon=True).start()
                 del self._began[future]

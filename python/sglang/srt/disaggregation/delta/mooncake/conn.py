@@ -40,6 +40,7 @@ from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaSender
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings, TransferError
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import PooledManager
 from sglang.srt.disaggregation.delta.wire import metadata_fit
+from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.utils import FastQueue
@@ -153,7 +154,8 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
     def make_backend(self, settings: Settings) -> MooncakeBackend:
         self._layout = Layout(self.rank, self.get_mla_kv_ptrs_with_pp, self.get_mha_kv_ptrs_with_pp)
         self._described = threading.local()
-        cores = os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+        threads = environment.THREADS.read(min(max(4, cores // 16), 12))  # SGLang's default
         self._backend = MooncakeBackend(
             self.engine,
             self.describe,
@@ -162,8 +164,8 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
             self.decode_kv_args_table,
             # A call takes a core until it is done, also one that hangs.
             Callers(
-                min(settings.threads, cores),
-                at_once=settings.threads // settings.queues,
+                min(threads, cores),
+                at_once=threads // environment.QUEUES.read(),
                 spare=max(cores // 2, 4),
             ),
         )

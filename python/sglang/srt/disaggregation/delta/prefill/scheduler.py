@@ -31,8 +31,8 @@ from sglang.srt.disaggregation.delta.prefill.yielded import (
     end_yielded,
     leave_unannounced,
 )
-from sglang.srt.disaggregation.delta.rank_agreement import minimum
-from sglang.srt.disaggregation.delta.unserved import ExactId
+from sglang.srt.disaggregation.delta.rank_agreement import minimum, part_of
+from sglang.srt.disaggregation.delta.unserved import ExactId, named_by
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,8 @@ else:
     Scheduler = object
 
 
-#: Waiting requests whose rooms are checked before each batch.
+#: Waiting requests whose rooms are checked before each batch: the first ones, and as many of the
+#: others, slice by slice, because requests of a higher priority can stay ahead of these.
 CHECKED = 128
 
 
@@ -81,10 +82,12 @@ def ended(requests: Sequence[Req], groups: Sequence[ProcessGroup]) -> list[str]:
 
 
 def ended_uncomputed(scheduler: Any) -> list[str]:
-    """Return the ids of requests whose rooms failed on all ranks, of those that are computed next:
-    polling all of a long queue would delay every step."""
+    """Return the ids of requests whose rooms failed on all ranks, of those that are computed next
+    and of a slice of the others: polling all of a long queue would delay every step."""
     groups = scheduler.attn_tp_cpu_group, scheduler.attn_cp_cpu_group
-    return ended(scheduler.waiting_queue[:CHECKED], groups)
+    first, others = scheduler.waiting_queue[:CHECKED], scheduler.waiting_queue[CHECKED:]
+    part, scheduler.next_unchecked = part_of(others, scheduler.next_unchecked, CHECKED)
+    return ended(first + part, groups)
 
 
 def leave_uncomputed(scheduler: Any, rids: Collection[str]) -> None:
@@ -107,6 +110,9 @@ def leave_uncomputed(scheduler: Any, rids: Collection[str]) -> None:
 class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
     """Sends what decode lacks, in order, once; and always the metadata. A request ends on all ranks
     in one step."""
+
+    #: Offset of the next slice of ``ended_uncomputed``.
+    next_unchecked: int = 0
 
     @override
     def send_kv_chunk(self, req: Req, last_chunk: bool = False, end_idx: int | None = None) -> None:
@@ -228,13 +234,10 @@ class DeltaScheduler(Scheduler):
         if prefill_manager(self) is not None:
             # SGLang drops a request from the waiting queue and forgets its sender: the room would
             # stay in every table, and decode would wait for it until its deadline.
-            named = [
-                req.rid
-                for req in self.waiting_queue
-                if hasattr(req.disagg_kv_sender, "abort")  # a warm-up's has no room
-                and (recv_req.abort_all or req.rid == recv_req.rid)
-            ]
-            leave_uncomputed(self, named)
+            named = filter(named_by(recv_req), self.waiting_queue)
+            # A warm-up's sender has no room.
+            has_room = [req.rid for req in named if hasattr(req.disagg_kv_sender, "abort")]
+            leave_uncomputed(self, has_room)
         super().abort_request(recv_req)
 
     @override

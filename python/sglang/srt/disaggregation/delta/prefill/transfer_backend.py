@@ -20,6 +20,9 @@ import msgspec
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.patchset import environment
 
+#: Most transfer threads of a prefill rank, because SGLang allows any number.
+_MAX_QUEUES = 256
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -27,8 +30,6 @@ class Settings:
 
     #: Transfer threads, each with a FIFO queue of its own.
     queues: int = 4
-    #: Most concurrent calls over all decode ranks, for a backend whose calls block.
-    threads: int = 4
     #: Transfers (one chunk to one peer) that a worker may have under way, over all its peers. A
     #: peer that has none may always have one, so that stopped peers cannot take all places.
     window: int = 32
@@ -40,16 +41,14 @@ class Settings:
     stuck_s: float = 30.0
 
     @classmethod
-    def read(cls, cpus: int | None = None) -> Settings:
-        """Those of this process. ``cpus``: logical CPUs; None queries the system.
+    def read(cls) -> Settings:
+        """Return the settings that the environment sets.
 
         Raises:
             ValueError: a variable is set to something that cannot be; the message names it.
         """
-        count = cpus if cpus is not None else os.cpu_count() or 1
         return cls(
-            queues=environment.QUEUES.read(),
-            threads=environment.THREADS.read(min(max(4, int(0.5 * count) // 8), 12)),  # SGLang's
+            queues=min(environment.QUEUES.read(), _MAX_QUEUES),
             doubt_s=environment.QUARANTINE_TIMEOUT.read(),
             stuck_s=environment.WORKER_TIMEOUT.read(),
         )
