@@ -142,9 +142,9 @@ DISABLED_GROUPS: Variable[tuple[str, ...]] = Variable(
     "SGLANG_PATCHSET_DISABLE",
     "package",
     "Feature groups that stay stock: `delta`, `nixl_async`, `mooncake_delta`, `decode_radix`, "
-    "`buffer_only`; on SGLang 0.5.23 `lead`. The decode radix cache needs `decode_radix`, `delta` "
-    "and the group of its backend. A prefill server needs the latter two, or it sends whole "
-    "prompts.",
+    "`buffer_only`, `decode_offload`; on SGLang 0.5.23 `lead`. The decode radix cache needs "
+    "`decode_radix`, `delta` and the group of its backend. A prefill server needs the latter two, "
+    "or it sends whole prompts.",
     (),
     f"comma-separated names of {', '.join(SWITCHED)}",
     _switched,

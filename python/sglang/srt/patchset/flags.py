@@ -65,12 +65,13 @@ def wants_buffer_only(args: Any) -> bool:
 
 
 def loads_from_store(args: Any) -> bool:
+    """True if a server with these arguments reads KV from the store."""
     return wants_buffer_only(args) and args.disaggregation_mode != "decode"
 
 
 def writes_to_store(args: Any) -> bool:
-    """Whether a decode server with these arguments writes what it computes (``OFFLOAD``, without
-    which the mode is refused there)."""
+    """True if a decode server with these arguments writes its KV to the store. Without ``OFFLOAD``
+    the mode is refused."""
     return wants_buffer_only(args) and args.disaggregation_mode == "decode"
 
 

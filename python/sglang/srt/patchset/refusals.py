@@ -162,8 +162,8 @@ ALWAYS: tuple[Refusal, ...] = (
         RADIX,
         f"{OFFLOAD} without {ON}",
         "SGLang's offload frees the pages of finished requests, which the radix cache keeps",
-        instead=f"Add {ON}, with which what decode computes is written beside the cache, or remove "
-        f"{OFFLOAD}.",
+        instead=f"Add {ON}: decode then writes its KV to the store and keeps it in the radix "
+        f"cache. Or remove {OFFLOAD}.",
         when=_offloads_as_sglang,
     ),
     Refusal(
@@ -236,7 +236,7 @@ ALWAYS: tuple[Refusal, ...] = (
     ),
     Refusal(
         BUFFER,
-        f"--disaggregation-mode decode without {FLAG} and {OFFLOAD}",
+        f"--disaggregation-mode decode, without {FLAG} and {OFFLOAD}",
         "a decode server loads nothing from the store, and writes only with both",
         f"{{flag}} on a decode server needs {FLAG} and {OFFLOAD}: it loads nothing from the store, "
         f"and writes only with both. Add them, or remove {MODE} on the decode server.",

@@ -370,7 +370,7 @@ _BUFFER_ONLY = (
         module="sglang.srt.managers.scheduler",
         name="Scheduler",
         mixin=f"{_CACHE}.buffer_only.store_scheduler:StoreScheduler",
-        why="keys name the weights; what is under way to the store is no idleness",
+        why="keys name the weights; traffic to the store counts as work",
         when="sglang.srt.patchset.flags:wants_buffer_only",
     ),
     Replacement(
@@ -393,7 +393,7 @@ _DECODE_OFFLOAD = (
         module="sglang.srt.managers.scheduler",
         name="Scheduler",
         mixin=f"{_DISAGG}.delta.decode.offload:OffloadScheduler",
-        why="writes to the store beside the decode steps, instead of SGLang's manager",
+        why="drives writes to the store between decode steps; replaces SGLang's manager",
         when="sglang.srt.patchset.flags:writes_to_store",
     ),
 )

@@ -133,8 +133,8 @@ class Backups:
         self.copied(agreed.backup_copies)
 
     def copied(self, launches: int) -> None:
-        """Have the store write what the first ``launches`` launches have copied, or are waited for
-        to copy."""
+        """Have the store write the pages of the first ``launches`` copy launches; wait for launches
+        that have not ended."""
         for backup in self.copies.pop(launches):
             self._unlock(backup)
             self._write(backup)

@@ -1,5 +1,5 @@
 """The scheduler over a cache that loads from the store: prefetch, preemption, what a response
-reports. ``store_scheduler`` has what servers that only write have too.
+reports. ``store_scheduler`` has the part that write-only servers share.
 
 No other server's scheduler has this mixin (``when`` in ``patchset/table.py``).
 """
@@ -69,8 +69,7 @@ class ReadyPreemption(PrefillAdder):
 
 
 class BufferOnlyScheduler(Scheduler):
-    """Has SGLang's batches wait for the store as they wait for host memory. A scheduler with this
-    mixin has ``StoreScheduler`` too."""
+    """Delays admission until a request's prefetch has ended. Requires ``StoreScheduler``."""
 
     _request_namespace: str | None = None
     _last_result: float = 0.0

@@ -1,7 +1,7 @@
 """The scheduler over a store, on each kind of server: idleness, flushes, and the weights that keys
 of the store name.
 
-No other server's scheduler has this mixin (``when`` in ``patchset/table.py``).
+Servers without a store do not have this mixin (``when`` in ``patchset/table.py``).
 
 Weights may come in many updates of some tensors each, all but the last of which leave the cache as
 it is. The fingerprint, a second or so for a large model, is taken once after those: when the cache
@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any  # Any: requests and answers of SGLang's, handed on
+from typing import TYPE_CHECKING, Any  # Any: requests and answers of SGLang's, passed through
 
 from typing_extensions import override
 
@@ -32,14 +32,14 @@ else:
 
 logger = logging.getLogger(__name__)
 
-#: Between two steps without a batch, while something is under way to the store or from it.
+#: Seconds to sleep between two steps without a batch while store traffic is under way.
 NAP_S = 0.0005
 
 
 class StoreScheduler(Scheduler):
     """Names the keys, and counts what is under way to the store as work."""
 
-    #: Whether the weights in memory may be others than those that the keys name.
+    #: True if the weights may differ from those that the keys name.
     _weights_changed: bool = False
     _store_ignored: bool = False
     #: When a flush that waits is made all the same; agreed milliseconds.
@@ -49,15 +49,15 @@ class StoreScheduler(Scheduler):
     def run_event_loop(self) -> None:
         # Made after the cache: what is written to the store must have been computed on it.
         self.tree_cache.forward_stream = getattr(self, "forward_stream", None)
-        # Python's first full collection would look through all that the start left, while every
-        # request stands still.
+        # Python's first full collection would scan every object from startup and stall all
+        # requests.
         gc.collect()
         gc.freeze()
         super().run_event_loop()
 
     @override
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
-        if self.model_config.is_multimodal:  # before the first look at the tree
+        if self.model_config.is_multimodal:  # before the first tree match
             req.extra_key = image_key(req)
         super()._add_request_to_queue(req, is_retracted)
 
@@ -70,8 +70,7 @@ class StoreScheduler(Scheduler):
 
     @contextmanager
     def _without_the_store(self) -> Iterator[None]:
-        """Idle is, meanwhile, who has no requests: what is under way to the store and from it is
-        nothing that a flush has to wait for, since the tree can forget it at any time."""
+        """Ignore store traffic in ``is_fully_idle``: a flush does not have to wait for it."""
         before, self._store_ignored = self._store_ignored, True
         try:
             yield
@@ -92,9 +91,9 @@ class StoreScheduler(Scheduler):
 
     @override
     def _check_pending_flush(self) -> None:
-        # One that may wait does so for what is still to be written, but is not refused for it. Its
-        # time is over in the same step on all ranks: a rank that forgot its tree a step before the
-        # others would start other transfers than they do.
+        # A flush with a timeout waits for pending writes but is not refused because of them. Its
+        # time ends in the same step on all ranks, because a rank that empties its tree earlier
+        # would start other transfers than the rest.
         if self._pending_flush is None:
             self._flush_due_ms = None
             super()._check_pending_flush()
@@ -169,7 +168,9 @@ class StoreScheduler(Scheduler):
         return self._named_anew(super().update_weights_from_ipc, recv_req)
 
     def _named_anew(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
-        self._weights_changed = True  # also by one that fails: it may have written some of them
+        self._weights_changed = (
+            True  # also after a failed update, which may have written some weights
+        )
         answer = update(recv_req)
         if self._weights_changed and recv_req.flush_cache:
             self.name_keys()

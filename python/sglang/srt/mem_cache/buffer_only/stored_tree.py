@@ -1,10 +1,12 @@
-"""What every radix tree over a store has: marks on its nodes (``nodes.StoredNode``), and the
-pipelines that it drives."""
+"""Base of radix trees over a store: marks on nodes (``nodes.StoredNode``) and the pipelines."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any  # Any: values of an identity; what overrides hand on
+from typing import (
+    TYPE_CHECKING,
+    Any,
+)  # Any: values of an identity; arguments that are passed through
 
 from typing_extensions import override
 
@@ -33,15 +35,15 @@ MODE_FLAG = "--hicache-host-memory-mode"
 
 
 class StoredTree(RadixCache):
-    """A node is written to the store while it is on the device; what the store holds of it is noted
-    on the node. ``drive`` is called once, as soon as the host pool and its controller are made."""
+    """A tree whose nodes are written to the store while they are on the device and record what it
+    holds. Call ``drive`` once, when the host pool and its controller exist."""
 
-    #: Backup and prefetch; there as soon as SGLang's part is made.
+    #: Backup and prefetch; set by ``drive``.
     buffer: Pipelines
     cache_controller: HiCacheController
     #: The stream of the forward passes, set by the scheduler.
     forward_stream: Stream | None = None
-    #: With ``--enable-metrics``; beside it SGLang's collector.
+    #: Set with ``--enable-metrics``: ours and SGLang's collector.
     _metrics: tuple[BufferMetrics, StorageMetricsCollector] | None = None
 
     def drive(
@@ -53,8 +55,8 @@ class StoredTree(RadixCache):
         group: ProcessGroup,
         collector: StorageMetricsCollector | None,
     ) -> None:
-        """Make the pipelines over the host pool of ``controller``, of which ``stage`` says what is
-        in use. ``group``: the ranks of this server. ``collector``: with ``--enable-metrics``,
+        """Create the pipelines over the host pool of ``controller``, whose pages ``stage`` lends.
+        ``group``: the ranks of this server. ``collector``: with ``--enable-metrics``,
         SGLang's."""
         self.cache_controller, host = controller, controller.mem_pool_host
         page_bytes = host.size_per_token * self.page_size
@@ -80,13 +82,14 @@ class StoredTree(RadixCache):
         self.eviction_strategy: EvictionStrategy = PendingLast(self.eviction_strategy)
 
     def pool_identity(self) -> dict[str, Any]:
-        """How the KV of this server lies in a page (``namespaces``)."""
+        """Return how this server's KV is laid out in a page (``namespaces``)."""
         controller = self.cache_controller
         identity = pool_identity(controller.mem_pool_host, controller.tp_size)
         return {**identity, "bigrams": self.is_eagle}
 
     def advance(self) -> None:
-        """Once in each step that all ranks take: drive the pipelines, and export what they did."""
+        """Run one round of the pipelines and export its metrics. Called on all ranks in the same
+        scheduler step: each one on a prefill server, every fourth one on a decode server."""
         buffer = self.buffer
         buffer.step()
         if self._metrics is not None:
@@ -96,7 +99,7 @@ class StoredTree(RadixCache):
 
     @property
     def serves_kv(self) -> bool:
-        """Whether a request could hit anything here."""
+        """True if a request could hit any node."""
         return bool(self.root_node.children)
 
     @override
@@ -119,12 +122,12 @@ class StoredTree(RadixCache):
 
 @dataclass
 class PendingLast:
-    """SGLang's eviction order, but nodes that wait to be written go last: only they would be
-    lost."""
+    """SGLang's eviction order, with nodes that wait to be written last, because their KV exists
+    nowhere else."""
 
     strategy: EvictionStrategy
 
     def get_priority(self, node: TreeNode) -> Any:
-        """The order of eviction, smallest first."""
+        """Return the sort key of eviction, smallest first."""
         pending = node.pending is not None and not node.storage_backed
         return (pending, self.strategy.get_priority(node))

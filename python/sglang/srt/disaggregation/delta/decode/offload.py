@@ -1,16 +1,16 @@
 """A decode server writes to the shared store what it alone has computed: answers and local turns.
 
 Prefill servers write what they compute (``mem_cache/buffer_only``), and find the rest of a
-conversation in the store under the same keys. Here nothing is read from it. The flag is SGLang's,
-``--disaggregation-decode-enable-offload-kvcache``. SGLang's own manager frees a request's pages as
-it writes them, so it is not made.
+conversation in the store under the same keys. Decode reads nothing from the store. The flag is
+SGLang's, ``--disaggregation-decode-enable-offload-kvcache``. SGLang's own manager frees a request's
+pages as it writes them, so it is not created.
 """
 
 from __future__ import annotations
 
 import atexit
 import threading
-from typing import TYPE_CHECKING, Any  # Any: what overrides hand on
+from typing import TYPE_CHECKING, Any  # Any: arguments that overrides pass through
 
 from typing_extensions import override
 
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 else:
     DecodeRadixTree = Scheduler = object
 
-#: The class that the mixin for trees is for.
+#: The class that ``OffloadTree`` is mixed into.
 TREE = "sglang.srt.managers.scheduler:RadixCache"
-#: While requests run, the pipelines are driven in one of so many steps. A round costs as much as a
-#: small batch's preparation, and what finished meanwhile goes into one copy.
-EVERY_STEPS = 4
+#: Steps between two rounds of the pipelines while requests run. Each round is a reduction over the
+#: ranks, and copies of several steps share one launch.
+ROUND_INTERVAL_STEPS = 4
 
 
 class OffloadTree(StoredTree, DecodeRadixTree):
     """Queues new nodes to be written, except those that prefill has computed."""
 
-    #: Whether what is inserted now came from prefill.
+    #: True while KV that prefill sent is being inserted.
     _delivered: bool = False
 
     def write_to_store(self, args: ServerArgs, group: ProcessGroup) -> None:
@@ -57,7 +57,7 @@ class OffloadTree(StoredTree, DecodeRadixTree):
 
         device = self.token_to_kv_pool_allocator.get_kvcache()
         pages = chosen_pages(device, self.page_size, args)
-        # The method looks at its text alone.
+        # Pass None for ``self``, because the method does not use it.
         parse: Any = stock.HiRadixCache._parse_storage_backend_extra_config
         config, threshold, *_, pass_prefix_keys = parse(
             None, args.hicache_storage_backend_extra_config
@@ -108,7 +108,8 @@ class OffloadTree(StoredTree, DecodeRadixTree):
         buffer = self.buffer
         if self._delivered:
             if node.hit_count == 1:
-                # New here. Prefill writes it; should the store not have it, a touch finds out.
+                # New node. Prefill writes it, so mark it as stored; a touch clears the mark if the
+                # store lacks it.
                 node.stored = node.launched = len(node.key)
                 touch_ms = buffer.context.settings.touch_ms
                 node.touch_after_ms = buffer.context.now_ms + touch_ms
@@ -120,7 +121,8 @@ class OffloadTree(StoredTree, DecodeRadixTree):
     @override
     def evict(self, params: Any) -> Any:
         if params.num_tokens > self.evictable_size():
-            # Copies lock their nodes, and a request would be retracted for want of them.
+            # Wait for the copies, because they lock nodes and a request would be retracted for lack
+            # of memory.
             backups = self.buffer.backups
             backups.copied(len(backups.copies.launches))
         return super().evict(params)
@@ -132,13 +134,13 @@ class OffloadTree(StoredTree, DecodeRadixTree):
 
     @property
     def serves_kv(self) -> bool:
-        """Of ours (``StoredTree``)."""
+        """True if any node is from after the last flush; no request hits retired nodes."""
         tops = self.root_node.children.values()
         return any(not isinstance(node.key.extra_key, Retired) for node in tops)
 
 
 def _host_class(device: KVCache) -> type[HostKVCache]:
-    """The class of the host pool for ``device``, as SGLang chooses it."""
+    """Return the host pool class for ``device``, as SGLang selects it."""
     from sglang.srt.mem_cache import hiradix_cache as stock
 
     for kind, host in (
@@ -154,7 +156,7 @@ def _host_class(device: KVCache) -> type[HostKVCache]:
 
 
 def _collector(controller: HiCacheController, args: ServerArgs) -> StorageMetricsCollector:
-    """SGLang's counters of a store, with the labels that its cache gives them."""
+    """Return SGLang's collector of storage metrics, with the labels that its own cache uses."""
     from sglang.srt.observability.metrics_collector import StorageMetricsCollector
 
     names = ("tp_rank", "dp_rank", "pp_rank", "pp_size")
@@ -171,10 +173,11 @@ class OffloadScheduler(Scheduler):
     @override
     def init_cache_with_memory_pool(self) -> None:
         args = self.server_args
-        # SGLang makes its manager by this field, and asks it for each request in each step.
+        # Clear the field, because SGLang would create its manager and call it for each request in
+        # each step.
         args.disaggregation_decode_enable_offload_kvcache = False
         super().init_cache_with_memory_pool()
-        assert status.attachment is not None, "this mixin was put on by it"
+        assert status.attachment is not None, "OffloadScheduler without an attachment"
         status.attachment.equip(TREE, self.tree_cache, args)
         group = self.attn_tp_cpu_group if args.enable_dp_attention else self.tp_cpu_group
         self.tree_cache.write_to_store(args, group)
@@ -183,6 +186,6 @@ class OffloadScheduler(Scheduler):
     @override
     def process_decode_queue(self) -> None:
         self._steps += 1
-        if self._steps % EVERY_STEPS == 0 or self.running_batch.is_empty():
+        if self._steps % ROUND_INTERVAL_STEPS == 0 or self.running_batch.is_empty():
             self.tree_cache.advance()
         super().process_decode_queue()

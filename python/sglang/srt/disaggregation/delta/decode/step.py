@@ -43,8 +43,6 @@ TRIED = 8
 CHECKED = 128
 
 
-
-
 # ---- what one rank sees ----
 
 
