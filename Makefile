@@ -67,7 +67,7 @@ test-current: $(CURRENT_STAMP) ## the group lead on SGLang 0.5.23, in an environ
 test-pythons: env ## attachment and what needs no torch, on each supported Python; not part of CI
 	PATH="$(abspath $(VENV))/bin:$$PATH" scripts/test_pythons.sh $(PYTHONS)
 
-chaos: env ## ten minutes of seeded faults on real servers; CHAOS="--seed 7 --backend nixl ..."
+chaos: env ## ten minutes of seeded faults on pairs and on the whole system; CHAOS="--seed 7 --backend nixl ..."
 	PYTHONPATH=.:test/srt $(PY) -m chaos $(CHAOS)
 
 chaos-current: $(CURRENT_STAMP) ## the same on SGLang 0.5.23; CHAOS="--lead --seed 7", or with --stock

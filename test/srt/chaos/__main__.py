@@ -8,7 +8,6 @@ which servers do what they do.
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import random
 import sys
@@ -16,29 +15,19 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from benchmark.harness.models import REPOSITORY, random_qwen3
 from benchmark.harness.process import ServerFailed
+from chaos.arms import BACKENDS, WHOLE, make_arms
 from chaos.bank import ask_aggregated
-from chaos.plan import (
-    CURRENT_EVERY_S,
-    HEAVY,
-    HEAVY_EVERY_S,
-    LIGHT,
-    LOCAL,
-    STORE,
-    make_plans,
-)
+from chaos.plan import CURRENT_EVERY_S, HEAVY_EVERY_S, make_plans
 from chaos.report import print_account, print_plan, print_summary
-from chaos.run import Arm, run_arm
+from chaos.run import run_arm
 from current.environment import RELEASE, environment
 from sglang.srt.patchset.status import installed_version
-
-BACKENDS = ("nixl", "mooncake")
-PAGE_SIZES = (16, 1)
-STAGED_PAGE_SIZES = (16, 64)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,6 +36,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="default: a new one, printed")
     parser.add_argument("--backend", choices=[*BACKENDS, "both"], default="both")
     parser.add_argument("--page-size", choices=["1", "16", "64", "both"], default="both")
+    parser.add_argument(
+        "--plain", action="store_true", help="pairs with decode's radix cache alone"
+    )
+    parser.add_argument(
+        "--whole",
+        action="store_true",
+        help="--hicache-buffer-only and --local-turns together; decode writes to the store too, "
+        "and both servers get new weights",
+    )
     parser.add_argument(
         "--hicache-buffer-only",
         action="store_true",
@@ -74,41 +72,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if bool(args.current) != (installed_version() == RELEASE):
         parser.error(f"--lead or --stock is what SGLang {RELEASE} needs, and no other release has")
     if args.current:
-        if args.hicache_buffer_only or args.local_turns:
-            parser.error(f"SGLang {RELEASE} has no arm with --hicache-buffer-only, --local-turns")
+        if args.hicache_buffer_only or args.local_turns or args.whole:
+            parser.error(f"SGLang {RELEASE} has no arm with a store, or turns that decode computes")
         args.backend = "nixl"
         os.environ.update(environment())
+    parts: dict[str, Any] | None = {
+        "staged": args.hicache_buffer_only,
+        "local": args.local_turns,
+        "current": args.current,
+    }
+    if args.whole:
+        parts = WHOLE
+    elif not (args.plain or any(parts.values())):
+        parts = None
+    arms = make_arms(args.backend, args.page_size, parts)
     seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
     out = args.out or REPOSITORY / "out" / "chaos" / f"{seed}" / "events.jsonl"
-    backends = BACKENDS if args.backend == "both" else (args.backend,)
-    staged: bool = args.hicache_buffer_only
-    both = STAGED_PAGE_SIZES if staged else PAGE_SIZES
-    pages = both if args.page_size == "both" else (int(args.page_size),)
-    arms = [
-        Arm(backend, page, staged, args.local_turns, args.current)
-        for backend, page in itertools.product(backends, pages)
-    ]
-    heavy = (*HEAVY, *STORE) if staged else HEAVY
-    light = (*LIGHT, *LOCAL) if args.local_turns or args.current else LIGHT
-
     every_s = CURRENT_EVERY_S if args.current else HEAVY_EVERY_S
-
     console = Console()
     began = time.monotonic()
-    model = random_qwen3(out.parent / "model")
+    models = [random_qwen3(out.parent / "model")]
+    if any(arm.whole for arm in arms):
+        models.append(random_qwen3(out.parent / "other", seed=1))
     console.print(
         f"seed {seed}; logs in {out.parent}; asking for the right answers", soft_wrap=True
     )
     try:
-        bank = ask_aggregated(model, out.parent, seed)
+        banks = ask_aggregated(models, out.parent, seed)
         seconds = args.seconds / len(arms)
-        plans = make_plans(seed, len(arms), seconds, bank.threads, heavy, light, every_s)
+        faults = [arm.faults for arm in arms]
+        plans = make_plans(seed, faults, seconds, banks[0].threads, every_s)
         out.unlink(missing_ok=True)
         show = partial(console.print, style="dim", highlight=False)
         accounts = []
         for arm, plan in zip(arms, plans, strict=True):
             print_plan(console, arm, plan)
-            account = run_arm(arm, plan, bank, model, out.parent / arm.name, out, show)
+            account = run_arm(arm, plan, banks, out.parent / arm.name, out, show)
             print_account(console, arm, account)
             accounts.append((arm, account))
     except ServerFailed as failure:

@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmark.harness.fleet import Aggregated
 from benchmark.harness.models import token_range
 from benchmark.harness.servers import Sizes
-from e2e.support import START_METHOD
+from e2e.support import START_METHOD, post
 
 Ids = list[int]
 
@@ -48,13 +48,17 @@ class Question:
 class Bank:
     """Questions, conversation after conversation."""
 
+    model: Path
+    """The weights that answered."""
     questions: tuple[Question, ...]
     threads: tuple[int, ...]
     """How many questions each conversation has."""
 
 
-def make_bank(vocabulary: range, seed: int, ask: Ask) -> Bank:
-    """A bank of conversations; ``ask`` is called once a turn, with a prompt of each."""
+def make_bank(model: Path, seed: int, ask: Ask) -> Bank:
+    """A bank of conversations; ``ask`` is called once a turn, with a prompt of each. Conversations
+    of different models with one seed begin with equal prompts."""
+    vocabulary = token_range(model)
     rng = random.Random(f"{seed} bank")
     prefixes = [rng.choices(vocabulary, k=PREFIX_TOKENS) for _ in range(PREFIXES)]
     prompts: list[tuple[int, ...]] = [
@@ -69,11 +73,17 @@ def make_bank(vocabulary: range, seed: int, ask: Ask) -> Bank:
             found[i].append(Question(i * TURNS + turn, prompts[i], kept))
             words = rng.choices(vocabulary, k=rng.randint(*LATER_TOKENS))
             prompts[i] = (*prompts[i], *kept, *words)
-    return Bank(tuple(q for thread in found for q in thread), tuple(map(len, found)))
+    return Bank(model, tuple(q for thread in found for q in thread), tuple(map(len, found)))
 
 
-def ask_aggregated(model: Path, logs: Path, seed: int) -> Bank:
-    """Makes a bank with SGLang's own aggregated server, stock, which runs meanwhile only."""
+def ask_aggregated(models: Sequence[Path], logs: Path, seed: int) -> list[Bank]:
+    """Makes a bank of each model with SGLang's own aggregated server, stock, which runs meanwhile
+    only, and takes the weights of one after the other."""
     sizes = Sizes(pool_tokens=60_000, chunked_prefill_tokens=2048)
-    with Aggregated(model, logs, sizes, env={START_METHOD: "fork"}) as server:
-        return make_bank(token_range(model), seed, server.generate)
+    banks = []
+    with Aggregated(models[0], logs, sizes, env={START_METHOD: "fork"}) as server:
+        for model in models:
+            if model != models[0]:
+                post(server.config.url, "/update_weights_from_disk", model_path=str(model))
+            banks.append(make_bank(model, seed, server.generate))
+    return banks

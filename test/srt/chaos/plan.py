@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from typing import NamedTuple
 
 import msgspec
 
@@ -38,11 +39,13 @@ class FaultKind(str, Enum):
     FLUSH_DECODE = "flush decode"
     PAUSE_DECODE = "pause decode"
     RETRACT_DECODE = "pause decode, retract all"
+    NEW_WEIGHTS = "new weights on both"
 
     @property
     def role(self) -> str:
-        """The server that it happens to."""
-        return next(role for role in ("decode", "prefill", "store") if role in self.value)
+        """The server that it happens to, or "both"."""
+        roles = (role for role in ("decode", "prefill", "store") if role in self.value)
+        return next(roles, "both")
 
 
 HEAVY = (
@@ -54,6 +57,8 @@ HEAVY = (
 STORE = (FaultKind.STOP_STORE, FaultKind.KILL_STORE)
 """What happens to the store behind prefill's HiCache, where there is one. No request may fail of
 it."""
+WEIGHTS = (FaultKind.NEW_WEIGHTS,)
+"""An update between requests, to the weights of the next bank. No request may fail of it."""
 LIGHT = (FaultKind.ABORT_ALL_DECODE, FaultKind.ABORT_ALL_PREFILL)
 PAUSES = {FaultKind.PAUSE_DECODE: "in_place", FaultKind.RETRACT_DECODE: "retract"}
 """How the generation is paused."""
@@ -108,6 +113,13 @@ class Fault(msgspec.Struct, frozen=True, tag="fault"):
     for_s: float = 0.0
 
 
+class Faults(NamedTuple):
+    """Kinds of faults of an arm, which follow in random orders: in each interval one of each."""
+
+    heavy: tuple[FaultKind, ...] = HEAVY
+    light: tuple[FaultKind, ...] = LIGHT
+
+
 class Plan(msgspec.Struct, frozen=True):
     """One arm: a pair of fresh servers, for ``seconds``."""
 
@@ -124,28 +136,31 @@ class Plan(msgspec.Struct, frozen=True):
 
 def make_plans(
     seed: int,
-    arms: int,
+    arms: Sequence[Faults],
     seconds: float,
     threads: Sequence[int],
-    heavy: Sequence[FaultKind] = HEAVY,
-    light: Sequence[FaultKind] = LIGHT,
     every_s: float = HEAVY_EVERY_S,
 ) -> list[Plan]:
-    """``arms`` plans of ``seconds`` each, which share out the kinds of faults, ``heavy`` and
-    ``light``; one of each in ``every_s``.
+    """Return a plan of ``seconds`` for each arm. Arms with equal faults share out their kinds; one
+    heavy and one light fault in ``every_s``.
 
     ``threads``: the number of questions of each conversation of the bank, whose questions are
     numbered through. Turns of a conversation are mostly asked in order, as only then the decode
     tree is of use.
     """
-    kinds = _blocks(random.Random(f"{seed} kinds"), heavy)
-    lights = _blocks(random.Random(f"{seed} lights"), light)
+    kinds = {
+        faults: (
+            _blocks(random.Random(f"{seed} kinds"), faults.heavy),
+            _blocks(random.Random(f"{seed} lights"), faults.light),
+        )
+        for faults in arms
+    }
     ways = _blocks(random.Random(f"{seed} ways"), tuple(How))
     plans = []
-    for arm in range(arms):
+    for arm, of_arm in enumerate(arms):
         rng = random.Random(f"{seed} {arm}")
         sends = tuple(_sends(rng, seconds, threads, ways))
-        faults = tuple(_faults(rng, seconds, kinds, lights, every_s))
+        faults = tuple(_faults(rng, seconds, *kinds[of_arm], every_s))
         plans.append(Plan(seed, arm, seconds, sends, faults))
     return plans
 

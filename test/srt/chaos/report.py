@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from chaos.arms import Arm
 from chaos.plan import Plan
-from chaos.run import Account, Arm
+from chaos.run import Account
 from chaos.tally import EMPTY, Outcome, Tally
 
 SHOWN_BUGS = 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,6 +16,7 @@ import msgspec
 from benchmark.harness.client import open_session
 from benchmark.harness.process import ServerFailed
 from chaos import clients
+from chaos.arms import Arm
 from chaos.bank import Bank
 from chaos.clients import Addresses, Life
 from chaos.logs import log_problems
@@ -36,28 +37,10 @@ SETTLE_S = HOLD_S + 30.0
 LAST_QUESTIONS = 6
 LEAST_READ_PAGES = 20
 """From the store, where there is one; fewer would put it to no test."""
+LEAST_WRITTEN_PAGES = 20
+"""By decode, where it writes to the store."""
 LOCAL_SHARE = 0.1
 """The least part of all turns that decode must have computed where it may."""
-
-
-@dataclass(frozen=True)
-class Arm:
-    """What an arm runs on."""
-
-    backend: str
-    page_size: int
-    staged: bool = False
-    """Prefill has buffer-only HiCache before a Mooncake store."""
-    local: bool = False
-    """Decode computes short turns itself."""
-    current: str = ""
-    """On SGLang 0.5.23: "lead", or "stock"."""
-
-    @property
-    def name(self) -> str:
-        extra = ("-hicache" if self.staged else "") + ("-local" if self.local else "")
-        extra += f"-{self.current}" if self.current else ""
-        return f"{self.backend}-{self.page_size}{extra}"
 
 
 @dataclass
@@ -73,23 +56,27 @@ class Account:
 
 
 class Chaos:
-    """Runs one plan against one pair. ``events``: a JSON line for each thing that was done or that
-    ended, as soon as it is known; ``show`` is told what is going on."""
+    """Runs one plan against one pair. ``banks``: of the weights that the pair has at its start, and
+    of those that it is updated to, in turns. ``events``: a JSON line for each thing that was done
+    or that ended, as soon as it is known; ``show`` is told what is going on."""
 
     def __init__(
         self,
         servers: Servers,
         plan: Plan,
-        bank: Bank,
+        banks: Sequence[Bank],
         name: str,
         events: BinaryIO,
         show: Callable[[str], object] = lambda text: None,
     ) -> None:
-        self._servers, self._plan, self._bank, self._name = servers, plan, bank, name
+        self._servers, self._plan, self._name = servers, plan, name
+        self._banks = list(banks)
         self._addresses: Addresses = servers.addresses
         self._events, self._show = events, show
         self._began = time.monotonic()
         self._lives: list[Life] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._may_send = asyncio.Lock()
         self._windows: list[Window] = []
         self._faults: Counter[str] = Counter()
         self._restarts = 0
@@ -135,22 +122,22 @@ class Chaos:
 
     async def _send_all(self, session: aiohttp.ClientSession) -> None:
         places = asyncio.Semaphore(IN_FLIGHT)
-        tasks = []
         for send in self._plan.sends:
             await self._until(send.at)
             await places.acquire()
             if self._down:
                 await asyncio.sleep(DOWN_EVERY_S)
-            if self._now() > self._plan.seconds:
-                break  # the places were taken for so long that the time is up
-            tasks.append(asyncio.create_task(self._one(session, send, places.release)))
-        await asyncio.gather(*tasks)
+            async with self._may_send:
+                if self._now() > self._plan.seconds:
+                    break  # the places were taken for so long that the time is up
+                self._tasks.append(asyncio.create_task(self._one(session, send, places.release)))
+        await asyncio.gather(*self._tasks)
 
     async def _one(
         self, session: aiohttp.ClientSession, send: Send, on_answer: Callable[[], None]
     ) -> None:
         name = f"{self._plan.seed}.{self._plan.arm}"
-        question = self._bank.questions[send.question]
+        question = self._banks[0].questions[send.question]
         life = clients.new_life(self._addresses, send.number, name, question)
         self._lives.append(life)
         self._note("sent", life, question=send.question, leave=send.leave)
@@ -210,6 +197,8 @@ class Chaos:
                 await asyncio.to_thread(servers.master.kill)
                 await asyncio.sleep(fault.for_s)
                 await asyncio.to_thread(servers.master.start)
+            case FaultKind.NEW_WEIGHTS:
+                await self._update()
             case FaultKind.FLUSH_DECODE:  # refused while requests are under way
                 await clients.control(session, f"{self._addresses.decode}/flush_cache", {})
             case FaultKind.PAUSE_DECODE | FaultKind.RETRACT_DECODE:
@@ -226,6 +215,13 @@ class Chaos:
                 for life in self._lives[sent:]:  # sent meanwhile, so it may be hit or not
                     life.aborted_on.append(role)
                     life.aborted_at = life.aborted_at or time.monotonic()
+
+    async def _update(self) -> None:
+        """Between requests, so that none is computed with the weights of both banks."""
+        async with self._may_send:
+            await asyncio.gather(*self._tasks)
+            self._banks.append(self._banks.pop(0))
+            self._problems += await asyncio.to_thread(self._servers.update, self._banks[0].model)
 
     async def _start(self, role: str) -> None:
         took = await asyncio.to_thread(self._servers.start, role)
@@ -271,8 +267,12 @@ class Chaos:
         """A store that was hardly read would have put nothing to the test."""
         staged = self._servers.count_staged()
         self._note("staged", **staged)
-        if self._servers.master is not None and staged["store_read_pages"] < LEAST_READ_PAGES:
-            self._problems.append(f"{staged['store_read_pages']} pages came from the store")
+        read = staged["prefill store_read_pages"]
+        if self._servers.master is not None and read < LEAST_READ_PAGES:
+            self._problems.append(f"{read} pages came from the store")
+        written = staged.get("decode store_written_pages")
+        if written is not None and written < LEAST_WRITTEN_PAGES:
+            self._problems.append(f"decode wrote {written} pages to the store")
 
     def _check_turns(self) -> None:
         """Turns that are all left to prefill would put local ones to no test."""
@@ -296,7 +296,7 @@ class Chaos:
         async def ask() -> list[Life]:
             lives = [
                 clients.new_life(self._addresses, 900_000 + i, f"{self._plan.seed}.last", question)
-                for i, question in enumerate(self._bank.questions[-LAST_QUESTIONS:])
+                for i, question in enumerate(self._banks[0].questions[-LAST_QUESTIONS:])
             ]
             async with open_session(reuse=False) as session:
                 await asyncio.gather(
@@ -347,8 +347,7 @@ class Chaos:
 def run_arm(
     arm: Arm,
     plan: Plan,
-    bank: Bank,
-    model: Path,
+    banks: Sequence[Bank],
     logs: Path,
     events: Path,
     show: Callable[[str], object] = lambda text: None,
@@ -358,14 +357,17 @@ def run_arm(
     Raises:
         ServerFailed: a server did not start.
     """
+    model = banks[0].model
     master = Master() if arm.staged else None
     if arm.current:
         config = current_config(model, arm.page_size, stock=arm.current == "stock")
     else:
-        config = chaos_config(model, logs, arm.backend, arm.page_size, master, local=arm.local)
+        config = chaos_config(
+            model, logs, arm.backend, arm.page_size, master, local=arm.local, writes=arm.whole
+        )
     events.parent.mkdir(parents=True, exist_ok=True)
     with (
         events.open("ab", buffering=0) as file,
         Servers(config, logs, master=master) as servers,
     ):
-        return Chaos(servers, plan, bank, arm.name, file, show).run()
+        return Chaos(servers, plan, banks, arm.name, file, show).run()

@@ -7,7 +7,7 @@ import signal
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmark.harness import checks, metrics
@@ -18,7 +18,7 @@ from chaos import faults, store
 from chaos.clients import Addresses
 from component.buffer_only.masters import Master
 from current.environment import RELEASE
-from e2e.support import START_METHOD, pair_config
+from e2e.support import START_METHOD, pair_config, post
 from sglang.srt.patchset.environment import LOCAL_CHUNK, LOCAL_TOKENS
 from sglang.srt.patchset.status import installed_version
 
@@ -58,12 +58,13 @@ def chaos_config(
     master: Master | None = None,
     *,
     local: bool = False,
+    writes: bool = False,
 ) -> PairConfig:
     """A pair whose decode pool is always full, with short bounds and short prefill chunks.
 
     With the ``master`` of a store, the prefill server's tree is small, and a stage lies between it
     and the store. ``local``: decode computes short turns itself, and longer ones if prefill is
-    lost.
+    lost. ``writes``: it writes them, and its answers, to that store.
     """
     staged = {} if master is None else store.prefill_with_stage(page_size, master)
     return pair_config(
@@ -76,9 +77,14 @@ def chaos_config(
         decode_args=(
             *("--num-reserved-decode-tokens", str(max(16, page_size))),
             *(LOCAL_ARGS if local else ()),
+            *(store.decode_that_writes(page_size, master) if master and writes else ()),
         ),
         env={**ENV, **BACKEND_ENV[backend]},
-        decode_env={**DECODE_ENV, LOCAL_CHUNK.name: "64"} if local else DECODE_ENV,
+        decode_env={
+            **DECODE_ENV,
+            **({LOCAL_CHUNK.name: "64"} if local else {}),
+            **(store.ENV if writes else {}),
+        },
         **staged,
     )
 
@@ -106,7 +112,6 @@ def current_config(model: Path, page_size: int, *, stock: bool) -> PairConfig:
     )
 
 
-TURNS = "sglang:decode_turns_total"
 BALANCED = b"all invariants hold"
 """What an idle server logs after it has checked them."""
 
@@ -123,6 +128,11 @@ class Incarnation:
     @property
     def name(self) -> str:
         return f"{self.role}.{self.number}"
+
+
+def _staging_roles(layout: list[ServerConfig]) -> list[str]:
+    """Roles of the servers that have a staging buffer."""
+    return [config.role for config in layout if "--hicache-buffer-pages" in config.command]
 
 
 class Servers:
@@ -142,9 +152,11 @@ class Servers:
         decode = self._configs["decode"]
         self._computes_turns = LOCAL_ARGS[0] in decode.command or LOCAL_TOKENS.name in decode.env
         self._logs = logs
+        self._model = str(config.model)
         self.master = master
+        self._staging = _staging_roles(layout)
         self._staged_ended: Counter[str] = Counter()
-        self._staged: Counter[str] = Counter()
+        self._staged: dict[str, Counter[str]] = {}
         self._turns: Counter[tuple[str, ...]] = Counter()
         self.incarnations: list[Incarnation] = []
         prefill = self._configs["prefill"]
@@ -171,9 +183,7 @@ class Servers:
         Raises:
             ServerFailed: it did not become ready.
         """
-        if role == "prefill":
-            self._staged_ended += self._staged  # its counters ended with it
-            self._staged.clear()
+        self._staged_ended += self._staged.pop(role, Counter())  # its counters ended with it
         number = sum(one.role == role for one in self.incarnations) + 1
         process = start(self._configs[role], self._logs, f"{role}.{number}")
         self.incarnations.append(Incarnation(role, number, process))
@@ -186,8 +196,7 @@ class Servers:
     def kill(self, role: str) -> None:
         """SIGKILL to all processes of a server."""
         incarnation = self.current(role)
-        if role == "prefill":
-            self.count_staged()
+        self.count_staged()
         if role == "decode":
             with contextlib.suppress(OSError):  # it has died by itself
                 self._turns.update(self._turns_of_decode())
@@ -258,18 +267,36 @@ class Servers:
                     raise TimeoutError(f"{role} did not check its invariants in {timeout_s:.0f} s")
                 time.sleep(0.2)
 
+    def update(self, model: Path) -> list[str]:
+        """New weights on both idle servers, and on those that are started later; returns an entry
+        for each server that did not take them."""
+        parts = {self._model: str(model)}
+        self._model = str(model)
+        problems = []
+        for role, config in self._configs.items():
+            command = tuple(parts.get(part, part) for part in config.command)
+            self._configs[role] = replace(config, command=command)
+            try:
+                post(config.url, "/update_weights_from_disk", model_path=str(model))
+            except OSError as error:
+                problems.append(f"{role} does not take new weights: {error}")
+        return problems
+
     def count_staged(self) -> Counter[str]:
-        """What went through the stages of all prefill servers so far; see ``store.counted``. Of
-        one that does not answer, what it said last."""
-        if self.master is not None:
+        """What went through the staging buffers of all servers so far, by role and counter; see
+        ``store.counted``. Of one that does not answer, what it said last."""
+        for role in self._staging:
             with contextlib.suppress(OSError, KeyError):  # dead, or it has no metrics yet
-                self._staged = Counter(store.counted(self.addresses.prefill))
-        return self._staged_ended + self._staged
+                counted = store.counted(self.addresses.url(role))
+                self._staged[role] = Counter({f"{role} {k}": v for k, v in counted.items()})
+        return sum(self._staged.values(), self._staged_ended)
 
     def _turns_of_decode(self) -> Counter[tuple[str, ...]]:
         if not self._computes_turns:
             return Counter()
-        counts = metrics.by_labels(metrics.page(self.addresses.decode), TURNS, "where", "reason")
+        counts = metrics.by_labels(
+            metrics.page(self.addresses.decode), metrics.TURNS, "where", "reason"
+        )
         return Counter({key: int(count) for key, count in counts.items()})
 
     def count_turns(self) -> Counter[tuple[str, ...]] | None:
@@ -277,9 +304,9 @@ class Servers:
         return self._turns + self._turns_of_decode() if self._computes_turns else None
 
     def wait_drained(self, timeout_s: float = 30.0) -> None:
-        """Waits until the stage of the idle prefill server is empty; see ``store.wait_drained``."""
-        if self.master is not None:
-            store.wait_drained(self.addresses.prefill, timeout_s)
+        """Waits until the staging buffers of idle servers are empty; see ``store.wait_drained``."""
+        for role in self._staging:
+            store.wait_drained(self.addresses.url(role), timeout_s)
 
     def flush(self) -> None:
         """Empties both caches; see ``checks.flush``."""

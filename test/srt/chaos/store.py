@@ -1,4 +1,4 @@
-"""A prefill server with a stage of HiCache before a Mooncake store, and what must hold of it."""
+"""Servers with a staging buffer of HiCache before a Mooncake store, and what must hold of them."""
 
 from __future__ import annotations
 
@@ -33,18 +33,29 @@ _COUNTED = ("store_written_pages", "store_read_pages", "store_write_failures")
 
 def prefill_with_stage(page_size: int, master: Master) -> dict[str, Any]:
     """What a ``PairConfig`` says of such a prefill server."""
-    extra = {**master.extra_config, "prefetch_threshold": page_size}
     arguments = (
         "--enable-hierarchical-cache",
-        *("--hicache-host-memory-mode", "buffer_only"),
-        *("--hicache-buffer-pages", str(max(STAGE_PAGES, STAGE_TOKENS // page_size))),
-        *("--hicache-storage-backend", "mooncake"),
         *("--hicache-storage-prefetch-policy", "wait_complete"),
-        *("--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct"),
-        *("--hicache-storage-backend-extra-config", json.dumps(extra)),
+        *_arguments(page_size, master),
     )
     sizes = Sizes(PREFILL_TOKENS, page_size=page_size, chunked_prefill_tokens=128)
     return {"prefill_sizes": sizes, "prefill_args": arguments, "prefill_env": ENV}
+
+
+def decode_that_writes(page_size: int, master: Master) -> tuple[str, ...]:
+    """Arguments of a decode server that writes what it computes to the same store."""
+    return ("--disaggregation-decode-enable-offload-kvcache", *_arguments(page_size, master))
+
+
+def _arguments(page_size: int, master: Master) -> tuple[str, ...]:
+    extra = {**master.extra_config, "prefetch_threshold": page_size}
+    return (
+        *("--hicache-host-memory-mode", "buffer_only"),
+        *("--hicache-buffer-pages", str(max(STAGE_PAGES, STAGE_TOKENS // page_size))),
+        *("--hicache-storage-backend", "mooncake"),
+        *("--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct"),
+        *("--hicache-storage-backend-extra-config", json.dumps(extra)),
+    )
 
 
 def stage(url: str) -> dict[str, float]:

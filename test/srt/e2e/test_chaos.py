@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.harness.models import token_range
+from chaos.arms import Arm
 from chaos.bank import make_bank
-from chaos.plan import HEAVY, FaultKind, make_plans
+from chaos.plan import HEAVY, FaultKind, Faults, make_plans
 from chaos.report import one_line
-from chaos.run import Arm, run_arm
+from chaos.run import run_arm
 from e2e.support import Reference
 
 SEED = 1
@@ -43,9 +43,10 @@ def test_every_request_is_accounted_for(
     aborted, or fail with one error that names a cause; and memory, logs and later answers must show
     no trace of it. The two arms share out the kinds of faults; ``test_faults.py`` has those of the
     second one in every run, and ``make chaos`` runs for longer."""
-    bank = make_bank(token_range(model), SEED, reference.server.generate)
-    (plan,) = make_plans(SEED, 1, SECONDS * len(ARMS[arm]), bank.threads, heavy=ARMS[arm])
-    account = run_arm(arm, plan, bank, model, logs, logs / "events.jsonl")
+    bank = make_bank(model, SEED, reference.server.generate)
+    faults, seconds = Faults(ARMS[arm]), SECONDS * len(ARMS[arm])
+    (plan,) = make_plans(SEED, [faults], seconds, bank.threads)
+    account = run_arm(arm, plan, [bank], logs, logs / "events.jsonl")
     print(one_line(account.tally))
     bugs = [f"request {life.rid}: {verdict}" for life, verdict in account.bugs]
     assert account.tally.clean, "\n".join([one_line(account.tally), *bugs, *account.tally.problems])

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 
 from benchmark.harness import checks
 from benchmark.harness.fleet import Pair
@@ -21,9 +20,11 @@ from e2e.support import (
     EventLogs,
     Ids,
     Reference,
+    answers_with,
     ask_decode,
     frozen,
     pair_config,
+    post,
     prompt_maker,
     settle,
     until,
@@ -39,11 +40,6 @@ ENV = {
     "SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT": "240",
     "MC_FORCE_TCP": "1",
 }
-
-
-def post(url: str, route: str, **body: Any) -> None:
-    """Have a server carry out a command; an error status raises."""
-    requests.post(url + route, json=body, timeout=120).raise_for_status()
 
 
 @dataclass
@@ -94,14 +90,10 @@ def scene(
     prompts = [tokens(150 + 17 * number) for number in range(8)]
     other = build(tmp_path_factory.mktemp("other") / "random_qwen3", seed=1)
     folder = tmp_path_factory.mktemp("new_weights")
-    answers = {"old": reference.answers(prompts, NEW_TOKENS)}
-    # The stock server takes other weights for a moment, which starts faster than another one.
-    url = reference.server.config.url
-    post(url, "/update_weights_from_disk", model_path=str(other))
-    try:
-        answers["new"] = reference.server.generate(prompts, NEW_TOKENS)
-    finally:
-        post(url, "/update_weights_from_disk", model_path=str(model))
+    answers = {
+        "old": reference.answers(prompts, NEW_TOKENS),
+        "new": answers_with(reference, other, prompts, NEW_TOKENS),
+    }
     assert reference.server.generate(prompts, NEW_TOKENS) == answers["old"]
     assert all(a != b for a, b in zip(*answers.values(), strict=True))
     config = pair_config(model, folder, backend=request.param, page_size=16, env=ENV)

@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from chaos.plan import CURRENT_EVERY_S, HEAVY, LIGHT, LOCAL, STORE, Plan, make_plans
+from chaos.arms import BACKENDS, WHOLE, make_arms
+from chaos.plan import (
+    CURRENT_EVERY_S,
+    HEAVY,
+    LIGHT,
+    LOCAL,
+    STORE,
+    WEIGHTS,
+    Faults,
+    Plan,
+    make_plans,
+)
 from chaos.servers import LEAD, current_config
 
 THREADS = (5,) * 8
@@ -18,7 +29,7 @@ def kinds(plan: Plan) -> set[object]:
 
 def test_a_seed_is_a_plan() -> None:
     """Guards against a failure that cannot be repeated, and against a seed that changes nothing."""
-    first, again, other = (make_plans(seed, 2, 60.0, THREADS) for seed in (3, 3, 4))
+    first, again, other = (make_plans(seed, [Faults()] * 2, 60.0, THREADS) for seed in (3, 3, 4))
     assert first == again != other
     assert first[0].sends != first[1].sends
 
@@ -27,13 +38,28 @@ def test_a_seed_is_a_plan() -> None:
 def test_the_long_run_holds_every_fault(seed: int) -> None:
     """Guards against a kind that an arm never meets, whatever it was that its name promises."""
     for heavy in (HEAVY, (*HEAVY, *STORE)):
-        for arm in make_plans(seed, 4, 150.0, THREADS, heavy):
+        for arm in make_plans(seed, [Faults(heavy)] * 4, 150.0, THREADS):
             assert kinds(arm) == {*heavy, *LIGHT}
     lights = (*LIGHT, *LOCAL)
-    arms = make_plans(seed, 4, 150.0, THREADS, light=lights)
+    arms = make_plans(seed, [Faults(light=lights)] * 4, 150.0, THREADS)
     assert set.union(*map(kinds, arms)) == {*HEAVY, *lights}
-    (arm,) = make_plans(seed, 1, 600.0, THREADS, light=lights, every_s=CURRENT_EVERY_S)
+    current = Faults(light=lights)
+    (arm,) = make_plans(seed, [current], 600.0, THREADS, every_s=CURRENT_EVERY_S)
     assert kinds(arm) == {*HEAVY, *lights}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_run_of_all_holds_pairs_and_the_whole_system(seed: int) -> None:
+    """Guards against a part that a run without options leaves out, and against a fault that meets
+    the plain pairs alone, or none of a backend's servers."""
+    arms = make_arms("both", "both", None)
+    assert {arm.backend for arm in arms if arm.whole} == set(BACKENDS)
+    assert {arm.backend for arm in arms if not arm.whole} == set(BACKENDS)
+    plans = make_plans(seed, [arm.faults for arm in arms], 150.0, THREADS)
+    of_whole = [kinds(plan) for arm, plan in zip(arms, plans, strict=True) if arm.whole]
+    assert set.union(*of_whole) == {*HEAVY, *STORE, *WEIGHTS, *LIGHT, *LOCAL}
+    (alone,) = make_arms("nixl", "64", WHOLE)
+    assert (alone.name, alone.faults) == ("nixl-64-whole", arms[1].faults)
 
 
 def test_the_arms_of_the_later_release_differ_in_the_lead_only(tmp_path: Path) -> None:

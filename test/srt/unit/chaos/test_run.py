@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +20,14 @@ from benchmark.harness.process import ServerFailed
 from chaos import clients, run
 from chaos.bank import Bank, Question
 from chaos.clients import Addresses, Life
-from chaos.plan import Plan, Send
+from chaos.plan import Fault, FaultKind, Plan, Send
 from chaos.run import Account, Chaos
 from chaos.servers import Servers
 from chaos.tally import Outcome
 
-BANK = Bank(tuple(Question(i, (i, i), tuple(range(i, i + 20))) for i in range(8)), (4, 4))
+BANK = Bank(
+    Path("model"), tuple(Question(i, (i, i), tuple(range(i, i + 20))) for i in range(8)), (4, 4)
+)
 #: All are sent at once; a busy machine may leave out the last ones, as a run does whose time is up.
 PLAN = Plan(1, 0, 1.0, tuple(Send(0.0, i, i % 8) for i in range(12)), ())
 ONE = "1.0-000000"
@@ -49,19 +53,26 @@ Play = Callable[..., Account]
 
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch, servers: Any, tmp_path: Path) -> Play:
-    """Runs the plan. ``bad``: what decode says to requests whose id has ``to`` in it."""
+    """Runs a plan. ``bad``: what decode says to requests whose id has ``to`` in it. ``live``:
+    follows a request in place of that."""
 
-    def carry_out(bad: list[int] | None = None, to: str = ONE) -> Account:
-        async def live(session: Any, addresses: Any, life: Life, *_: Any, **told: Any) -> None:
+    def carry_out(
+        bad: list[int] | None = None,
+        to: str = ONE,
+        plan: Plan = PLAN,
+        banks: Sequence[Bank] = (BANK,),
+        live: Any = None,
+    ) -> Account:
+        async def answer(session: Any, addresses: Any, life: Life, *_: Any, **told: Any) -> None:
             tokens = bad if bad is not None and to in life.rid else life.question.answer
             life.decode.output_ids = list(tokens)
             life.decode.finish_reasons = [{"type": "length"}] if tokens else []
             life.decode.finished_at = time.monotonic()
             told.get("on_answer", lambda: None)()
 
-        monkeypatch.setattr(clients, "live", live)
+        monkeypatch.setattr(clients, "live", live or answer)
         with (tmp_path / "events.jsonl").open("wb", buffering=0) as events:
-            return Chaos(servers, PLAN, BANK, "made up", events).run()
+            return Chaos(servers, plan, banks, "made up", events).run()
 
     return carry_out
 
@@ -108,15 +119,29 @@ def test_a_server_broken_for_good_is_found(play: Play) -> None:
         ({"wait_balanced.side_effect": TimeoutError("unchecked")}, "TimeoutError: unchecked"),
         ({"wait_drained.side_effect": TimeoutError("a page")}, "TimeoutError: a page"),
         (
-            {"master": "a store", "count_staged.return_value": Counter(store_read_pages=19)},
+            {
+                "master": "a store",
+                "count_staged.return_value": Counter({"prefill store_read_pages": 19}),
+            },
             "19 pages came from the store",
+        ),
+        (
+            {"count_staged.return_value": Counter({"decode store_written_pages": 19})},
+            "decode wrote 19 pages to the store",
         ),
         (
             {"count_turns.return_value": Counter({("local", "x"): 1, ("remote", "x"): 20})},
             "decode computed 1 of 21 turns",
         ),
     ],
-    ids=["leaked tokens", "invariants unchecked", "leaked stage", "store unread", "turns unused"],
+    ids=[
+        "leaked tokens",
+        "invariants unchecked",
+        "leaked stage",
+        "store unread",
+        "store unwritten",
+        "turns unused",
+    ],
 )
 def test_what_no_client_sees_is_found(
     play: Play, servers: Any, found: dict[str, Any], problem: str
@@ -143,3 +168,34 @@ def test_a_server_that_dies_by_itself_is_found(play: Play, servers: Any, tmp_pat
     died, logged = tally.problems
     assert died == "decode.1 died: it ended with status 3\nthe last line"
     assert "KeyError: 7" in logged
+
+
+def test_weights_change_between_requests(play: Play, servers: Any) -> None:
+    """Guards against requests that meet both weights, or are judged by the answers of the others;
+    and against a server that keeps the old ones unnoticed."""
+    others = tuple(replace(each, answer=each.answer[::-1]) for each in BANK.questions)
+    banks = {bank.model: bank for bank in (BANK, Bank(Path("other"), others, BANK.threads))}
+    serving = [BANK]
+
+    def update(model: Path) -> list[str]:
+        serving.append(banks[model])
+        return []
+
+    async def live(session: Any, addresses: Any, life: Life, *_: Any, **told: Any) -> None:
+        await asyncio.sleep(0.2)
+        answer = serving[-1].questions[life.question.number].answer
+        life.decode.output_ids, life.decode.finish_reasons = list(answer), [{"type": "length"}]
+        life.decode.finished_at = time.monotonic()
+        told.get("on_answer", lambda: None)()
+
+    servers.update.side_effect = update
+    faults = tuple(Fault(at, FaultKind.NEW_WEIGHTS) for at in (0.1, 0.5, 0.6))
+    sends = tuple(Send(0.05 * number, number, number % 8) for number in range(12))
+    run_of = Plan(1, 0, 2.0, sends, faults)
+    tally = play(plan=run_of, banks=tuple(banks.values()), live=live).tally
+    assert tally.clean and tally.outcomes == {Outcome.RIGHT: len(sends)}
+    assert [str(bank.model) for bank in serving] == ["model", "other"] * 2
+
+    servers.update.side_effect = lambda model: ["decode does not take new weights"]
+    tally = play(plan=Plan(1, 0, 1.0, (), faults[:1]), banks=(BANK,)).tally
+    assert "decode does not take new weights" in tally.problems

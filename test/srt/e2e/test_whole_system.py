@@ -1,0 +1,237 @@
+"""The whole system: prefill with a small tree in front of a Mooncake store, decode with a radix
+cache of its own that computes short turns, and writes to the same store.
+
+Greedy output is the aggregated server's. After each test both servers are idle, balanced and
+without staged pages.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmark.harness import checks, metrics
+from benchmark.harness.fleet import Pair
+from benchmark.harness.metrics import CACHED_TOKENS, HIT_TOKENS
+from chaos import store
+from chaos.logs import log_problems
+from component.buffer_only.masters import Master
+from e2e.support import (
+    DOZE,
+    Ids,
+    Reference,
+    answers_with,
+    ask_both,
+    post,
+    prompt_maker,
+    take_turns,
+    until,
+)
+from e2e.test_local_turns import local_config, turns
+from models.random_qwen3 import build
+
+NEW_TOKENS = 16
+GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+DECODE_TOKENS = 3072
+"""The conversations below need more, and more than prefill's pool."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Variant of the system under test."""
+
+    backend: str
+    page: int
+    ranks: int = 1
+    writes: bool = True
+    """Decode writes what it computes to the store."""
+
+    def __str__(self) -> str:
+        more = f"-tp{self.ranks}" * (self.ranks > 1) + "-reads" * (not self.writes)
+        return f"{self.backend}-{self.page}{more}"
+
+
+EVERY_RUN = Shape("nixl", 16)
+NIGHTLY = (
+    Shape("mooncake", 64),
+    Shape("nixl", 64),
+    Shape("mooncake", 16, writes=False),
+    Shape("nixl", 16, ranks=2),
+)
+
+
+@dataclass(frozen=True)
+class System:
+    """A running pair with its store, and the right answers."""
+
+    pair: Pair
+    master: Master
+    reference: Reference
+    shape: Shape
+    tokens: Any
+    """A function that returns random ordinary tokens."""
+
+    @property
+    def urls(self) -> tuple[str, str]:
+        return self.pair.prefill_url, self.pair.decode_url
+
+    def stored_tokens(self, prompt: Ids, expected: Ids | None = None) -> int:
+        """Ask for the answer, which must be ``expected`` (by default the reference's); return the
+        tokens of the prompt that prefill loaded from the store."""
+        there, here = (answer.json() for answer in ask_both(self.pair, prompt, GREEDY))
+        assert here["output_ids"] == (expected or self.reference.answers([prompt], NEW_TOKENS)[0])
+        # There are none where nothing was found, or where decode computed the turn.
+        details = there["meta_info"].get("cached_tokens_details") or {}
+        assert not details.get("host")
+        return int(details.get("storage", 0))
+
+    def settle(self) -> None:
+        """Both servers idle and balanced: SGLang's strict memory check and our invariants passed,
+        no token is held, and no page is staged."""
+        self.pair.check()
+        for url in self.urls[: 1 + self.shape.writes]:
+            store.wait_drained(url, 60.0)
+        for url in self.urls:
+            assert checks.load(url).tokens == 0, "an idle server holds tokens"
+        for process in self.pair.processes.values():
+            assert not log_problems(process.log)
+
+    def empty(self) -> None:
+        """Empty both trees, after the store has all that it takes."""
+        self.pair.check()
+        for url in self.urls:
+            checks.flush(url, wait_s=30.0)
+
+    def update(self, model: Path) -> None:
+        """New weights on both servers."""
+        for url in self.urls:
+            post(url, "/update_weights_from_disk", model_path=str(model))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[EVERY_RUN, *(pytest.param(shape, marks=pytest.mark.nightly) for shape in NIGHTLY)],
+    ids=str,
+)
+def system(
+    request: Any, model: Path, reference: Reference, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[System]:
+    shape = request.param
+    if shape.backend == "mooncake":
+        pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
+    logs = tmp_path_factory.mktemp(f"whole-{shape}")
+    master = Master()
+    staged = store.prefill_with_stage(shape.page, master)
+    # A slow machine must not turn hits into timeouts.
+    staged["prefill_env"] = {**staged["prefill_env"], "SGLANG_HICACHE_BUFFER_READ_TIMEOUT": "60"}
+    config = local_config(
+        model,
+        logs,
+        backend=shape.backend,
+        page_size=shape.page,
+        decode_tokens=DECODE_TOKENS,
+        prefill_tp=shape.ranks,
+        decode_tp=shape.ranks,
+        env={"MC_FORCE_TCP": "1"},
+        **staged,
+    )
+    # Little is reserved, so that running requests outgrow the pool.
+    reserved = ("--num-reserved-decode-tokens", str(max(16, shape.page)))
+    writes = store.decode_that_writes(shape.page, master) if shape.writes else ()
+    config = replace(
+        config,
+        prefill_args=(*config.prefill_args, *DOZE),
+        decode_args=(*config.decode_args, *reserved, *writes),
+        decode_env={**config.decode_env, **(store.ENV if shape.writes else {})},
+    )
+    try:
+        with Pair(config, logs) as pair:
+            yield System(pair, master, reference, shape, prompt_maker(model, seed=19))
+    finally:
+        master.kill()
+
+
+def test_talks_on_pools_that_evict(system: System) -> None:
+    """Guards against a wrong page in any of the four places that a turn's KV comes from: decode's
+    tree, prefill's tree, the store, and what is computed for it, on either side."""
+    pair, tokens = system.pair, system.tokens
+    before, turns_before = pair.metrics(), turns(pair)
+    prompts: list[Ids] = [tokens(250 + 37 * i) for i in range(8)]
+    said = itertools.cycle(range(19, 19 + 23 * len(prompts), 23))
+    prompts = take_turns(pair, system.reference, prompts, 4, NEW_TOKENS, lambda: tokens(next(said)))
+    assert sum(map(len, prompts)) > max(DECODE_TOKENS, store.PREFILL_TOKENS)
+    system.settle()
+    prefill, decode = (metrics.gained(*of) for of in zip(before, pair.metrics(), strict=True))
+    assert prefill[f"{CACHED_TOKENS} storage"] > 0
+    assert decode[HIT_TOKENS] > 0
+    by_side = turns(pair, turns_before)
+    assert {where for (where, _), count in by_side.items() if count > 0} == {"local", "remote"}
+
+
+def test_the_store_has_what_was_computed(system: System) -> None:
+    """Guards against tokens that are computed again although a server of the system has computed
+    them: both trees are empty, and the next turn finds its history in the store."""
+    pair, tokens = system.pair, system.tokens
+    before = turns(pair)
+    first = tokens(333)
+    second = [*first, *system.reference.answers([first], NEW_TOKENS)[0], *tokens(50)]
+    for prompt in (first, second):
+        system.stored_tokens(prompt)
+    counted = turns(pair, before)
+    assert (counted["remote", "long"], counted["local", "always"]) == (1, 1)
+    system.empty()
+    answered = [*second, *system.reference.answers([second], NEW_TOKENS)[0]]
+    found, page = system.stored_tokens([*answered, *tokens(70)]), system.shape.page
+    if system.shape.writes:
+        # The last generated token has KV if the overlapped next step had begun.
+        assert found in {(len(answered) - 1) // page * page, len(answered) // page * page}
+    else:
+        assert found == len(first) // page * page
+    system.settle()
+
+
+def test_a_master_that_dies_and_comes_back(system: System) -> None:
+    """Guards against a store that takes answers with it, or is not used again: answers are right
+    while it is killed and after its restart, and its hits come back."""
+    tokens = system.tokens
+    talks: list[Ids] = [tokens(300 + 40 * i) for i in range(3)]
+    system.stored_tokens(talks[0])
+    system.empty()
+    assert system.stored_tokens(talks[0]) > 0
+    system.master.kill()
+    talks = take_turns(system.pair, system.reference, talks, 2, NEW_TOKENS, lambda: tokens(30))
+    system.empty()
+    system.master.start()
+
+    def served() -> bool:
+        found = system.stored_tokens(talks[0])
+        system.empty()
+        return found > 0
+
+    until(served, 60.0)
+    take_turns(system.pair, system.reference, talks, 2, NEW_TOKENS, lambda: tokens(30))
+    system.settle()
+
+
+def test_new_weights_on_both(system: System, model: Path, tmp_path: Path) -> None:
+    """Guards against an answer from KV of other weights: after an update of both servers no page of
+    before is hit, in a tree or in the store, and after the way back those of the new weights are
+    not."""
+    other = build(tmp_path / "other", seed=1)
+    prompt = system.tokens(333)
+    (old,) = system.reference.answers([prompt], NEW_TOKENS)
+    (new,) = answers_with(system.reference, other, [prompt], NEW_TOKENS)
+    assert old != new
+    assert system.stored_tokens(prompt, old) == 0
+    # Each in turn: nothing found of the other weights, and then what was computed with these.
+    for weights, answer, is_known in ((other, new, False), (model, old, True)):
+        system.update(weights)
+        assert (system.stored_tokens(prompt, answer) > 0) == is_known
+        system.empty()
+        assert system.stored_tokens(prompt, answer) > 0
+    system.settle()
