@@ -47,7 +47,7 @@ def measured() -> list[str]:
     return sorted(path.parent.name for path in RESULTS.glob("*/summary.json"))
 
 
-AWAITED = ("delta_kv", "local_bounds", "whole", "whole_answers")
+AWAITED = ("delta_kv", "local_bounds", "whole", "whole_answers", "whole_room")
 """Studies that a page shows before they are measured."""
 
 

@@ -104,6 +104,8 @@ class System:
     def empty(self) -> None:
         """Empty both trees, after the store has all that it takes."""
         self.pair.check()
+        for url in self.urls[: 1 + self.shape.writes]:
+            store.wait_drained(url, 60.0)
         for url in self.urls:
             checks.flush(url, wait_s=30.0)
 

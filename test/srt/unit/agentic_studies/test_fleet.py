@@ -147,22 +147,25 @@ def test_arms_of_a_store_differ_in_memory_and_mode() -> None:
     assert one == other
 
 
-def test_arms_of_the_whole_system_have_the_same_memory() -> None:
+@pytest.mark.parametrize("name", ["whole", "whole_answers"])
+def test_arms_of_the_whole_system_have_the_same_memory(name: str) -> None:
     """Guards against an arm that is better because it has more memory for KV, or whose servers use
     it otherwise than its title says."""
-    study = spec.load(find("whole"), Study)
+    study = spec.load(find(name), Study)
     assert {arm.host_tokens for arm in study.arms.values()} == {96_800}
     reads, writes = "--enable-hierarchical-cache", servers.WRITES[0]
     uses = {}
-    for name, arm in study.arms.items():
+    for title, arm in study.arms.items():
         engines = [c for c in rig.layout(arm, spec.Rig(), TINY_ARITH) if c.role in ROLES]
-        uses[name] = [[flag in engine.command for flag in (reads, writes)] for engine in engines]
+        uses[title] = [[flag in engine.command for flag in (reads, writes)] for engine in engines]
         given = [_given(engine.command) for engine in engines]
-        assert sum(map(sum, given)) == 96_800, name
+        assert sum(map(sum, given)) == 96_800, title
+        told = [dict(zip(c.command, (*c.command[1:], ""), strict=True)) for c in engines]
+        assert sum(int(of["--max-total-tokens"]) for of in told) == 2 * spec.Rig().pool_tokens
     reading, writing, neither = [True, False], [False, True], [False, False]
-    assert uses.pop("aggregated") == uses.pop("aggregated-store") == [reading, reading]
-    assert uses.pop("pd-writes") == [reading, writing]
-    assert list(uses.values()) == [[reading, neither]] * 4
+    for title, found in uses.items():
+        second = writing if study.arms[title].store.writes else neither
+        assert found == [reading, reading if title.startswith("agg") else second]
 
 
 def _given(command: tuple[str, ...]) -> tuple[int, int]:
