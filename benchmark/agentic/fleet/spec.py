@@ -95,11 +95,6 @@ class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.writes and not self.buffer_only:
             raise ValueError("`writes` needs `buffer_only`")
 
-    @property
-    def tokens(self) -> int:
-        """Of each of its servers."""
-        return self.host_tokens + self.shared_tokens
-
 
 class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One setup. ``aggregated`` to ``store`` say what the rig starts; a fleet by address has it
@@ -156,14 +151,6 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         answers."""
         ours = self.variant != "stock" and self.venv is None
         return ours or not (self.prefill or self.store)
-
-    @property
-    def host_tokens(self) -> int:
-        """Tokens of KV in the host memory of all of its servers, the store's included."""
-        if self.store is None:
-            return 0
-        servers = self.aggregated + self.prefill + (self.decode if self.store.writes else 0)
-        return servers * self.store.tokens
 
     @property
     def servers(self) -> dict[str, int]:

@@ -56,13 +56,13 @@ class Interval(NamedTuple):
     high: float
 
 
-def interval(values: Iterable[float], sure: float = 0.95) -> Interval:
-    """Of the mean of a few; no bounds of fewer than two."""
+def interval(values: Iterable[float], sure: float = 0.95, least: int = 2) -> Interval:
+    """Of the mean of a few; no bounds of fewer than ``least``, which is two or more."""
     there = np.array([value for value in values if math.isfinite(value)])
     if not len(there):
         return Interval(math.nan, math.nan, math.nan)
     mean = float(there.mean())
-    if len(there) < 2:
+    if len(there) < least:
         return Interval(mean, math.nan, math.nan)
     of_t = t.ppf((1 + sure) / 2, len(there) - 1)
     half = float(of_t * there.std(ddof=1) / math.sqrt(len(there)))
@@ -76,10 +76,7 @@ def ratio(ratios: Iterable[float], sure: float = 0.95) -> Interval:
     logs = [math.log(each) if each > 0 else math.nan for each in ratios]
     if not all(map(math.isfinite, logs)):
         logs = []
-    found = interval(logs, sure)
-    if len(logs) < ROUNDS:
-        found = Interval(found.value, math.nan, math.nan)
-    return Interval(*map(math.exp, found))
+    return Interval(*map(math.exp, interval(logs, sure, ROUNDS)))
 
 
 @dataclass(frozen=True)
@@ -90,13 +87,6 @@ class Numbers:
     """A row a request that counts: the columns of ``CELL`` and those of ``_request``."""
     cells: pd.DataFrame
     """A row a cell, by ``CELL``: the columns of ``described`` and of ``_cell``."""
-
-    def mean(self, point: str, arm: str, column: str) -> Interval:
-        """Return the mean over the rounds. No bounds, and so no verdict, of fewer than
-        ``ROUNDS``."""
-        values = self.cells.loc[point, arm][column]
-        found = interval(values)
-        return found if len(values) >= ROUNDS else Interval(found.value, math.nan, math.nan)
 
     def ratio(
         self, point: str, arms: tuple[str, str], column: str, kind: str = "", sure: float = 0.95

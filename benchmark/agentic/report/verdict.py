@@ -239,7 +239,7 @@ def claims(run: Run, of: Numbers) -> list[dict[str, Any]]:
             if claim.arm not in there or claim.over not in (None, *there):
                 continue
             if claim.over is None:
-                ours = of.mean(point.name, claim.arm, name)
+                ours = interval(of.cells.loc[point.name, claim.arm][name], least=ROUNDS)
             else:
                 arms, kind = (claim.arm, claim.over), claim.request_class or ""
                 ours = of.ratio(point.name, arms, name, kind)

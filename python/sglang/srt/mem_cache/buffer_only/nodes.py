@@ -183,9 +183,9 @@ class BackupQueue:
             self.drop(pending, reason)
 
 
-def covered(node: TreeNode | None) -> bool:
+def covered(node: TreeNode) -> bool:
     """Whether all of ``node`` is in the store or launched before; the root always is."""
-    return node is None or node.parent is None or node.launched >= len(node.key)
+    return node.parent is None or node.launched >= len(node.key)
 
 
 # ---- what keys are made of ----

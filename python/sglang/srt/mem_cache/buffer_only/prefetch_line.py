@@ -239,8 +239,7 @@ class PrefetchLine:
     ) -> None:
         """The store has these pages of it."""
         tokens = len(keys) * self._context.page_size
-        worth = tokens >= self._context.settings.prefetch_threshold
-        if not worth or not keys:
+        if tokens < self._context.settings.prefetch_threshold:  # which is a page at least
             self._miss(prefetch, query.begin)
             return
         prefetch.begin, prefetch.prefix_keys = query.begin, query.prefix_keys

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any  # Any: requests and answers of SGLang's, 
 
 from typing_extensions import override
 
-from sglang.srt.mem_cache.buffer_only.stored_tree import MODE_FLAG
+from sglang.srt.disaggregation.delta.namespaces import NamespacedScheduler
+from sglang.srt.patchset.flags import MODE, ON
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.schedule_policy import PrefillAdder
     from sglang.srt.managers.utils import GenerationBatchResult
@@ -70,10 +70,9 @@ class ReadyPreemption(PrefillAdder):
         return outranked > 0 and bool(req.extend_input_len + most_new <= freed_tokens)
 
 
-class BufferOnlyScheduler(Scheduler):
+class BufferOnlyScheduler(NamespacedScheduler, Scheduler):
     """Delays admission until a request's prefetch has ended. Requires ``StoreScheduler``."""
 
-    _request_namespace: str | None = None
     _store_ignored: bool = False
     #: When a flush that waits is made all the same; agreed milliseconds.
     _flush_due_ms: int | None = None
@@ -89,8 +88,8 @@ class BufferOnlyScheduler(Scheduler):
         super().init_cache_with_memory_pool()
         if getattr(self.tree_cache, "buffer", None) is None:
             raise ValueError(
-                f"{MODE_FLAG} buffer_only needs SGLang's HiRadixCache, but this server built a "
-                f"{type(self.tree_cache).__name__}. Remove {MODE_FLAG}, or the option that chose "
+                f"{ON} needs SGLang's HiRadixCache, but this server built a "
+                f"{type(self.tree_cache).__name__}. Remove {MODE}, or the option that chose "
                 "that cache."
             )
         self.name_keys()
@@ -99,23 +98,6 @@ class BufferOnlyScheduler(Scheduler):
     def run_event_loop(self) -> None:
         self.tree_cache.room = self._admission_room
         super().run_event_loop()
-
-    @override
-    def handle_generate_request(self, recv_req: TokenizedGenerateReqInput) -> None:
-        # This release drops ``extra_key`` and ``cache_salt`` when it builds its Req. A store that
-        # is shared by servers and tenants must keep such namespaces apart.
-        self._request_namespace = recv_req.extra_key
-        try:
-            super().handle_generate_request(recv_req)
-        finally:
-            self._request_namespace = None
-
-    @override
-    def init_req_max_new_tokens(self, req: Req) -> None:
-        super().init_req_max_new_tokens(req)  # the first thing that is done with every new Req
-        if self._request_namespace:
-            # SGLang's /generate also hands on a list of texts.
-            req.extra_key = f"{self._request_namespace}{req.lora_id or ''}"
 
     @override
     def _prefetch_kvcache(self, req: Req) -> None:

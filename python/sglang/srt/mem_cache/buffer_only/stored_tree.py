@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 else:
     RadixCache = object
 
-MODE_FLAG = "--hicache-host-memory-mode"
-
 
 class StoredTree(RadixCache):
     """A tree whose nodes are written to the store while they are on the device and record what it

@@ -18,8 +18,9 @@ from sglang.srt.mem_cache.buffer_only.settings import (
     shares,
 )
 from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage
-from sglang.srt.mem_cache.buffer_only.stored_tree import MODE_FLAG, StoredTree
+from sglang.srt.mem_cache.buffer_only.stored_tree import StoredTree
 from sglang.srt.patchset import environment, status
+from sglang.srt.patchset.flags import ON
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,7 @@ else:
     HiRadixCache = object
 
 NO_RUNTIME_CHANGE = (
-    f"{MODE_FLAG} buffer_only keeps KV only in the store, so --hicache-storage-backend and its "
+    f"{ON} keeps KV only in the store, so --hicache-storage-backend and its "
     "policies cannot be changed while the server runs. Restart it with other flags."
 )
 

@@ -212,7 +212,6 @@ class OffloadScheduler(Scheduler):
         args = self.server_args
         # By this field SGLang tells its HiCache of each abort.
         self.enable_hicache_storage = False
-        assert status.attachment is not None, "OffloadScheduler without an attachment"
         status.attachment.equip(TREE, self.tree_cache, args)
         group = self.attn_tp_cpu_group if args.enable_dp_attention else self.tp_cpu_group
         self.tree_cache.write_to_store(args, group)

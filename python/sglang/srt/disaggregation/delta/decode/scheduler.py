@@ -16,6 +16,7 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta.decode.claims import private_tokens
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.speculation import check_draft_pool, draft_pool
+from sglang.srt.disaggregation.delta.namespaces import NamespacedScheduler
 from sglang.srt.disaggregation.delta.observability import STATS, Telemetry
 from sglang.srt.disaggregation.delta.pages import has_other_state
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
@@ -23,13 +24,12 @@ from sglang.srt.disaggregation.delta.unserved import named_by
 from sglang.srt.patchset.flags import FLAG
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
+    from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.managers.utils import GenerationBatchResult
 else:
-    Scheduler = TokenizerManager = object
+    TokenizerManager = object
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class DecodeLineFields(logging.Filter):
         return True
 
 
-class DisaggScheduler(Scheduler):
+class DisaggScheduler(NamespacedScheduler):
     """Attaches the decode tree and the counters to SGLang's scheduler.
 
     SGLang flushes an idle server only, by marking its whole pool as free. It asserts that the flush
@@ -99,7 +99,6 @@ class DisaggScheduler(Scheduler):
     # Owned by the upstream class; named for the type checker.
     waiting_queue: list[Req]
     last_batch: ScheduleBatch | None
-    _namespace: str | None = None
     #: What this server counts; tests have one for each.
     telemetry: Telemetry = STATS
     _gauges_at = 0.0
@@ -115,20 +114,8 @@ class DisaggScheduler(Scheduler):
         return self.disagg_decode_transfer_queue.deferred_requests
 
     @override
-    def handle_generate_request(self, recv_req: TokenizedGenerateReqInput) -> None:
-        # This release reads ``extra_key`` and ``cache_salt`` from requests and then drops them when
-        # it builds its Req. A tree that outlives requests must keep such namespaces apart.
-        self._namespace = recv_req.extra_key
-        try:
-            super().handle_generate_request(recv_req)
-        finally:
-            self._namespace = None
-
-    @override
     def init_req_max_new_tokens(self, req: Req) -> None:
-        super().init_req_max_new_tokens(req)  # the first thing that is done with every new Req
-        if self._namespace:
-            req.extra_key = f"{self._namespace}{req.lora_id or ''}"
+        super().init_req_max_new_tokens(req)
         record_of(req).generation = self.tree_cache.generation
 
     @override

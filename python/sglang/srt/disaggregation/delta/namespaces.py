@@ -1,0 +1,36 @@
+"""Requests of different namespaces (``extra_key``, ``cache_salt``) keep apart."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
+else:
+    Scheduler = object
+
+
+class NamespacedScheduler(Scheduler):
+    """This release reads ``extra_key`` and ``cache_salt`` from requests and then drops them when it
+    builds its Req. A tree or a store that outlives requests must keep such namespaces apart."""
+
+    _namespace: str | None = None
+
+    @override
+    def handle_generate_request(self, recv_req: TokenizedGenerateReqInput) -> None:
+        self._namespace = recv_req.extra_key
+        try:
+            super().handle_generate_request(recv_req)
+        finally:
+            self._namespace = None
+
+    @override
+    def init_req_max_new_tokens(self, req: Req) -> None:
+        super().init_req_max_new_tokens(req)  # the first thing that is done with every new Req
+        if self._namespace:
+            # SGLang's /generate also passes a list of texts.
+            req.extra_key = f"{self._namespace}{req.lora_id or ''}"
