@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any  # Any: what has the attributes of ServerArgs, ModelConfig
 
-from sglang.srt.patchset.environment import sglang_switch
+from sglang.srt.patchset import conditions
 from sglang.srt.patchset.flags import (
     DELTA_BACKENDS,
     FLAG,
@@ -23,8 +23,6 @@ from sglang.srt.patchset.flags import (
     OFFLOAD,
     ON,
     is_given,
-    loads_from_store,
-    writes_to_store,
 )
 
 logger = logging.getLogger(__name__)
@@ -33,9 +31,6 @@ logger = logging.getLogger(__name__)
 STORES = ("mooncake", "file", "dynamic")
 #: Speculation whose draft model has KV with the target's page indices. SGLang reads NEXTN as EAGLE.
 DRAFTING = ("EAGLE", "EAGLE3", "NEXTN")
-#: With spec v2. SGLang's rows are the context, 4 tokens and one step long; a request ends 4 tokens
-#: before the context does, and holds slots of two steps ahead of its text.
-MOST_DRAFTS_V2 = 8
 
 
 @dataclass(frozen=True)
@@ -54,82 +49,6 @@ class Refusal:
     when: Callable[[Any], bool] | None = None
     #: The way out.
     instead: str = "Remove one of them."
-
-
-# ---- conditions ----
-
-
-def _is_in_a_pair(args: Any) -> bool:
-    moves_deltas = args.disaggregation_transfer_backend in DELTA_BACKENDS
-    return moves_deltas and args.disaggregation_mode != "null"
-
-
-def _offloads_as_sglang(args: Any) -> bool:
-    return is_given(args, OFFLOAD) and not writes_to_store(args)
-
-
-def _writes_nothing(args: Any) -> bool:
-    return writes_to_store(args) and not (is_given(args, FLAG) and is_given(args, OFFLOAD))
-
-
-def _writes_adapters(args: Any) -> bool:
-    return writes_to_store(args) and is_given(args, "--enable-lora")
-
-
-def _lacks_the_cache(args: Any) -> bool:
-    return loads_from_store(args) and not is_given(args, "--enable-hierarchical-cache")
-
-
-def _loads_what_came(args: Any) -> bool:
-    policy = "--hicache-storage-prefetch-policy best_effort"
-    return loads_from_store(args) and is_given(args, policy)
-
-
-def _drafts_trees(args: Any) -> bool:
-    # Before SGLang has filled in what the user left out, it is None.
-    return bool(args.speculative_algorithm) and (args.speculative_eagle_topk or 1) > 1
-
-
-def _drafts_in_layers(args: Any) -> bool:
-    return bool(args.speculative_algorithm and args.enable_multi_layer_eagle)
-
-
-def _drafts_beyond_its_row(args: Any) -> bool:
-    drafts = args.speculative_algorithm and args.speculative_num_draft_tokens or 0
-    return drafts > MOST_DRAFTS_V2 and sglang_switch("SGLANG_ENABLE_SPEC_V2")
-
-
-def _reserves_less_than_a_page(args: Any) -> bool:
-    return args.page_size is not None and args.num_reserved_decode_tokens < args.page_size
-
-
-def _has_buffers_for_decode_steps(args: Any) -> bool:
-    return args.moe_a2a_backend != "none" and args.deepep_mode == "low_latency"
-
-
-def _drafts_behind_a_cache(args: Any) -> bool:
-    loads_prompts = args.disaggregation_mode == "prefill" or is_given(args, ON)
-    return loads_prompts and bool(args.speculative_algorithm)
-
-
-def _hf_configs(config: Any) -> list[Any]:
-    names = "hf_config", "hf_text_config"
-    return [each for name in names if (each := getattr(config, name, None)) is not None]
-
-
-def _has_window_pool(config: Any) -> bool:
-    return bool(getattr(config, "is_hybrid_swa", False))
-
-
-def _has_state_layers(config: Any) -> bool:
-    # All configurations of such models offer this; look at the class, the value is computed.
-    return any(hasattr(type(each), "mamba2_cache_params") for each in _hf_configs(config))
-
-
-def _runs_on_transformers(config: Any) -> bool:
-    chosen = getattr(config, "model_impl", None)
-    is_on = str(getattr(chosen, "value", chosen)) == "transformers"
-    return is_on and bool(getattr(config, "is_multimodal", False))
 
 
 # ---- the rows ----
@@ -164,7 +83,7 @@ ALWAYS: tuple[Refusal, ...] = (
         "SGLang's offload frees the pages of finished requests, which the radix cache keeps",
         instead=f"Add {ON}: decode then writes its KV to the store and keeps it in the radix "
         f"cache. Or remove {OFFLOAD}.",
-        when=_offloads_as_sglang,
+        when=conditions.offloads_as_sglang,
     ),
     Refusal(
         RADIX,
@@ -203,22 +122,23 @@ ALWAYS: tuple[Refusal, ...] = (
         "{flag} cannot be combined with --speculative-eagle-topk {speculative_eagle_topk} "
         "(SGLang's own choice for some models where none is given): a tree of drafts takes more "
         "slots than admission counts; use --speculative-eagle-topk 1. Remove one of them.",
-        when=_drafts_trees,
+        when=conditions.drafts_trees,
     ),
     Refusal(
         RADIX,
         "--enable-multi-layer-eagle",
         "each of its layers has a KV pool of its own, and SGLang transfers the first only",
-        when=_drafts_in_layers,
+        when=conditions.drafts_in_layers,
     ),
     Refusal(
         RADIX,
-        f"SGLANG_ENABLE_SPEC_V2=1 with more than {MOST_DRAFTS_V2} draft tokens",
+        f"SGLANG_ENABLE_SPEC_V2=1 with more than {conditions.MOST_DRAFTS_V2} draft tokens",
         "SGLang's rows of slots are too short for them",
         "{flag} cannot be combined with SGLANG_ENABLE_SPEC_V2=1 with "
         "{speculative_num_draft_tokens} draft tokens: SGLang's rows of slots are too short for "
-        f"them; use --speculative-num-steps {MOST_DRAFTS_V2 - 1} at most. Remove one of them.",
-        when=_drafts_beyond_its_row,
+        f"them; use --speculative-num-steps {conditions.MOST_DRAFTS_V2 - 1} at most. Remove one "
+        "of them.",
+        when=conditions.drafts_beyond_its_row,
     ),
     Refusal(
         RADIX,
@@ -232,7 +152,7 @@ ALWAYS: tuple[Refusal, ...] = (
         "{flag} needs --num-reserved-decode-tokens ({num_reserved_decode_tokens}) to be at least "
         "--page-size ({page_size}), or the admission budget ignores the rounding to pages. Use "
         "--num-reserved-decode-tokens {page_size} or more.",
-        when=_reserves_less_than_a_page,
+        when=conditions.reserves_less_than_a_page,
     ),
     Refusal(
         BUFFER,
@@ -240,7 +160,7 @@ ALWAYS: tuple[Refusal, ...] = (
         "a decode server loads nothing from the store, and writes only with both",
         f"{{flag}} on a decode server needs {FLAG} and {OFFLOAD}: it loads nothing from the store, "
         f"and writes only with both. Add them, or remove {MODE} on the decode server.",
-        when=_writes_nothing,
+        when=conditions.writes_nothing,
     ),
     Refusal(
         BUFFER,
@@ -248,7 +168,7 @@ ALWAYS: tuple[Refusal, ...] = (
         "SGLang names adapters differently on each server, so no prefill server would find what is "
         "written for them",
         instead=f"Remove {ON} and {OFFLOAD}, or --enable-lora.",
-        when=_writes_adapters,
+        when=conditions.writes_adapters,
     ),
     Refusal(
         BUFFER,
@@ -307,7 +227,7 @@ AS_GIVEN: tuple[Refusal, ...] = (
         "{flag} cannot be combined with --disaggregation-mode {disaggregation_mode}: SGLang "
         "transfers such KV without its scales. With multi-head attention, the transfer even writes "
         "outside the pool. Use --kv-cache-dtype auto or fp8_e4m3 on both servers.",
-        when=_is_in_a_pair,
+        when=conditions.is_in_a_pair,
     ),
     Refusal(RADIX, "--disable-radix-cache", "one turns on what the other turns off"),
     Refusal(
@@ -328,7 +248,7 @@ AS_GIVEN: tuple[Refusal, ...] = (
         TURNS,
         "--deepep-mode low_latency",
         "its buffers are made for decode steps, and a chunk of a prompt does not fit",
-        when=_has_buffers_for_decode_steps,
+        when=conditions.has_buffers_for_decode_steps,
     ),
     Refusal(
         TURNS,
@@ -346,7 +266,7 @@ AS_GIVEN: tuple[Refusal, ...] = (
         "no --enable-hierarchical-cache",
         "it is a mode of it",
         f"{{flag}} is a mode of --enable-hierarchical-cache. Add it, or remove {MODE}.",
-        when=_lacks_the_cache,
+        when=conditions.lacks_the_cache,
     ),
 )
 
@@ -365,7 +285,7 @@ FILLED_IN: tuple[Refusal, ...] = (
         "SGLang turns it off",
         "{flag} was given, but SGLang turned --enable-hierarchical-cache off for these arguments "
         f"(its log says why). Change them, or remove {MODE}.",
-        when=_lacks_the_cache,
+        when=conditions.lacks_the_cache,
     ),
 )
 
@@ -380,15 +300,15 @@ MODELS: tuple[Refusal, ...] = (
         Refusal(flags, kind, _NO_POOL, when=when, instead=instead)
         for flags, instead in ((RADIX, _STOCK_TREE), (BUFFER, _STOCK_HOST))
         for kind, when in (
-            ("models with a separate pool for sliding-window layers", _has_window_pool),
-            ("models with state-space or linear-attention layers", _has_state_layers),
+            ("models with a separate pool for sliding-window layers", conditions.has_window_pool),
+            ("models with state-space or linear-attention layers", conditions.has_state_layers),
         )
     ),
     Refusal(
         RADIX,
         "multimodal models with --model-impl transformers",
         "SGLang turns their radix tree off",
-        when=_runs_on_transformers,
+        when=conditions.runs_on_transformers,
         instead=_STOCK_TREE,
     ),
 )
@@ -410,7 +330,7 @@ WARNED: tuple[Refusal, ...] = (
         "{flag} with --speculative-algorithm: the host and the store have no draft KV. After a "
         "prefix is loaded from them, the draft KV does not match the text, also on a decode server "
         "that receives it. Outputs are the same; fewer drafts are accepted.",
-        when=_drafts_behind_a_cache,
+        when=conditions.drafts_behind_a_cache,
     ),
     Refusal(
         BUFFER,
@@ -418,7 +338,7 @@ WARNED: tuple[Refusal, ...] = (
         "a request uses only the pages that arrived before it is scheduled",
         "{flag} with --hicache-storage-prefetch-policy best_effort: a request uses only the pages "
         "that arrived before it is scheduled, often none. Use wait_complete or timeout.",
-        when=_loads_what_came,
+        when=conditions.loads_what_came,
     ),
 )
 
@@ -444,7 +364,9 @@ def check_model(args: Any, config: Any) -> None:
     """Raise ``ValueError`` for a model that our flags do not support."""
     for text in _texts(MODELS, args, config):
         raise ValueError(text)
-    has_index = any(getattr(c, "index_topk", None) is not None for c in _hf_configs(config))
+    has_index = any(
+        getattr(c, "index_topk", None) is not None for c in conditions.hf_configs(config)
+    )
     if is_given(args, FLAG) and args.speculative_algorithm is not None and has_index:
         raise ValueError(
             f"{FLAG} cannot be combined with --speculative-algorithm {args.speculative_algorithm} "

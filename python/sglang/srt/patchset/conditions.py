@@ -1,0 +1,96 @@
+"""Settings that a refusal (``refusals``) cannot read from how a user writes them.
+
+``args`` is anything that has the attributes of ``ServerArgs``, ``config`` of ``ModelConfig``.
+"""
+
+from __future__ import annotations
+
+from typing import Any  # Any: what has the attributes of ServerArgs, ModelConfig
+
+from sglang.srt.patchset.environment import sglang_switch
+from sglang.srt.patchset.flags import (
+    DELTA_BACKENDS,
+    FLAG,
+    OFFLOAD,
+    ON,
+    is_given,
+    loads_from_store,
+    writes_to_store,
+)
+
+#: With spec v2. SGLang's rows are the context, 4 tokens and one step long; a request ends 4 tokens
+#: before the context does, and holds slots of two steps ahead of its text.
+MOST_DRAFTS_V2 = 8
+
+
+def is_in_a_pair(args: Any) -> bool:
+    moves_deltas = args.disaggregation_transfer_backend in DELTA_BACKENDS
+    return moves_deltas and args.disaggregation_mode != "null"
+
+
+def offloads_as_sglang(args: Any) -> bool:
+    return is_given(args, OFFLOAD) and not writes_to_store(args)
+
+
+def writes_nothing(args: Any) -> bool:
+    return writes_to_store(args) and not (is_given(args, FLAG) and is_given(args, OFFLOAD))
+
+
+def writes_adapters(args: Any) -> bool:
+    return writes_to_store(args) and is_given(args, "--enable-lora")
+
+
+def lacks_the_cache(args: Any) -> bool:
+    return loads_from_store(args) and not is_given(args, "--enable-hierarchical-cache")
+
+
+def loads_what_came(args: Any) -> bool:
+    policy = "--hicache-storage-prefetch-policy best_effort"
+    return loads_from_store(args) and is_given(args, policy)
+
+
+def drafts_trees(args: Any) -> bool:
+    # Before SGLang has filled in what the user left out, it is None.
+    return bool(args.speculative_algorithm) and (args.speculative_eagle_topk or 1) > 1
+
+
+def drafts_in_layers(args: Any) -> bool:
+    return bool(args.speculative_algorithm and args.enable_multi_layer_eagle)
+
+
+def drafts_beyond_its_row(args: Any) -> bool:
+    drafts = args.speculative_algorithm and args.speculative_num_draft_tokens or 0
+    return drafts > MOST_DRAFTS_V2 and sglang_switch("SGLANG_ENABLE_SPEC_V2")
+
+
+def reserves_less_than_a_page(args: Any) -> bool:
+    return args.page_size is not None and args.num_reserved_decode_tokens < args.page_size
+
+
+def has_buffers_for_decode_steps(args: Any) -> bool:
+    return args.moe_a2a_backend != "none" and args.deepep_mode == "low_latency"
+
+
+def drafts_behind_a_cache(args: Any) -> bool:
+    loads_prompts = args.disaggregation_mode == "prefill" or is_given(args, ON)
+    return loads_prompts and bool(args.speculative_algorithm)
+
+
+def hf_configs(config: Any) -> list[Any]:
+    names = "hf_config", "hf_text_config"
+    return [each for name in names if (each := getattr(config, name, None)) is not None]
+
+
+def has_window_pool(config: Any) -> bool:
+    return bool(getattr(config, "is_hybrid_swa", False))
+
+
+def has_state_layers(config: Any) -> bool:
+    # All configurations of such models offer this; look at the class, the value is computed.
+    return any(hasattr(type(each), "mamba2_cache_params") for each in hf_configs(config))
+
+
+def runs_on_transformers(config: Any) -> bool:
+    chosen = getattr(config, "model_impl", None)
+    is_on = str(getattr(chosen, "value", chosen)) == "transformers"
+    return is_on and bool(getattr(config, "is_multimodal", False))
