@@ -100,6 +100,7 @@ def test_a_node_is_evicted_while_it_is_copied(decoder: Offloader) -> None:
     assert decoder.stored(decoder.finished_texts[0])[6]
 
 
+@pytest.mark.hazard("radix-beside-hicache")
 def test_an_abort_of_a_request_that_waits_for_its_place() -> None:
     """Guards against SGLang's call of a HiCache that a decode server does not have."""
     decoder = Offloader(PAGE, 1024)

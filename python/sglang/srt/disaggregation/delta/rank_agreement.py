@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 Reduce = Callable[[list[int]], list[int]]
 
 
-def part_of(line: list[Any], start: int, most: int) -> tuple[list[Any], int]:
-    """Return the slice of ``line`` that a step checks, and where the next one begins: the same on
-    all ranks while their lines are."""
-    start = start if most < len(line) > start else 0
-    return line[start : start + most], start + most
+def part_of(queue: list[Any], start: int, max_items: int) -> tuple[list[Any], int]:
+    """Return the slice of ``queue`` that a step checks and the offset of the next slice. Equal on
+    all ranks with equal queues."""
+    start = start if max_items < len(queue) > start else 0
+    return queue[start : start + max_items], start + max_items
 
 
 class RanksDiverged(RuntimeError):

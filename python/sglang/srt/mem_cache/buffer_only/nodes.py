@@ -205,8 +205,8 @@ def page_hashes(node: TreeNode, page_size: int) -> list[str]:
 
 
 def hashes_of(tokens: Sequence[Any], last_hash: str | None, page_size: int) -> list[str]:
-    """SGLang's page hashes (``get_hash_str``) of ``tokens``, whole pages, behind a page with
-    ``last_hash``. A token, or each of a pair of them, counts as four bytes, the lowest first."""
+    """Return SGLang's page hashes (``get_hash_str``) of ``tokens`` (whole pages) after a page with
+    ``last_hash``. Tokens, or both tokens of a pair, are hashed as little-endian uint32."""
     # On a scheduler's thread: of plain tokens numpy would take three times as long.
     plain = sys.byteorder == "little" and len(tokens) > 0 and isinstance(tokens[0], int)
     values = array("I", tokens) if plain else np.asarray(tokens, dtype="<u4")

@@ -114,8 +114,8 @@ class PrefetchLine:
             held, node = self._context.match(prefetch.key)
             is_long = prefetch.end - held > calls.most
             if is_long and not self.load_backs.has_room(prefetch, held, node):
-                # Its next round has no room. The scheduler finds none for the request either, and
-                # admits no request behind it: those would take each page that others give back.
+                # The next round has no room. The scheduler finds no room for the request either and
+                # admits none behind it, because those would take every page that is freed.
                 prefetch.waited_ms = None
                 return True
         if prefetch.waited_ms is None:
@@ -282,7 +282,7 @@ class PrefetchLine:
         calls = self.calls
         held, _ = self._context.match(prefetch.key)
         if held < prefetch.begin:
-            self._ask_anew(prefetch)
+            self._query_again(prefetch)
             return True
         calls.drop(prefetch, [one for one in prefetch.pieces if one.staged and one.stop <= held])
         if prefetch.choice is None and calls.can_fetch and held < prefetch.end:
@@ -324,11 +324,10 @@ class PrefetchLine:
         prefetch.enter(state, self._context.now_ms)
 
     def _take_from_the_last(self, prefetch: Prefetch, start: int, pages: int) -> None:
-        """The scheduler waits for ``prefetch``, of which page ``start`` is to be fetched: requests
-        behind it give back what they have staged, the last one first, until there is room for
-        ``pages``; then it gives back its own pages behind ``start``, which nothing connects to the
-        tree since a round before them was evicted; then the requests that the scheduler passes
-        over."""
+        """Free room for ``pages`` of ``prefetch``, for which the scheduler waits; the next one is
+        page ``start``. Order: staged pages of requests behind it, last request first; its own
+        pages behind ``start``, which are unusable until the evicted round is back; requests that
+        the scheduler passes over."""
         for other in reversed([one for one in self.line if one.pieces]):
             if self.calls.capacity >= pages:
                 return
@@ -381,7 +380,7 @@ class PrefetchLine:
             return False
         if prefetch.state is State.MISSED:
             held, _ = self._context.match(prefetch.key)
-            return held >= prefetch.begin or not self._ask_anew(prefetch)
+            return held >= prefetch.begin or not self._query_again(prefetch)
         inserts = self._context.tree.inserts  # nothing else makes the tree grow
         if prefetch.unready is not None and prefetch.state is not State.STAGED:
             before, held, node = prefetch.unready
@@ -393,7 +392,7 @@ class PrefetchLine:
             prefetch.unready = None
             return True
         prefetch.unready = inserts, held, node
-        return prefetch.state is State.STAGED and not self._ask_anew(prefetch)
+        return prefetch.state is State.STAGED and not self._query_again(prefetch)
 
     def _reaches_no_further(self, prefetch: Prefetch, held: int, node: TreeNode) -> bool:
         """Whether the tree still ends for it where it did when it was last not ready: many wait,
@@ -412,14 +411,14 @@ class PrefetchLine:
     # ---- ways out ----
 
     def _miss(self, prefetch: Prefetch, begin: int) -> None:
-        """Nothing will come, for as long as the tree has the first ``begin`` pages."""
+        """Record a miss: nothing will be fetched while the tree holds the first ``begin`` pages."""
         self.calls.drop(prefetch, prefetch.pieces)
         prefetch.begin, prefetch.hashes, prefetch.keys = begin, [], []
         prefetch.enter(State.MISSED, self._context.now_ms)
 
-    def _ask_anew(self, prefetch: Prefetch) -> bool:
-        """The tree has lost what it had when the store was asked, and what is staged has nothing to
-        hang below: ask once more, and keep it. False if it was asked often enough."""
+    def _query_again(self, prefetch: Prefetch) -> bool:
+        """The tree lost the prefix that the staged pages continue: query again and keep the pages.
+        Return False after ``MOST_ANEW`` queries."""
         if prefetch.anews == MOST_ANEW:
             self._settle(prefetch)
             return False

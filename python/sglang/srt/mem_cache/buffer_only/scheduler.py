@@ -34,9 +34,9 @@ class ReadyPreemption(PrefillAdder):
     """Preempts running requests only for a request whose prefetch has ended. SGLang checks the
     prefetch after it has preempted."""
 
-    #: The number of preempted requests; ranks of those that still ran then, lowest first; and the
-    #: tokens that the first ones of these free, by their number.
-    _running: tuple[int, list[int], list[float]] = (-1, [], [])
+    #: Cache of ``_can_preempt``: number of preempted requests; priorities of the running ones,
+    #: lowest first; tokens that preempting the first n of them frees.
+    _preemptible: tuple[int, list[int], list[float]] = (-1, [], [])
 
     @override
     def preempt_to_schedule(self, req: Req, server_args: ServerArgs) -> bool:
@@ -49,24 +49,25 @@ class ReadyPreemption(PrefillAdder):
         return bool(super().preempt_to_schedule(req, server_args))
 
     def _can_preempt(self, req: Req, server_args: ServerArgs) -> bool:
-        """Return whether SGLang would preempt for ``req``: if it outranks running requests that
-        free enough tokens. Another request is not checked, because its time limit would start."""
+        """Return True if SGLang would preempt for ``req``: it outranks running requests that
+        together free enough tokens. Do not query the prefetch of other requests, because that would
+        start their time limit."""
         from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
         sign = -1 if server_args.schedule_low_priority_values_first else 1
         preempted = len(self.preempt_list)
-        if self._running[0] != preempted:
+        if self._preemptible[0] != preempted:
             running = sorted(
                 (sign * one.priority, self._get_running_request_total_token_offset(one))
                 for one in self.running_batch.reqs
                 if one not in self.preempt_list and not one.finished()
             )
             freed = [0.0, *itertools.accumulate(tokens for _, tokens in running)]
-            self._running = preempted, [rank for rank, _ in running], freed
+            self._preemptible = preempted, [rank for rank, _ in running], freed
         rank = sign * req.priority - self.priority_scheduling_preemption_threshold
-        outranked = bisect.bisect_left(self._running[1], rank)
+        outranked = bisect.bisect_left(self._preemptible[1], rank)
         most_new = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
-        freed_tokens = self.rem_total_tokens + self._running[2][outranked]
+        freed_tokens = self.rem_total_tokens + self._preemptible[2][outranked]
         return outranked > 0 and bool(req.extend_input_len + most_new <= freed_tokens)
 
 

@@ -137,9 +137,9 @@ class StoreClient:
         """Read pages into host memory. Pages behind the first missing one do not count, whatever
         was written into their memory.
 
-        A read that took long and brought no page costs its request that wait. After one, reads are
-        refused for an interval, and then all but one at a time, the trial, until one brings a page.
-        The interval doubles with each slow trial.
+        A slow read without a page delays its request. After one, reads are refused for an interval.
+        Then one read at a time is the trial, and the others are refused, until a trial brings a
+        page. Each slow trial doubles the interval.
         """
         began = self._clock()
         with self._lock:

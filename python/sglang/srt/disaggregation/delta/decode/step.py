@@ -115,9 +115,9 @@ class Snapshot(NamedTuple):
     slots: int
 
 
-def states_of(checked: Iterable[Any], now: float, most_s: float) -> list[State]:
-    """What this rank thinks of requests without pages, whose handshake is done. ``most_s``: longest
-    wait for memory."""
+def states_of(checked: Iterable[Any], now: float, max_wait_s: float) -> list[State]:
+    """Return this rank's state of each request without pages whose handshake is done.
+    ``max_wait_s``: longest wait for memory."""
     from sglang.srt.disaggregation.base.conn import KVPoll
 
     states, failed = [], KVPoll.Failed
@@ -125,7 +125,7 @@ def states_of(checked: Iterable[Any], now: float, most_s: float) -> list[State]:
         wait, state = record_of(entry.req).wait, State.FINE
         if entry.req.finished_reason is not None or entry.kv_receiver.poll() == failed:
             state = State.FAILED
-        elif now - (wait.since or 0.0) >= most_s:
+        elif now - (wait.since or 0.0) >= max_wait_s:
             state = State.EXPIRED
         states.append(state)
     return states
