@@ -26,6 +26,7 @@ from component.decode.steps import (
     turn,
 )
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.buffer_only.nodes import EVICTED, FLUSHED
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -157,6 +158,21 @@ def test_new_weights_while_answers_are_written(decoder: Offloader) -> None:
     assert not decoder.store.content
     serve(decoder, PROMPT, new=40)
     assert decoder.stored(decoder.finished_texts[-1])[6]
+
+
+def test_a_flush_names_no_keys() -> None:
+    """Guards against ranks of which one waits for the other to name its weights: a flush that waits
+    ends by each rank's own clock. After an update without a flush keys stay this server's alone."""
+    decoder = Offloader(PAGE, 1024)
+    store = decoder.tree_cache.buffer.context.store
+    shared = store.namespace
+    decoder.update_weights_from_disk(
+        UpdateWeightFromDiskReqInput(model_path="new", flush_cache=False)
+    )
+    own = store.namespace
+    assert own != shared and decoder.flush_cache() and store.namespace == own
+    decoder.update_weights()
+    assert store.namespace not in (own, shared)
 
 
 @pytest.mark.parametrize("trouble", ["fails", "hangs", "refuses"])

@@ -37,6 +37,8 @@ NAP_S = 0.0005
 class StoreScheduler(Scheduler):
     """Names the keys, and stays awake while store traffic is under way."""
 
+    #: True if all ranks flush in the same step, also for a flush that waits.
+    names_keys_at_flush: bool = True
     #: True if the weights may differ from those that the keys name.
     _weights_changed: bool = False
 
@@ -59,7 +61,7 @@ class StoreScheduler(Scheduler):
     @override
     def flush_cache(self) -> Any:
         flushed = super().flush_cache()
-        if not flushed or not self._weights_changed:
+        if not (flushed and self._weights_changed and self.names_keys_at_flush):
             return flushed
         # With data parallel attention each rank flushes when it is idle, and not all at a time.
         # Memory that was released cannot be read.

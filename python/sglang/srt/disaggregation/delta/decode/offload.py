@@ -197,6 +197,8 @@ class OffloadScheduler(Scheduler):
     """Drives the pipelines of the tree beside the decode steps."""
 
     name_keys: Callable[[], None]  # of ``StoreScheduler``
+    #: A flush that waits ends by each rank's own clock. An update with a flush names the keys.
+    names_keys_at_flush: bool = False
     _steps: int = 0
 
     @override
