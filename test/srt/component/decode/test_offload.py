@@ -90,8 +90,8 @@ def until_copied(decoder: Offloader, *prompts: list[int]) -> None:
 
 
 def test_a_node_is_evicted_while_it_is_copied(decoder: Offloader) -> None:
-    """Guards against a page in the store that holds what somebody else has put into its slots, and
-    against locks that keep memory from requests."""
+    """Guards against a stored page with KV of the next owner of its slots, and against locks that
+    keep memory from requests."""
     decoder.copy_slowly()
     until_copied(decoder, PROMPT)
     decoder.tree_cache.match_prefix(MatchPrefixParams(key=RadixKey(PROMPT[:48], None)))  # a split

@@ -1,4 +1,4 @@
-"""Requests of different namespaces (``extra_key``, ``cache_salt``) keep apart."""
+"""Keeps requests of different namespaces (``extra_key``, ``cache_salt``) apart."""
 
 from __future__ import annotations
 

@@ -64,12 +64,12 @@ class Backup:
     """Pages on their way to the store."""
 
     segments: tuple[Segment, ...]
-    #: What keys are made of, in ``namespace``: page hashes, and of which pages of a prompt.
+    #: Arguments of ``PageStore.keys``: page hashes, ``extra_key``, first page of the prompt.
     parts: list[tuple[list[str], str | None, int]]
     namespace: Namespace
     prefix_keys: list[str] | None
     staging: StagingPages
-    #: Of the staging pages, token by token.
+    #: Token slots of the staging pages.
     slots: torch.Tensor
     #: None while the copy to the staging buffer runs.
     job: Job | None = None
@@ -80,7 +80,7 @@ class Backup:
 
     @property
     def pages(self) -> int:
-        """How many there are."""
+        """Number of pages."""
         return len(self.staging.pages)
 
 

@@ -37,14 +37,14 @@ NAP_S = 0.0005
 class StoreScheduler(Scheduler):
     """Names the keys, and stays awake while store traffic is under way."""
 
-    #: True if all ranks flush in the same step, also for a flush that waits.
+    #: True if all ranks flush in the same step, also for a flush with a timeout.
     names_keys_at_flush: bool = True
     #: True if the weights may differ from those that the keys name.
     _weights_changed: bool = False
 
     @override
     def run_event_loop(self) -> None:
-        # Made after the cache: what is written to the store must have been computed on it.
+        # Set here, because SGLang creates the stream after the cache. Copies wait for this stream.
         self.tree_cache.forward_stream = getattr(self, "forward_stream", None)
         # Python's first full collection would scan every object from startup and stall all
         # requests.

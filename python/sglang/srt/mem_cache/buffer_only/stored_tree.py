@@ -97,7 +97,7 @@ class StoredTree(RadixCache):
         return bool(self.root_node.children)
 
     def hold(self, node: TreeNode) -> None:
-        """``node`` is copied from the device until ``let_go``: its slots stay what they are."""
+        """Keep the slots of ``node`` unchanged until ``let_go``, because they are being copied."""
         self.inc_lock_ref(node)
 
     def let_go(self, node: TreeNode) -> None:

@@ -51,10 +51,9 @@ ROUND_INTERVAL_STEPS = 4
 class OffloadTree(StoredTree, DecodeRadixTree):
     """Queues new nodes to be written, except those that prefill has computed.
 
-    Each rank writes its own part of the pages, and agrees with no other about it: the trees of the
-    ranks may differ, since one may learn of a failure first. So nothing that decides what the tree
-    holds depends on a write. A copy locks no node; a node that is evicted while it is copied is
-    waited for.
+    Each rank writes its own part of the pages without agreement, because the trees of the ranks may
+    differ: one may learn of a failure first. Writes therefore do not affect what a tree holds. A
+    copy locks no node. The eviction of a node that is being copied waits for the copy.
     """
 
     #: True while KV that prefill sent is being inserted.
@@ -129,11 +128,11 @@ class OffloadTree(StoredTree, DecodeRadixTree):
             node.stored = node.launched = len(node.key)
 
     def hold(self, node: TreeNode) -> None:
-        """``StoredTree``'s, without a lock."""
+        """Note that ``node`` is copied. Unlike in ``StoredTree`` it is not locked."""
         self._copied.add(node)
 
     def let_go(self, node: TreeNode) -> None:
-        """``StoredTree``'s."""
+        """Forget the noted nodes when no copy is under way."""
         if not self.buffer.backups.copies.launches:
             self._copied.clear()
 
@@ -153,7 +152,7 @@ class OffloadTree(StoredTree, DecodeRadixTree):
     def _delete_leaf(self, node: TreeNode) -> None:
         super()._delete_leaf(node)
         if node in self._copied:
-            self.finish_copies()  # its slots are free, and nobody has got them yet
+            self.finish_copies()  # its slots are free, and not allocated again yet
 
     @override
     def retire(self) -> None:
@@ -194,10 +193,10 @@ def _collector(controller: HiCacheController, args: ServerArgs) -> StorageMetric
 
 
 class OffloadScheduler(Scheduler):
-    """Drives the pipelines of the tree beside the decode steps."""
+    """Runs rounds of the tree's pipelines between decode steps."""
 
     name_keys: Callable[[], None]  # of ``StoreScheduler``
-    #: A flush that waits ends by each rank's own clock. An update with a flush names the keys.
+    #: Each rank ends a flush with a timeout by its own clock. Updates with a flush name the keys.
     names_keys_at_flush: bool = False
     _steps: int = 0
 
@@ -210,9 +209,9 @@ class OffloadScheduler(Scheduler):
         self.write_to_store()
 
     def write_to_store(self) -> None:
-        """Equip the tree, and name the keys."""
+        """Add the mixin to the tree, create the pipelines and name the keys."""
         args = self.server_args
-        # By this field SGLang tells its HiCache of each abort.
+        # Clear the field, because SGLang would call a method of its HiCache tree at each abort.
         self.enable_hicache_storage = False
         status.attachment.equip(TREE, self.tree_cache, args)
         group = self.attn_tp_cpu_group if args.enable_dp_attention else self.tp_cpu_group
