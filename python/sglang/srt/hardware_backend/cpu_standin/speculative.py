@@ -344,10 +344,11 @@ def attend_drafts(module: Any) -> None:
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
+        **more: Any,
     ) -> Any:
         mode = forward_batch.forward_mode
         if not mode.is_target_verify() and mode.name != "DRAFT_EXTEND":
-            return stock(self, q, k, v, layer, forward_batch, save_kv_cache)
+            return stock(self, q, k, v, layer, forward_batch, save_kv_cache, **more)
         # On SGLang 0.5.23 the pools are the backend's, and a place is an object.
         pools = forward_batch if hasattr(forward_batch, "token_to_kv_pool") else self
         pool, place = pools.token_to_kv_pool, getattr(module, "KVWriteLoc", lambda loc: loc)
