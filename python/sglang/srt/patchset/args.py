@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any  # Any: what has the attributes of ServerA
 from typing_extensions import override
 
 from sglang.srt.mem_cache.buffer_only import settings
-from sglang.srt.patchset import environment, flags, refusals
+from sglang.srt.patchset import conditions, environment, flags, refusals
 from sglang.srt.patchset.flags import LOCAL, LOCAL_MAX_ITL, MODE, ON, PAGES, SIZE
 from sglang.srt.patchset.status import closure, examine, require_active
 
@@ -62,6 +62,11 @@ class DisaggArgs(_Base):
         if flags.needed_groups(self):
             refusals.check_model(self, self.get_model_config())
         super()._handle_model_specific_adjustments()
+        if flags.wants_radix_cache(self) and conditions.has_state_layers(self.get_model_config()):
+            # SGLang turns trees off where it has none with states: decode's has no states. With
+            # overlap scheduling the state of a retracted request would be one token ahead of its
+            # text, because the step in flight has consumed its last token.
+            self.disable_radix_cache, self.disable_overlap_schedule = False, True
 
     @override
     def _handle_pd_disaggregation(self) -> None:

@@ -90,6 +90,10 @@ def has_state_layers(config: Any) -> bool:
     return any(hasattr(type(each), "mamba2_cache_params") for each in hf_configs(config))
 
 
+def has_index(config: Any) -> bool:
+    return any(getattr(each, "index_topk", None) is not None for each in hf_configs(config))
+
+
 def runs_on_transformers(config: Any) -> bool:
     chosen = getattr(config, "model_impl", None)
     is_on = str(getattr(chosen, "value", chosen)) == "transformers"

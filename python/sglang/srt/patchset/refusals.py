@@ -142,6 +142,11 @@ ALWAYS: tuple[Refusal, ...] = (
     ),
     Refusal(
         RADIX,
+        "--mamba-scheduler-strategy extra_buffer",
+        "it keeps states for a tree with states, and decode's tree has none",
+    ),
+    Refusal(
+        RADIX,
         "--pipeline-parallel-size above 1",
         "the stages would each match their own tree, without agreeing on a length",
     ),
@@ -290,6 +295,7 @@ FILLED_IN: tuple[Refusal, ...] = (
 )
 
 _NO_POOL = "their KV is not one pool of pages"
+_STATE_LAYERS = "models with state-space or linear-attention layers"
 _STOCK_TREE = "Remove {flag} to serve --model-path {model_path}."
 _STOCK_HOST = (
     f"Use {MODE} cache for --model-path {{model_path}}, or no --enable-hierarchical-cache."
@@ -297,12 +303,22 @@ _STOCK_HOST = (
 #: Models, by their configuration.
 MODELS: tuple[Refusal, ...] = (
     *(
-        Refusal(flags, kind, _NO_POOL, when=when, instead=instead)
-        for flags, instead in ((RADIX, _STOCK_TREE), (BUFFER, _STOCK_HOST))
-        for kind, when in (
-            ("models with a separate pool for sliding-window layers", conditions.has_window_pool),
-            ("models with state-space or linear-attention layers", conditions.has_state_layers),
+        Refusal(
+            flags,
+            "models with a separate pool for sliding-window layers",
+            _NO_POOL,
+            when=conditions.has_window_pool,
+            instead=instead,
         )
+        for flags, instead in ((RADIX, _STOCK_TREE), (BUFFER, _STOCK_HOST))
+    ),
+    Refusal(BUFFER, _STATE_LAYERS, _NO_POOL, when=conditions.has_state_layers, instead=_STOCK_HOST),
+    Refusal(
+        TURNS,
+        _STATE_LAYERS,
+        "decode's tree has the KV of a prefix and no recurrent state to continue from",
+        when=conditions.has_state_layers,
+        instead="Remove {flag}.",
     ),
     Refusal(
         RADIX,
@@ -364,15 +380,25 @@ def check_model(args: Any, config: Any) -> None:
     """Raise ``ValueError`` for a model that our flags do not support."""
     for text in _texts(MODELS, args, config):
         raise ValueError(text)
-    has_index = any(
-        getattr(c, "index_topk", None) is not None for c in conditions.hf_configs(config)
-    )
-    if is_given(args, FLAG) and args.speculative_algorithm is not None and has_index:
-        raise ValueError(
-            f"{FLAG} cannot be combined with --speculative-algorithm {args.speculative_algorithm} "
-            "for a model with sparse attention (DSA): SGLang transfers the target's index only, so "
-            "the draft model would use the index of another text. Remove one of them."
-        )
+    if not (is_given(args, FLAG) and args.speculative_algorithm is not None):
+        return
+    for has_it, of in (
+        (
+            conditions.has_index(config),
+            "sparse attention (DSA): SGLang transfers the target's index only, so the draft model "
+            "would use the index of another text",
+        ),
+        (
+            conditions.has_state_layers(config),
+            "recurrent state: the states behind drafts have buffers of their own, and a decode "
+            "server with them was not tested",
+        ),
+    ):
+        if has_it:
+            raise ValueError(
+                f"{FLAG} cannot be combined with --speculative-algorithm "
+                f"{args.speculative_algorithm} for a model with {of}. Remove one of them."
+            )
 
 
 def _texts(rows: Iterable[Refusal], args: Any, subject: Any) -> Iterator[str]:

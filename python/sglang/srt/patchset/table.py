@@ -260,6 +260,12 @@ _DECODE_RADIX = (
         why="the error for input_embeds names the flag",
     ),
     Replacement(
+        module="sglang.srt.model_executor.model_runner_kv_cache_mixin",
+        name="ModelRunnerKVCacheMixin",
+        mixin=f"{_DISAGG}.delta.decode.recurrent:RequestStates",
+        why="as many recurrent states as requests, since decode's tree has none",
+    ),
+    Replacement(
         module="sglang.srt.managers.scheduler",
         name="RadixCache",
         mixin=f"{_DISAGG}.delta.decode.prefix_tree:DecodeRadixTree",

@@ -19,6 +19,7 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.decode.heartbeat import WatchedServers
 from sglang.srt.disaggregation.delta.decode.prefill_servers import Tables
+from sglang.srt.disaggregation.delta.pages import RECURRENT_TYPE
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks, ServedRooms
 from sglang.srt.disaggregation.delta.prefill.rooms import GONE, RoomTable, State
@@ -28,7 +29,11 @@ from sglang.srt.patchset.attach import exchanged
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs
-    from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager
+    from sglang.srt.disaggregation.common.conn import (
+        CommonKVBootstrapServer,
+        CommonKVManager,
+        PrefillServerInfo,
+    )
     from sglang.srt.disaggregation.utils import DisaggregationMode
     from sglang.srt.server_args import ServerArgs
 else:
@@ -185,6 +190,18 @@ class DeltaManager(CommonKVManager):
         if self.servers is not None:
             return bool(self.servers.connections.ensure(bootstrap_addr))
         return bool(super().try_ensure_parallel_info(bootstrap_addr))
+
+    @override
+    def _resolve_rank_mapping(self, info: PrefillServerInfo) -> None:
+        has_states = getattr(self.kv_args, "state_type", "") == RECURRENT_TYPE
+        if self.servers is not None and has_states and info.attn_tp_size != self.attn_tp_size:
+            # SGLang refuses it over NIXL. Over Mooncake it sends slices, at wrong places: a rank
+            # has a part of each of queries, keys and values in its convolution's state.
+            raise RuntimeError(
+                f"recurrent state needs equal tensor parallel sizes, not {info.attn_tp_size} on "
+                f"prefill and {self.attn_tp_size} on decode (--tp-size, --dp-size)"
+            )
+        super()._resolve_rank_mapping(info)
 
     def peer_takes_delta(self, bootstrap_addr: str) -> bool:
         """Whether the prefill server at ``bootstrap_addr`` may be sent a prefix length."""

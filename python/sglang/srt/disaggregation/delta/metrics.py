@@ -117,7 +117,7 @@ _DECLARED = (
         {
             "decode_prefix_prompt_tokens": "Prompt tokens of requests admitted by a decode server",
             "decode_prefix_hit_tokens": "Prompt tokens found in the decode radix tree at admission",
-            "kv_transfer_requested_bytes": "KV bytes that decode asked prefill to send",
+            "kv_transfer_requested_bytes": "Bytes of KV and state that decode requested of prefill",
             "decode_local_tokens": "Prompt tokens that a decode server computed itself",
             "decode_itl_breaches": "Gaps between decode steps, with a chunk of local prefill in "
             "them, that took longer than --disaggregation-decode-local-max-itl-ms",
@@ -127,7 +127,7 @@ _DECLARED = (
         "counter",
         "prefill",
         {
-            "kv_transfer_sent_bytes": "KV bytes that prefill posted to decode servers",
+            "kv_transfer_sent_bytes": "Bytes of KV and state that prefill posted to decode servers",
             "kv_transfer_skipped_tokens": "Prompt tokens not sent because decode already held them",
             "kv_transfer_stuck_workers": "Transfer workers that were found stuck or dead",
         },

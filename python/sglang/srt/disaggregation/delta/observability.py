@@ -258,6 +258,8 @@ class Admitted(msgspec.Struct, frozen=True, tag="admitted", kw_only=True):
     prompt_tokens: int
     prefix_tokens: int
     pages: list[int]
+    #: Indices of the state that is moved with the last page.
+    state: list[int] = []
 
 
 class Sent(msgspec.Struct, frozen=True, tag="sent", kw_only=True):
@@ -268,6 +270,15 @@ class Sent(msgspec.Struct, frozen=True, tag="sent", kw_only=True):
     peer: str
     source_pages: list[int]
     destination_pages: list[int]
+    bytes: int
+
+
+class StateSent(msgspec.Struct, frozen=True, tag="state_sent", kw_only=True):
+    """Prefill posted the state of a room, its index or its recurrent state, to one decode rank."""
+
+    at: float
+    room: int
+    peer: str
     bytes: int
 
 
@@ -306,7 +317,7 @@ class Arrived(msgspec.Struct, frozen=True, tag="arrived", kw_only=True):
     room: int
 
 
-Event = Admitted | Sent | Announced | Moved | Arrived
+Event = Admitted | Sent | StateSent | Announced | Moved | Arrived
 
 
 @functools.cache
@@ -344,3 +355,10 @@ def count_sent(room: int, peer: str, source: Pages, destination: Pages, moved: i
             bytes=moved,
         ),
     )
+
+
+@best_effort
+def count_state_sent(room: int, peer: str, moved: int) -> None:
+    """Count ``moved`` bytes of state that were posted to ``peer``."""
+    STATS.count("kv_transfer_sent_bytes", moved)
+    record("prefill", lambda: StateSent(at=now(), room=room, peer=peer, bytes=moved))

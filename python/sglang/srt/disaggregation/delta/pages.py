@@ -1,4 +1,4 @@
-"""Pages, KV heads, and the index cache of sparse attention: no engine and no transport.
+"""Pages, KV heads, and state beside the KV: no engine and no transport.
 
 Pages: of those that a prompt lies in only the last may be partly filled. The decode server holds
 the first ``prefix`` tokens, a whole number of pages, so that both sides cut the prompt at the same
@@ -10,18 +10,20 @@ the prefill ranks of its share: one prefill rank serves ``decode size // prefill
 ranks, or ``prefill size // decode size`` of them serve one decode rank. All that are connected
 report completion, so every one has to be told what to send, also where that is nothing.
 
-Sparse attention (DSA: DeepSeek V3.2, GLM-5) has an index cache beside the KV: an index page has the
-number of a KV page, and the index of the same tokens. Where a page is shared, moved or given back,
-so is its index. What SGLang calls the *state* of such a model is that index; other models' state
-(sliding window, state space) has slots of its own.
+What SGLang calls the *state* of a model is one of two things here. Sparse attention (DSA: DeepSeek
+V3.2, GLM-5) has an index cache beside the KV: an index page has the number of a KV page, and the
+index of the same tokens. Where a page is shared, moved or freed, so is its index. Layers with a
+recurrence (gated delta nets, Mamba: Qwen3-Next, Kimi-Linear, Nemotron-H) have a recurrent state of
+fixed size instead of KV. It belongs to one request, at one length of its text: a state slot is
+allocated and freed with the request's row, moved whole with the last page, and never shared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any  # Any: what only pools with recurrent state have
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +31,8 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
-    from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 
 #: Page indices into a pool, 1-D.
 Pages = npt.NDArray[np.int32]
@@ -163,38 +166,69 @@ def of_one_shape(item_lens: Sequence[int], *, latent: bool) -> bool:
     )
 
 
-# ---- the index cache of sparse attention ----
+# ---- state beside the KV ----
 
-#: Where SGLang's pools have it: a list of the layers' buffers. Others lack the attribute.
+#: Where SGLang's pools have the index: a list of the layers' buffers. Others lack the attribute.
 INDEX = "index_k_with_scale_buffer"
+#: Where they have the pool of recurrent states.
+RECURRENT = "mamba_pool"
+#: What ``KVArgs.state_type`` says of a pool with either.
+INDEX_TYPE, RECURRENT_TYPE = "nsa", "mamba"
 
 
 def index_buffers(pool: KVCache) -> Sequence[torch.Tensor]:
-    """The index cache of each layer (pages, bytes of a page); none where ``pool`` has no index."""
+    """Return the index cache of each layer (pages, bytes of a page); none if ``pool`` has none."""
     return getattr(pool, INDEX, ())
 
 
 def has_other_state(pool: KVCache) -> bool:
-    """Whether ``pool`` has state that is not an index of its pages."""
-    return hasattr(pool, "get_state_buf_infos") and not index_buffers(pool)
+    """True if ``pool`` has state that is neither an index of its pages nor recurrent."""
+    return hasattr(pool, "get_state_buf_infos") and not (
+        index_buffers(pool) or hasattr(pool, RECURRENT)
+    )
 
 
-def copy_index(pool: KVCache, slots: torch.Tensor) -> list[torch.Tensor]:
-    """The index of the tokens in ``slots`` (1-D, from the beginning of a page on) on the CPU: a
-    tensor (pages, bytes of a page) for each layer.
+def moved_state(
+    pool: KVCache, rows: ReqToTokenPool, req: Req, delta: Callable[[], Pages]
+) -> Pages | None:
+    """Return the indices of the state that is moved with the last page of ``req``, or None.
 
-    SGLang's own copy of a retracted request, ``NSATokenToKVPool.get_cpu_copy``, is that of latent
-    KV and leaves the index out: who resumes would select tokens by the index of another text.
+    ``delta`` returns the pages that are moved for ``req``: of an index only theirs, and none for a
+    full hit. Recurrent state is moved whole, for a full hit too.
     """
+    if hasattr(pool, RECURRENT):
+        return np.asarray(_state_slot(rows, req).cpu(), np.int32)
+    pages = delta() if index_buffers(pool) else None
+    return pages if pages is not None and len(pages) else None
+
+
+def copy_state(
+    pool: KVCache, rows: ReqToTokenPool, req: Req, slots: torch.Tensor
+) -> list[torch.Tensor] | None:
+    """Return a CPU copy of the state of ``req``, whose tokens are in ``slots`` (1-D, from the
+    beginning of a page on); None if there is no state.
+
+    SGLang's copy of a retracted request has its KV only. A resumed request would select tokens by
+    the index of another text, or continue from the state of another request.
+    """
+    if hasattr(pool, RECURRENT):
+        slot = _state_slot(rows, req)
+        return [part[:, slot].cpu() for part in _state_parts(pool)]
     pages = _pages(pool, slots)
-    return [buffer[pages].cpu() for buffer in index_buffers(pool)]
+    return [buffer[pages].cpu() for buffer in index_buffers(pool)] or None
 
 
-def load_index(
-    pool: KVCache, copy: Sequence[torch.Tensor], slots: torch.Tensor, shared: int
-) -> None:
-    """Put what ``copy_index`` copied behind ``shared`` tokens, whole pages, into the pages of
-    ``slots`` (1-D), which are whole pages too, but for the last."""
+def load_state(
+    pool: KVCache, rows: ReqToTokenPool, req: Req, copy: Sequence[torch.Tensor],
+    slots: torch.Tensor, shared: int,
+) -> None:  # fmt: skip
+    """Load the result of ``copy_state``. Of an index: what is behind ``shared`` tokens (whole
+    pages) into the pages of ``slots`` (1-D, whole pages, but for the last)."""
+    if hasattr(pool, RECURRENT):
+        slot = _state_slot(rows, req)
+        for part, saved in zip(_state_parts(pool), copy, strict=True):
+            part[:, slot] = saved.to(part.device)
+        return
     pages = _pages(pool, slots)
     first = shared // pool.page_size
     for buffer, saved in zip(index_buffers(pool), copy, strict=True):
@@ -203,3 +237,15 @@ def load_index(
 
 def _pages(pool: KVCache, slots: torch.Tensor) -> torch.Tensor:
     return slots[:: pool.page_size].long() // pool.page_size
+
+
+def _state_parts(pool: Any) -> list[torch.Tensor]:
+    """Tensors of shape (layers, slots, ...)."""
+    states = getattr(pool, RECURRENT).mamba_cache
+    return [*states.conv, states.temporal]
+
+
+def _state_slot(rows: Any, req: Req) -> torch.Tensor:
+    """Return the state slot of ``req``, shape (1,), as the model's layers look it up."""
+    slot: torch.Tensor = rows.get_mamba_indices([req.req_pool_idx])
+    return slot.long()

@@ -19,6 +19,7 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta.decode.claims import private_tokens, upwards
 from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree, tree_nodes
 from sglang.srt.disaggregation.delta.observability import STATS
+from sglang.srt.disaggregation.delta.pages import RECURRENT
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.manager import DeltaManager
@@ -116,6 +117,9 @@ def idle_problems(scheduler: Scheduler) -> list[str]:
     ):
         if sorted(free) != list(range(size)):
             problems.append(f"{len(free)} of {size} {what} are free, or some are listed twice")
+    states = getattr(pool, RECURRENT, None)
+    if states is not None and sorted(states.free_slots.tolist()) != list(range(1, states.size + 1)):
+        problems.append(f"state slots {states.free_slots.tolist()} are free, of {states.size}")
     return problems
 
 

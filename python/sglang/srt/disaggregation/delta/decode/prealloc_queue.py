@@ -32,6 +32,7 @@ from sglang.srt.disaggregation.delta.decode.record import (
 from sglang.srt.disaggregation.delta.decode.speculation import step_tokens
 from sglang.srt.disaggregation.delta.decode.transfer_queue import EMPTY, StepWrites, announce
 from sglang.srt.disaggregation.delta.observability import RateLimitedLog
+from sglang.srt.disaggregation.delta.pages import moved_state
 from sglang.srt.disaggregation.delta.rank_agreement import agree_on, alone, part_of
 from sglang.srt.patchset.environment import ADMISSION_TIMEOUT, WAIT_LOG
 
@@ -325,7 +326,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         record.wait = Wait()
         if candidate.resumes:
             req.is_retracted = False
-            restore_private(req, slots, allocator, tree.draft_pool)
+            restore_private(req, slots, allocator, self.req_to_token_pool, tree.draft_pool)
             record.enter(Stage.COMMITTED)
         elif admit.is_local:
             record.enter(Stage.LOCAL)
@@ -337,7 +338,9 @@ class RadixPreallocQueue(DecodePreallocQueue):
             self.metadata_buffers.bootstrap_room[entry.metadata_buffer_index, 0] = EMPTY
             # Page ids on the device first: one in ``page`` indices crosses to the host.
             pages = (slots[::page] // page).to(torch.int32).cpu().numpy()
-            announce(entry, pages, self.kv_manager, self.step_writes)
+            pool, rows = allocator.get_kvcache(), self.req_to_token_pool
+            state = moved_state(pool, rows, req, lambda: pages)
+            announce(entry, pages, state, self.kv_manager, self.step_writes)
             if admit.turn is not None:
                 self.local_turns.placed(entry.req, admit.turn)
         return True

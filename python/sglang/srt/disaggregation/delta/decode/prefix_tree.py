@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.decode.claims import Claims, upwards
 from sglang.srt.disaggregation.delta.decode.record import Stage, may_match, record_of
-from sglang.srt.disaggregation.delta.pages import copy_index, index_buffers
+from sglang.srt.disaggregation.delta.pages import copy_state
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode_schedule_batch_mixin import (
@@ -337,14 +337,13 @@ class DecodeRadixTree(RadixCache):
         own = rows[req.req_pool_idx, req.cache_protected_len : req.kv_allocated_len]
         record.slots_at_end = own.to(torch.int64, copy=True)
         if hasattr(req, "kv_cache_cpu"):
-            # SGLang has copied the target's KV; of the draft's, and of an index, it knows nothing.
+            # SGLang has copied the target's KV; of the draft's, and of state, it copies nothing.
             record.enter(Stage.RETRACTED)
             slots = rows[req.req_pool_idx, : req.kv_committed_len]
             pool = self.token_to_kv_pool_allocator.get_kvcache()
             if self.draft_pool is not None:
                 record.draft_copy = self.draft_pool.get_cpu_copy(slots)
-            if index_buffers(pool):
-                record.index_copy = copy_index(pool, slots)
+            record.state_copy = copy_state(pool, self.req_to_token_pool, req, slots)
         else:
             record.enter(Stage.ENDED)
         if self.is_eagle:

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple  # Any: a chunk of KV, a tenso
 
 import torch
 
-from sglang.srt.disaggregation.delta.pages import load_index
+from sglang.srt.disaggregation.delta.pages import load_state
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.decode.turn_choice import Placed
     from sglang.srt.managers.schedule_batch import MultimodalDataItem, Req
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
-    from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 
 logger = logging.getLogger(__name__)
 #: Why a request is refused, as text.
@@ -31,6 +31,7 @@ REASONS = {
     "no_tokens": "not enough free KV tokens",
     "cannot_finish": "its admission could leave a running request without memory for its output",
     "no_request_row": "no free request row",
+    "no_state_slot": "no free slot for its recurrent state (--max-mamba-cache-size)",
     "no_metadata_slot": "no free metadata slot",
 }
 
@@ -141,8 +142,8 @@ class Record:
     pairs: list[tuple[int, int]] = field(default_factory=list)
     #: While it is retracted: the draft model's KV, in the form of ``Req.kv_cache_cpu``.
     draft_copy: Any = None
-    #: Likewise the index of sparse attention, in the form of ``pages.copy_index``.
-    index_copy: list[torch.Tensor] | None = None
+    #: Likewise its index or recurrent state, in the form of ``pages.copy_state``.
+    state_copy: list[torch.Tensor] | None = None
     #: Slots that were its own when it last gave them back (1-D int64), those ahead of its text too.
     slots_at_end: torch.Tensor | None = None
 
@@ -155,7 +156,7 @@ class Record:
 
     def drop_copies(self) -> None:
         """It is not retracted any more."""
-        self.draft_copy = self.index_copy = None
+        self.draft_copy = self.state_copy = None
 
 
 def record_of(req: Req) -> Record:
@@ -245,10 +246,11 @@ def restore_private(
     req: Req,
     slots: torch.Tensor,
     allocator: BaseTokenToKVPoolAllocator,
+    rows: ReqToTokenPool,
     draft_pool: KVCache | None = None,
 ) -> None:
     """Copy what is not shared from the request's CPU copy to ``slots``, and drop the copy; with a
-    draft model also its KV, which has the same slots, and with sparse attention the index.
+    draft model also its KV, which has the same slots, and where the model has one also the state.
 
     Shared pages are never written: other requests read them, and their content is the same.
     """
@@ -260,8 +262,8 @@ def restore_private(
     if draft_pool is not None:
         chunk = draft_pool.cpu_offloading_chunk_size
         load_private(record.draft_copy, chunk, shared, slots, draft_pool.load_cpu_copy)
-    if record.index_copy is not None:
-        load_index(pool, record.index_copy, slots, shared)
+    if record.state_copy is not None:
+        load_state(pool, rows, req, record.state_copy, slots, shared)
     record.drop_copies()
 
 

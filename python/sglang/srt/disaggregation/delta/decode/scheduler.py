@@ -15,10 +15,11 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.decode.claims import private_tokens
 from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
+from sglang.srt.disaggregation.delta.decode.recurrent import serve_states
 from sglang.srt.disaggregation.delta.decode.speculation import check_draft_pool, draft_pool
 from sglang.srt.disaggregation.delta.namespaces import NamespacedScheduler
 from sglang.srt.disaggregation.delta.observability import STATS, Telemetry
-from sglang.srt.disaggregation.delta.pages import has_other_state
+from sglang.srt.disaggregation.delta.pages import RECURRENT, has_other_state
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
 from sglang.srt.disaggregation.delta.unserved import named_by
 from sglang.srt.patchset.flags import FLAG
@@ -113,6 +114,15 @@ class DisaggScheduler(NamespacedScheduler):
         """Requests that were answered, and whose pages prefill may still write to."""
         return self.disagg_decode_transfer_queue.deferred_requests
 
+    @property
+    def is_hybrid_ssm(self) -> bool:
+        """False: SGLang builds and checks a plain tree, also for a model with recurrent state."""
+        return False
+
+    @is_hybrid_ssm.setter
+    def is_hybrid_ssm(self, value: bool) -> None:
+        """Ignore what SGLang finds out."""
+
     @override
     def init_req_max_new_tokens(self, req: Req) -> None:
         super().init_req_max_new_tokens(req)
@@ -148,9 +158,11 @@ class DisaggScheduler(NamespacedScheduler):
         pool = self.token_to_kv_pool_allocator.get_kvcache()
         if has_other_state(pool):
             raise ValueError(
-                f"{FLAG} does not support models whose KV pool has per-request state "
-                f"({type(pool).__name__}: sliding window, state space); remove the flag."
+                f"{FLAG} does not support models with a second KV pool "
+                f"({type(pool).__name__}: sliding window); remove the flag."
             )
+        if hasattr(pool, RECURRENT):
+            serve_states(pool, self.req_to_token_pool)
         if not hasattr(self.tree_cache, "serve_decode"):
             raise ValueError(
                 f"{FLAG} needs SGLang's plain radix tree, but this server built a "

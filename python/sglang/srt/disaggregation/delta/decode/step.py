@@ -31,6 +31,7 @@ from sglang.srt.disaggregation.delta.decode.prefix_tree import (
     unlocked_tokens,
 )
 from sglang.srt.disaggregation.delta.decode.record import Refusal, bootstrap_addr, record_of
+from sglang.srt.disaggregation.delta.pages import RECURRENT
 from sglang.srt.disaggregation.delta.rank_agreement import AdmissionVote, Offer, State
 
 if TYPE_CHECKING:
@@ -171,10 +172,11 @@ class Refuse(NamedTuple):
 Outcome: TypeAlias = Answer | Admit | TooLong | Refuse
 
 
-def lacks_place(agreed: AdmissionVote, taken: int) -> Refusal | None:
-    """Why no request can get in after ``taken`` others did in this step, whatever its size."""
+def lacks_place(agreed: AdmissionVote, taken: int, of_rows: str) -> Refusal | None:
+    """Return why no request of any size can be admitted after ``taken`` others in this step, or
+    None. ``of_rows``: the reason if all rows are taken."""
     if agreed.rows <= taken:
-        return Refusal("no_request_row")
+        return Refusal(of_rows)
     return Refusal("no_metadata_slot") if agreed.slots <= taken else None
 
 
@@ -194,6 +196,9 @@ class Admission:
         self._tree, self._allocator, self._takes_delta = tree, allocator, takes_delta
         self._turns = turns
         self.claims = tree.claims = claims
+        #: Why a request waits for a row; with recurrent state each row has a state slot.
+        has_states = hasattr(tree.req_to_token_pool, RECURRENT)
+        self._of_rows = "no_state_slot" if has_states else "no_request_row"
         #: Tokens that this rank has and another one has not; zero while ranks are in step.
         self._surplus = 0
         #: Who was stopped last: the request itself, not its name, for clients may use a name again
@@ -299,7 +304,7 @@ class Admission:
                 continue  # answered in this step
             if not candidate.resumes and record_of(req).is_alone != candidate.is_alone:
                 continue  # its prefill server was lost in this step
-            candidate.refusal = lacks_place(agreed, entered)
+            candidate.refusal = lacks_place(agreed, entered, self._of_rows)
             if candidate.refusal is None:
                 if self._turns is not None and not candidate.resumes:
                     turn = self._turns.decide(candidate, at)
@@ -325,7 +330,9 @@ class Admission:
         if behind:
             first = behind[0]
             # Without either, another rank stops it.
-            refusal = first.refusal or (None if candidates else lacks_place(agreed, 0))
+            refusal = first.refusal or (
+                None if candidates else lacks_place(agreed, 0, self._of_rows)
+            )
             if refusal is not None:
                 yield Refuse(first.req, refusal)
 

@@ -113,18 +113,21 @@ class StepWrites:
 
 
 def announce(
-    entry: DecodeRequest, pages: npt.NDArray[np.int32], manager: Any, writes: StepWrites
+    entry: DecodeRequest,
+    pages: npt.NDArray[np.int32],
+    state: npt.NDArray[np.int32] | None,
+    manager: Any,
+    writes: StepWrites,
 ) -> None:
-    """Send prefill the ``pages`` of the delta to fill, shape (pages,); from here on they belong to
-    the transfer, and so does the metadata slot of ``entry``.
+    """Send prefill the ``pages`` of the delta to fill, shape (pages,), and the indices of the
+    ``state``. From here on they belong to the transfer, and so does the metadata slot of ``entry``.
 
     Later in the same turn of the loop where the step in flight may write to them.
     """
     req, ours = entry.req, manager.kv_args
     req.time_stats.set_decode_transfer_queue_entry_time()
-    # The only state that such a server has is an index, whose pages are the KV's. None are listed
-    # of a full hit: prefill sends none, and would be waited for.
-    state = pages if len(pages) and ours.state_item_lens else None
+    requested = len(pages) * sum(ours.kv_item_lens)
+    requested += 0 if state is None else len(state) * sum(ours.state_item_lens)
 
     def notify() -> None:
         # The entry's own request: one that starts over without prefill has left a stand-in there.
@@ -143,7 +146,7 @@ def announce(
             entry.kv_receiver.send_metadata(pages, index, state)
         STATS.count("decode_prefix_prompt_tokens", prompt)
         STATS.count("decode_prefix_hit_tokens", prefix)
-        STATS.count("kv_transfer_requested_bytes", len(pages) * sum(ours.kv_item_lens))
+        STATS.count("kv_transfer_requested_bytes", requested)
         observability.record(
             "decode",
             lambda: Admitted(
@@ -153,6 +156,7 @@ def announce(
                 prompt_tokens=prompt,
                 prefix_tokens=prefix,
                 pages=pages.tolist(),
+                state=[] if state is None else state.tolist(),
             ),
         )
 

@@ -27,8 +27,8 @@ from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.mooncake.backend import Batch, Callers, MooncakeBackend, Part
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.nixl.layout import Layout
-from sglang.srt.disaggregation.delta.observability import count_sent
-from sglang.srt.disaggregation.delta.pages import DeltaMismatch
+from sglang.srt.disaggregation.delta.observability import count_sent, count_state_sent
+from sglang.srt.disaggregation.delta.pages import INDEX_TYPE, RECURRENT_TYPE, DeltaMismatch
 from sglang.srt.disaggregation.delta.peer_messages import (
     Announcements,
     BadMessage,
@@ -195,7 +195,7 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
                     f"room {room}: {len(pages)} pages cannot be written to the {listed} that "
                     f"decode rank {session} listed for them"
                 )
-            if state_pages is None or self.kv_args.state_type != "nsa":
+            if state_pages is None or self.kv_args.state_type not in (INDEX_TYPE, RECURRENT_TYPE):
                 continue
             if len(state_pages) != len(info.dst_state_indices):
                 # SGLang would write the first of them, or others'.
@@ -231,11 +231,13 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
         if part.metadata_slot is None:
             return
         if part.state_pages is not None:
-            pointers = target.dst_state_data_ptrs
+            pointers, moved = target.dst_state_data_ptrs, 0
             for batch in self._described_by(
                 self.maybe_send_extra, info, part.state_pages, pointers, _INLINE, target
             ):
+                moved += int(batch[:, 2].sum())
                 yield "state", batch
+            count_state_sent(info.room, info.mooncake_session_id, moved)
         for batch in self._described_by(
             self.send_aux, info, part.metadata_slot, target.dst_aux_ptrs
         ):

@@ -39,6 +39,7 @@ from sglang.srt.disaggregation.delta.observability import (
     STATS,
     Moved,
     count_sent,
+    count_state_sent,
     now,
     record,
 )
@@ -150,10 +151,11 @@ class NixlBackend:
                         f"room {chunk.room}: {len(load.state_pages)} pages of state, and decode "
                         f"rank {peer} listed {len(to.state_pages)}",
                     )
-                pair = self._layout.state(known.info)
+                pair, before = self._layout.state(known.info), transfer.bytes
                 yield from self._pages(
                     pair, load.state_pages, to.state_pages, "VRAM", known, transfer, False
                 )
+                count_state_sent(chunk.room, peer, transfer.bytes - before)
             if chunk.is_last and not self._is_in_note(to):
                 ours, theirs = (
                     np.array([slot], np.int32) for slot in (load.metadata_slot, to.metadata_slot)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 UNKNOWN_SLOTS = 2**31
 
 #: State of a hybrid model that lies in pages, as KV does.
-PAGED_STATE = ("swa", "nsa")
+PAGED_STATE = ("swa", heads.INDEX_TYPE)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Layout:
         """
         ours, kind = self.ours, getattr(self.ours, "state_type", "none")
         same_size = info.decode_tp_size == self._rank.tp_size
-        if kind not in (*PAGED_STATE, "mamba"):
+        if kind not in (*PAGED_STATE, heads.RECURRENT_TYPE):
             raise TransferError(Reason.MISMATCH, f"NIXL cannot transfer state of the kind {kind!r}")
         if not same_size and not (kind in PAGED_STATE and self._rank.is_mla):
             raise TransferError(

@@ -22,7 +22,12 @@ from typing_extensions import override
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS
-from sglang.srt.disaggregation.delta.pages import INDEX, DeltaMismatch, share_of_chunk
+from sglang.srt.disaggregation.delta.pages import (
+    DeltaMismatch,
+    has_other_state,
+    moved_state,
+    share_of_chunk,
+)
 from sglang.srt.disaggregation.delta.peer_messages import plan_delta
 from sglang.srt.disaggregation.delta.prefill.rooms import Announcement, Room
 from sglang.srt.disaggregation.delta.prefill.yielded import (
@@ -123,11 +128,9 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
         sender = req.disagg_kv_sender
         prefix: int | None = getattr(sender, "decode_prefix_len", None)
         pool = self.token_to_kv_pool_allocator.get_kvcache()
-        has_index = hasattr(pool, INDEX)
-        has_state = hasattr(pool, "get_state_buf_infos") and not has_index
-        if prefix is None or (last_chunk and has_state):
-            # The backend is SGLang's own; or the model has state, of which SGLang says what goes
-            # along. Such models never have a prefix on decode.
+        if prefix is None or (last_chunk and has_other_state(pool)):
+            # The backend is SGLang's own; or the model has a window pool, of which SGLang says what
+            # is sent. Such models never have a prefix on decode.
             super().send_kv_chunk(req, last_chunk, end_idx)
             return
         page: int = self.token_to_kv_pool_allocator.page_size
@@ -150,10 +153,11 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
             self.launch_event.synchronize()
         req.start_send_idx = max(start, end)
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
-        # An index goes with the last chunk, as in SGLang: its pages are those of all the KV sent.
-        goes_along = has_index and last_chunk and end > prefix
-        index = page_indices(row, prefix, end, page) if goes_along else None
-        sender.send(page_indices(row, start, end, page), index)
+        state = None
+        if last_chunk:  # as in SGLang
+            rows = self.req_to_token_pool
+            state = moved_state(pool, rows, req, lambda: page_indices(row, prefix, end, page))
+        sender.send(page_indices(row, start, end, page), state)
 
     @override
     def get_next_disagg_prefill_batch_to_run(self) -> ScheduleBatch | None:

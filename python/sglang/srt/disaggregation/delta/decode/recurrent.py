@@ -1,0 +1,57 @@
+"""Recurrent state on a decode server with the radix cache.
+
+The tree is a plain one over the KV of full attention: prefill sends the state at the end of each
+prompt, so decode needs none of a prefix. A request has one state slot, from its row's allocation
+to its row's free.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any  # Any: what only pools with recurrent state have
+
+from typing_extensions import override
+
+from sglang.srt.patchset import flags
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner_kv_cache_mixin import ModelRunnerKVCacheMixin
+else:
+    ModelRunnerKVCacheMixin = object
+
+logger = logging.getLogger(__name__)
+
+
+def serve_states(pool: Any, rows: Any) -> None:
+    """Prepare the pools of a model with recurrent state: as many rows as state slots, and copies of
+    a retracted request's KV."""
+    # SGLang maps as many rows as there are state slots, and fails an assertion if a row has none.
+    # Admission waits for a row.
+    rows.pre_alloc_size = rows.mamba_pool.size - rows.size
+    rows.clear()
+    # SGLang's pool copies nothing to the CPU: the first retraction would end the server. The state
+    # is copied by ``pages.copy_state``.
+    kv = pool.full_kv_pool
+    pool.get_cpu_copy, pool.load_cpu_copy = kv.get_cpu_copy, kv.load_cpu_copy
+    pool.cpu_offloading_chunk_size = kv.cpu_offloading_chunk_size
+    logger.info(
+        "recurrent state: at most %d requests in transfer or running, one state slot each "
+        "(--max-mamba-cache-size)",
+        rows.mamba_pool.size,
+    )
+
+
+class RequestStates(ModelRunnerKVCacheMixin):
+    """Sizes the pool of recurrent states for requests alone where decode's tree has no states."""
+
+    @override
+    def handle_max_mamba_cache(self, total_rest_memory: Any) -> Any:
+        args = self.server_args
+        if flags.wants_radix_cache(args) and args.max_mamba_cache_size is None:
+            args.max_mamba_cache_size = args.max_running_requests
+        return super().handle_max_mamba_cache(total_rest_memory)
+
+    @override
+    def _calculate_mamba_ratio(self) -> int:
+        ratio: int = super()._calculate_mamba_ratio()
+        return 1 if flags.wants_radix_cache(self.server_args) else ratio
