@@ -116,7 +116,9 @@ class Life:
         self.seen["full_hits"] = sum(len(room.pages) == 0 for room in admitted)
         pages = sum(len(room.pages) for room in admitted)
         asked = STATS.totals["kv_transfer_requested_bytes",] - self._bytes
-        assert asked == pages * sum(self.decoder.kv_manager.item_lens)
+        manager = self.decoder.kv_manager
+        states = sum(len(room.state_pages) for room in admitted if room.state_pages is not None)
+        assert asked == pages * sum(manager.item_lens) + states * sum(manager.state_lens)
 
     # ---- requests come and go ----
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from component.decode import drafting, kv
+from component.decode import drafting, kv, recurrent
 from component.decode.peer import WarmUpRoom
 from sglang.srt.disaggregation.delta.decode import invariants
 from sglang.srt.disaggregation.delta.decode.claims import (
@@ -50,6 +50,10 @@ def check(decoder: Any) -> None:
     problems += _tables(decoder, held)
     problems += _stages(decoder)
     problems += _content(decoder, readers(decoder))
+    if decoder.has_states:
+        reading = [req for req in readers(decoder) if req not in decoder.in_transfer]
+        arrived = [req for req in reading if not is_fake(req)]
+        problems += recurrent.problems(decoder.req_to_token_pool, held, arrived)
     if decoder.steps:
         waiting = [req for req in decoder.waiting_queue if not is_fake(req)]
         problems += [problem for req in waiting for problem in drafting.start_problems(req)]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmark.harness import without_engine
-from component.decode import drafting, kv
+from component.decode import drafting, kv, recurrent
 from component.decode.forward import ForwardPasses
 from component.decode.peer import Mailbox, Manager, Room, WarmUpRoom
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -87,11 +87,13 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
         device: str = "cpu",
         latent: bool = False,
         sparse: bool = False,
+        states: int = 0,
     ) -> None:
         """``local``: every turn of so many new tokens is computed here, in chunks of ``chunk``;
         ``lost``: of so many if prefill is lost; or ``limits`` says which. ``costs``: what is agreed
         on, None for what is measured, by ``clock``; ``device``: as which it looks. ``latent``:
-        the pools are those of MLA models, ``sparse``: with an index, in pages of 64."""
+        the pools are those of MLA models, ``sparse``: with an index, in pages of 64; ``states``:
+        those of a model with so many slots of recurrent state."""
         self.steps, self.costs = steps, costs
         #: Seconds, as the queues and the local turns read them; a test moves them.
         self.now = 0.0
@@ -105,11 +107,16 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
         self.server_args.disaggregation_decode_enable_radix_cache = True
         self.page_size, self.max_total_num_tokens = page, tokens
         kind = {"latent": latent, "sparse": sparse}
-        self.pool, self.token_to_kv_pool_allocator = kv.build_pool(tokens, page, **kind)
+        if states:
+            built = recurrent.build(tokens, page, rows, states)
+            self.req_to_token_pool, self.pool, self.token_to_kv_pool_allocator = built
+        else:
+            self.req_to_token_pool = DecodeReqToTokenPool(rows, 1024, "cpu", False, 8)
+            self.pool, self.token_to_kv_pool_allocator = kv.build_pool(tokens, page, **kind)
+        state_lens = recurrent.item_lens(self.req_to_token_pool) if states else []
         self.draft_pool = kv.build_pool(tokens, page, latent=latent)[0] if steps else None
         #: Tags whose draft KV may be a guess: nobody computed it again when the answer had ended.
         self.guessed: set[int] = set()
-        self.req_to_token_pool = DecodeReqToTokenPool(rows, 1024, "cpu", False, 8)
         self.tree_cache = without_engine.build_tree(
             self.req_to_token_pool,
             self.token_to_kv_pool_allocator,
@@ -119,7 +126,8 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
         )
         self.tree_cache.evictable_leaves = OrderedSet()
         self.tree_cache.serve_decode(self.draft_pool)
-        self.kv_manager = Manager([16 * page, 16 * page], [132 * page] if sparse else [])
+        state_lens = [132 * page] if sparse else state_lens
+        self.kv_manager = Manager([16 * page, 16 * page], state_lens)
         self.send_to_tokenizer = self.mailbox = Mailbox()
         self.submitted: list[Any] = []
         self.rooms: list[Room] = []
@@ -286,6 +294,11 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
         return req
 
     @property
+    def has_states(self) -> bool:
+        """Whether its model has recurrent state."""
+        return hasattr(self.pool, "mamba_pool")
+
+    @property
     def nothing_waits(self) -> bool:
         """Whether the scheduler may sleep."""
         return bool(self._nothing_waits)
@@ -340,7 +353,10 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
             slots = (torch.tensor(room.pages)[:, None] * page + torch.arange(page)).reshape(-1)
             slots = slots.to(torch.int64)[: len(values)]
             kv.write(self.pool, slots, values, index=False)
-            if room.state_pages is not None:
+            if self.has_states:
+                whole = kv.tags(req.origin_input_ids, req.extra_key, weights=weights)
+                recurrent.write(self.req_to_token_pool, room.state_pages.tolist(), whole[-1])
+            elif room.state_pages is not None:
                 assert room.state_pages.tolist() == room.pages.tolist()
                 kv.write_index(self.pool, slots, values)
             if self.draft_pool is not None:
@@ -364,6 +380,8 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
         for pool in (self.pool, self.draft_pool):
             if pool is not None:
                 kv.write(pool, slots, [-7] * len(slots))
+        if self.has_states:
+            recurrent.write(self.req_to_token_pool, room.state_pages.tolist(), -7)
         self.metadata.bootstrap_room[room.metadata_index, 0] = 7
         room.writing = False
 

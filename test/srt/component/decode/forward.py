@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from component.decode import drafting, kv
+from component.decode import drafting, kv, recurrent
 from sglang.srt.disaggregation.delta.decode.record import record_of
 
 
@@ -20,6 +20,7 @@ class ForwardPasses:
     steps: int
     chunks: list[int]
     computed: dict[str, int]
+    has_states: bool
 
     def tick_batch(self, next_token: Any = lambda req: 2, accepted: Any = lambda req: 1) -> None:
         """Prebuilt batch, decode batch, forward pass, results.
@@ -56,6 +57,8 @@ class ForwardPasses:
             assert len(token_ids) == req.kv_committed_len
             values = kv.tags(token_ids, req.extra_key, weights=record_of(req).generation)
             kv.write(self.pool, slot[None], values[-1:])
+            if self.has_states:
+                recurrent.advance(self.req_to_token_pool, req)
         batch.output_ids = torch.tensor([next_token(req) for req in batch.reqs])
         return SimpleNamespace(
             copy_done=None,

@@ -12,6 +12,8 @@ from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
 _MODULUS = 2**61 - 1
 GARBAGE = -1
+#: Tokens of a chunk of a CPU copy: few and no multiple of the page, for many borders.
+OFFLOADED_CHUNK = 24
 
 
 def tags(
@@ -38,7 +40,7 @@ def build_pool(
     pool, allocator = without_engine.build_pool(
         tokens, page, torch.int64, layers=2, latent=latent, sparse=sparse
     )
-    pool.cpu_offloading_chunk_size = 24  # small, and no multiple of the page: many borders
+    pool.cpu_offloading_chunk_size = OFFLOADED_CHUNK
     return pool, allocator
 
 
@@ -73,6 +75,7 @@ def read(pool: Any, slots: torch.Tensor) -> list[int]:
 
 def _halves(pool: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Of each layer two numbers a slot: key and value, or latent part and rope part."""
+    pool = getattr(pool, "full_kv_pool", pool)  # of a model with recurrent state
     if isinstance(pool, MLATokenToKVPool):
         return [(buffer[:, 0, 0], buffer[:, 0, 1]) for buffer in pool.kv_buffer]
     pairs = zip(pool.k_buffer, pool.v_buffer, strict=True)

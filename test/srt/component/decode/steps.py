@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from component.decode import kv
+from component.decode import kv, recurrent
 from component.decode.checks import check, check_idle
 from component.decode.decoder import Decoder
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
@@ -141,3 +141,6 @@ def poison_free_slots(decoder: Decoder) -> None:
     for pool in (decoder.pool, decoder.draft_pool):
         if pool is not None:
             kv.write(pool, slots, [-5] * len(slots))
+    if decoder.has_states:
+        states = decoder.req_to_token_pool.mamba_pool.free_slots.tolist()
+        recurrent.write(decoder.req_to_token_pool, states, -5)

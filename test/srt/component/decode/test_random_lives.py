@@ -70,6 +70,8 @@ def life(
         life("drafts", 16, 800, 4, WITH_DRAFTS, steps=1),
         life("index", 64, 1536, 1, ("hits", "full_hits", "resumed"), marks=NIGHTLY, **INDEX),
         life("index", 64, 1536, 2, ("hits", "full_hits", "resumed"), **INDEX),
+        life("states", 1, 600, 1, EVERYTHING, states=12),
+        life("states", 16, 1024, 2, EVERYTHING, states=5),
         life("computed here, index", 64, 2048, 3, ("local always",), local=60, chunk=64, **INDEX),
         life("computed here", 1, 600, 1, HERE, often={"batch": 44}, **COMPUTES),
         life("computed here", 16, 1024, 2, HERE, often={"batch": 44}, **COMPUTES),
@@ -119,18 +121,19 @@ def live(
     gloo: bool = False,
     limits: Limits | None = None,
     draft_steps: int = 0,
+    states: int = 0,
     **weights: float,
 ) -> list[Any]:
     """Both ranks through ``steps`` random actions, to the end; their lives. ``limits``: of the
-    turns that they compute, each with a clock of its own."""
+    turns that they compute, each with a clock of its own; ``states``: of the ``Decoder``."""
 
     def build(rank: int, group: RankGroup) -> RankLife:
         def clock() -> float:  # one rank is slower than the other
             return time.monotonic() * (1 + 2 * rank)
 
         policy = ("lru", "mru")[rank]
-        turns = {"limits": limits, "costs": None, "clock": clock}
-        decoder = Decoder(16, 640, policy=policy, group=group, steps=draft_steps, **turns)
+        more = {"limits": limits, "costs": None, "clock": clock, "states": states}
+        decoder = Decoder(16, 640, policy=policy, group=group, steps=draft_steps, **more)
         return RankLife(decoder, rank, seed, **weights)
 
     pair = Pair(build, gloo=gloo)
@@ -171,6 +174,15 @@ def test_ranks_stay_in_step(
     assert lives[0].seen["trees_differed"] > 5, "the trees were equal: this shows nothing"
     for what in ("queued_failed", "transfer_failed", "late_metadata", "skewed", "expired"):
         assert any(life.seen[what] for life in lives), f"this seed does not reach {what}"
+
+
+def test_ranks_with_recurrent_state(two_ranks: None) -> None:
+    """Guards against ranks of which one has a state slot free and the other does not: one would
+    admit a request that the other leaves in line."""
+    lives = live(1, 400, states=4, retract=3)
+    assert lives[0].seen["resumed"] and any(life.seen["transfer_failed"] for life in lives)
+    ours, theirs = (life.decoder.telemetry.by("decode_admission_refused") for life in lives)
+    assert ours == theirs and ours["no_state_slot",]
 
 
 @pytest.mark.parametrize(("seed", "draft_steps"), [(1, 0), (2, 0), (3, 3)])

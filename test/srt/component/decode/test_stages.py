@@ -37,9 +37,12 @@ SERVERS = {
     "16 drafts": Server(16, 32, {"steps": 3}),
     "16 latent drafts": Server(16, 0, {"steps": 3, "latent": True}),
     "64 index": Server(64, 64, {"sparse": True}),
+    "1 states": Server(1, 32, {"states": 12}),
+    "16 states": Server(16, 80, {"states": 12}),
     "16 two ranks": Server(16, 32, {}, ranks=2),
 }
 USUAL = ("1", "16", "16 drafts")
+STATES = ("1 states", "16 states")
 ALL = tuple(SERVERS)
 #: With prefill's death such a server computes the request itself.
 FALLBACK = {"lost": 100, "chunk": 8}
@@ -67,12 +70,14 @@ TABLE = [
     Row(stages.abort, ("in transfer",), "abort", held=True, options=FALLBACK),
     Row(stages.abort_all, (*UNANNOUNCED, *COMMITTED, *HERE, LOST), "abort"),
     Row(stages.abort_all, ("in transfer",), "abort", held=True),
+    Row(stages.abort, (*UNANNOUNCED, *COMMITTED), "abort", servers=STATES),
     # An operator asks.
     Row(stages.flush, ANYWHERE, "whole", servers=("16",)),
     Row(stages.new_weights, ANYWHERE, "whole"),
     Row(stages.new_weights, ("retracted",), "whole", servers=ALL),
     Row(stages.pause_in_place, ANYWHERE, "whole", servers=("16",)),
     Row(stages.pause_and_retract, ANYWHERE, "whole"),
+    Row(stages.new_weights, (*FROM_PREFILL,), "whole", servers=STATES),
     # Memory is short.
     Row(stages.retract_some, ("running", "running here"), "whole"),
     Row(stages.evict, ANYWHERE, "whole", servers=("16",)),
@@ -177,7 +182,7 @@ def has_ended(decoder: Decoder, req: Any, how: str | int) -> None:
 def has_copies(req: Any) -> bool:
     """Whether the CPU keeps KV that it has left when it was retracted."""
     record = req.delta
-    return bool(record.draft_copy or record.index_copy or hasattr(req, "kv_cache_cpu"))
+    return bool(record.draft_copy or record.state_copy or hasattr(req, "kv_cache_cpu"))
 
 
 def nothing_is_hit_of_before(decoder: Decoder, req: Any, *, is_local: bool) -> None:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from sglang.srt.disaggregation.delta.pages import heads_of, index_buffers
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
+from sglang.srt.disaggregation.delta.pages import (
+    INDEX_TYPE,
+    RECURRENT_TYPE,
+    heads_of,
+    index_buffers,
+)
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    MambaPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    NSATokenToKVPool,
+)
 
 PAGES = 40
 LAYERS = 3
@@ -48,6 +60,25 @@ def nsa(page: int) -> Any:
     )
 
 
+def recurrent(page: int, latent: bool) -> Any:
+    """Two layers of KV, by head or latent (Kimi-Linear), and one or three windows of convolutions
+    beside the matrix of the recurrence in three layers; ``PAGES`` state slots."""
+    shape = {"conv": [(6, 3), (5, 3), (7, 3)] if latent else [(10, 3)], "temporal": (2, 3, 5)}
+    dtype = SimpleNamespace(conv=torch.bfloat16, temporal=torch.float32)
+    states = MambaPool(
+        size=PAGES - 1,
+        spec_state_size=0,
+        cache_params=SimpleNamespace(shape=SimpleNamespace(**shape), dtype=dtype),
+        mamba_layer_ids=[0, 2, 4],
+        device="cpu",
+    )
+    widths: dict[str, Any] = {"use_mla": latent, "kv_lora_rank": 16, "qk_rope_head_dim": 4}
+    return HybridLinearKVPool(
+        (PAGES - 1) * page, torch.bfloat16, page, 2, HEAD_DIM, [1, 3], False, "cpu", states,
+        **widths if latent else {},
+    )  # fmt: skip
+
+
 #: Pools of both servers, by name; each is built from a page size.
 POOLS: dict[str, Callable[[int], Any]] = {
     "mla_bfloat16": lambda page: mla(page, torch.bfloat16),
@@ -55,6 +86,8 @@ POOLS: dict[str, Callable[[int], Any]] = {
     "mha_fp8_e4m3": lambda page: mha(page, torch.float8_e4m3fn),
     "mha_fp8_e5m2": lambda page: mha(page, torch.float8_e5m2),
     "nsa_bfloat16": nsa,
+    "recurrent": lambda page: recurrent(page, latent=False),
+    "recurrent_latent": lambda page: recurrent(page, latent=True),
     "mha_short_values": lambda page: mha(page, torch.float16, v_dim=HEAD_DIM // 2),
 }
 
@@ -64,34 +97,65 @@ CASES = [(name, page) for name in POOLS for page in ((64,) if name.startswith("n
 
 def is_mla(pool: Any) -> bool:
     """Whether a pool has one buffer a layer."""
-    return isinstance(pool, MLATokenToKVPool)
+    return isinstance(getattr(pool, "full_kv_pool", pool), MLATokenToKVPool)
+
+
+def has_states(pool: Any) -> bool:
+    """True if a pool has slots of recurrent state."""
+    return isinstance(pool, HybridLinearKVPool)
 
 
 def as_bytes(pool: Any) -> list[np.ndarray]:
-    """Every buffer of a pool as (page, bytes of it): views, in the order of registration."""
-    tensors = pool.kv_buffer if is_mla(pool) else [*pool.k_buffer, *pool.v_buffer]
-    tensors = [*tensors, *index_buffers(pool)]
+    """Every buffer of a pool as (page, bytes of it): views, in the order of registration, without
+    recurrent state."""
+    kv = getattr(pool, "full_kv_pool", pool)
+    tensors = kv.kv_buffer if is_mla(kv) else [*kv.k_buffer, *kv.v_buffer]
+    return _as_bytes([*tensors, *index_buffers(pool)])
+
+
+def states_as_bytes(pool: Any) -> list[np.ndarray]:
+    """Every buffer of recurrent state as (slot, bytes of it), one a layer; none without."""
+    if not has_states(pool):
+        return []
+    cache = pool.mamba_pool.mamba_cache
+    return _as_bytes([layer for part in (*cache.conv, cache.temporal) for layer in part])
+
+
+def _as_bytes(tensors: Iterable[torch.Tensor]) -> list[np.ndarray]:
     return [tensor.view(torch.uint8).reshape(PAGES, -1).numpy() for tensor in tensors]
 
 
 def fill(pool: Any, seed: int) -> None:
     """Random bytes everywhere, also in pages that nobody holds."""
     rng = np.random.default_rng(seed)
-    for buffer in as_bytes(pool):
+    for buffer in (*as_bytes(pool), *states_as_bytes(pool)):
         buffer[:] = rng.integers(0, 256, buffer.shape, np.uint8)
 
 
 def snapshot(pool: Any) -> list[np.ndarray]:
     """A copy of all its bytes."""
-    return [buffer.copy() for buffer in as_bytes(pool)]
+    return [buffer.copy() for buffer in (*as_bytes(pool), *states_as_bytes(pool))]
 
 
 def assert_arrived(
-    before: list[np.ndarray], decode: Any, prefill: Any, source: Pages, target: Pages
+    before: list[np.ndarray],
+    decode: Any,
+    prefill: Any,
+    source: Pages,
+    target: Pages,
+    states: tuple[int, int] = (0, 0),
 ) -> None:
-    """``target`` pages of decode hold ``source`` pages of prefill, and all others what they did."""
-    for was, ours, theirs in zip(before, as_bytes(decode), as_bytes(prefill), strict=True):
+    """``target`` pages of decode hold ``source`` pages of prefill, and all others what they did; so
+    do slots of recurrent state, of which ``states`` names prefill's and decode's."""
+    kv = zip(before, as_bytes(decode), as_bytes(prefill), strict=False)
+    for was, ours, theirs in kv:
         was[target] = theirs[source]
+        assert np.array_equal(ours, was)
+    rest = before[len(as_bytes(decode)) :]
+    for was, ours, theirs in zip(
+        rest, states_as_bytes(decode), states_as_bytes(prefill), strict=True
+    ):
+        was[states[1]] = theirs[states[0]]
         assert np.array_equal(ours, was)
 
 
@@ -99,6 +163,7 @@ def kv_args(pool: Any, **changes: Any) -> dict[str, Any]:
     """What a scheduler tells its transfer manager about the pool."""
     pointers, lengths, item_lens = pool.get_contiguous_buf_infos()
     heads = 1 if is_mla(pool) else pool.head_num
+    state = RECURRENT_TYPE if has_states(pool) else INDEX_TYPE
     found = {
         "kv_data_ptrs": pointers,
         "kv_data_lens": lengths,
@@ -107,9 +172,9 @@ def kv_args(pool: Any, **changes: Any) -> dict[str, Any]:
         "kv_head_num": heads,
         "total_kv_head_num": heads,
     }
-    if index_buffers(pool):
+    if index_buffers(pool) or has_states(pool):
         names = "state_data_ptrs", "state_data_lens", "state_item_lens"
-        found |= dict(zip(names, pool.get_state_buf_infos(), strict=True))
+        found |= dict(zip(names, pool.get_state_buf_infos(), strict=True)) | {"state_type": state}
     return found | changes
 
 

@@ -20,6 +20,7 @@ from component.pools.memory import (
     RANK_LAYOUTS,
     assert_arrived,
     fill,
+    has_states,
     is_mla,
     kv_args,
     rank_pools,
@@ -65,38 +66,49 @@ class PoolPair(Pair):  # type: ignore[misc, valid-type]
         server = self.decode.manager.prefill_info_table[ADDRESS]
         server.attn_tp_size = self.prefill.manager.attn_tp_size
 
-    def move(self, source: list[int], target: list[int], prefix: int) -> None:
-        """A room whose decode server holds ``prefix`` pages; in two chunks where there are two."""
-        has_index = bool(index_buffers(self.decode.pool)) and prefix < PROMPT
+    def move(
+        self, source: list[int], target: list[int], prefix: int, states: tuple[int, int] = (0, 0)
+    ) -> int:
+        """A room whose decode server holds ``prefix`` pages; in two chunks where there are two.
+        Returns the bytes that were to be moved. ``states``: slots of recurrent state, as
+        ``assert_arrived`` has them."""
+        ours = self.prefill.manager.kv_args
+        sent, listed = None, None
+        if has_states(self.decode.pool):
+            sent, listed = (pages(slot) for slot in states)
+        elif index_buffers(self.decode.pool) and prefix < PROMPT:
+            sent, listed = pages(*source[prefix:]), pages(*target[prefix:])
         sender, receiver = self.ready_room(
             *target[prefix:],
             prefix=prefix * self.decode.pool.page_size,
             prompt=PROMPT,
-            index=has_index,
+            state=listed,
         )
         middle = (prefix + PROMPT) // 2
         if middle > prefix:
             sender.send(pages(*source[prefix:middle]))
-        sender.send(pages(*source[middle:]), pages(*source[prefix:]) if has_index else None)
+        sender.send(pages(*source[middle:]), sent)
         assert self.finish(sender, receiver) == DONE
         sender.clear()
         receiver.clear()
         assert not self.leftovers(), self.leftovers()
+        of_state = 0 if sent is None else len(sent) * sum(ours.state_item_lens)
+        return (PROMPT - prefix) * self.page_bytes + of_state
 
 
 def run(name: str, page: int) -> None:
     """A delta, a full hit and a whole prompt between two new servers, whose pools of one kind are
-    each full of other random bytes."""
+    each full of other random bytes; with recurrent state, each moves the state of its prompt."""
     prefill, decode = POOLS[name](page), POOLS[name](page)
     fill(prefill, 0)
     fill(decode, 1)
     pair = PoolPair(prefill, decode)
     for seed, prefix in enumerate((PREFIX, PROMPT, 0)):
         source, target = scattered(seed, PROMPT)
-        before, sent = snapshot(decode), pair.sent()
-        pair.move(source, target, prefix)
-        assert_arrived(before, decode, prefill, source[prefix:], target[prefix:])
-        assert pair.sent() - sent == (PROMPT - prefix) * pair.page_bytes
+        before, sent, states = snapshot(decode), pair.sent(), (3 + seed, 20 - seed)
+        moved = pair.move(source, target, prefix, states)
+        assert_arrived(before, decode, prefill, source[prefix:], target[prefix:], states)
+        assert pair.sent() - sent == moved
     pair.close()
 
 

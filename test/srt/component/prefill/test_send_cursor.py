@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 
 from effort import tries
 from sglang.srt.disaggregation.delta.decode.claims import page_ceil, page_floor
+from sglang.srt.disaggregation.delta.pages import INDEX, RECURRENT
 from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaPrefill
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, NSATokenToKVPool
 
 FIRST_PAGE = 7
 MAX_PROMPT = 400
+STATE_SLOT = 5
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Scenario:
     chunks: tuple[int, ...]
     #: The overlapped loop gives the end of a chunk, the plain one does not.
     overlap: bool
+    #: The model's state: none, the index of its KV's pages, or recurrent state.
+    state: str = ""
 
 
 @st.composite
@@ -42,7 +47,17 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     prefix = page_floor(draw(st.one_of(st.integers(0, prompt), st.just(prompt))), page)
     # A chunk that is not the last one leaves at least one token to compute.
     chunks = draw(st.sets(st.integers(1, prompt - 1), max_size=5)) if prompt > 1 else set()
-    return Scenario(page, prompt, prefix, tuple(sorted(chunks)), draw(st.booleans()))
+    state = draw(st.sampled_from(["", "index", "recurrent"]))
+    return Scenario(page, prompt, prefix, tuple(sorted(chunks)), draw(st.booleans()), state)
+
+
+def pool_of(state: str) -> Any:
+    """A pool of SGLang's class, of which only the state's attributes are there."""
+    kinds = {"": SimpleNamespace, "index": NSATokenToKVPool, "recurrent": HybridLinearKVPool}
+    pool: Any = kinds[state].__new__(kinds[state])
+    if state:
+        pool.__dict__[{"index": INDEX, "recurrent": RECURRENT}[state]] = ["layer"]
+    return pool
 
 
 class Call(NamedTuple):
@@ -52,6 +67,7 @@ class Call(NamedTuple):
     is_last: bool
     has_metadata: bool
     computed: int
+    state: list[int]
 
 
 class Prefill(SchedulerDisaggregationPrefillMixin):  # type: ignore[misc]
@@ -60,9 +76,16 @@ class Prefill(SchedulerDisaggregationPrefillMixin):  # type: ignore[misc]
 
     def __init__(self, scenario: Scenario) -> None:
         page, prompt = scenario.page, scenario.prompt
-        self.token_to_kv_pool_allocator = SimpleNamespace(page_size=page, get_kvcache=lambda: None)
+        self.token_to_kv_pool_allocator = SimpleNamespace(
+            page_size=page, get_kvcache=lambda: pool_of(scenario.state)
+        )
         rows = torch.arange(FIRST_PAGE * page, FIRST_PAGE * page + prompt)[None]
-        self.req_to_token_pool = SimpleNamespace(req_to_token=rows)
+        states = torch.tensor([STATE_SLOT])
+        self.req_to_token_pool = SimpleNamespace(
+            req_to_token=rows,
+            req_index_to_mamba_index_mapping=states,
+            get_mamba_indices=states.__getitem__,
+        )
         self.disagg_metadata_buffers = SimpleNamespace(set_buf=self._fill)
         self.left = (page_ceil(prompt, page) - scenario.prefix) // page
         self.calls: list[Call] = []
@@ -83,7 +106,8 @@ class Prefill(SchedulerDisaggregationPrefillMixin):  # type: ignore[misc]
 
     def _send(self, pages: np.ndarray, state_indices: Any = None) -> None:
         self.left -= len(pages)
-        call = Call(pages.tolist(), self.left == 0, self.metadata > 0, self.computed)
+        state = [] if state_indices is None else np.array(state_indices).tolist()
+        call = Call(pages.tolist(), self.left == 0, self.metadata > 0, self.computed, state)
         self.calls.append(call)
 
     def chunk(self, computed: int, text: int, **options: Any) -> None:
@@ -120,6 +144,9 @@ def wrong(scenario: Scenario) -> list[str]:
         problems.append("the cursor went back")
     if outcome.metadata != 1 or any(call.has_metadata != call.is_last for call in outcome.calls):
         problems.append("metadata are not filled once, for the last call")
+    state = {"": [], "index": expected, "recurrent": [STATE_SLOT]}[scenario.state]
+    if any(call.state != (state if call.is_last else []) for call in outcome.calls):
+        problems.append("the state is not sent once, whole, with the last call")
     for call in outcome.calls:
         computed = (page_ceil if call.is_last else page_floor)(call.computed, scenario.page)
         if max(call.pages, default=0) >= FIRST_PAGE + computed // scenario.page:
@@ -127,14 +154,15 @@ def wrong(scenario: Scenario) -> list[str]:
     return problems
 
 
-@pytest.mark.hazard("send-cursor-ahead", "sent-before-written")
+@pytest.mark.hazard("send-cursor-ahead", "sent-before-written", "full-hit-without-state")
 @settings(max_examples=tries(200))
 @given(scenario=scenarios())
 def test_exactly_the_delta_is_sent(scenario: Scenario) -> None:
     """Guards against a cursor that moves before the chunk is known to be needed, and so sends
     prefix pages into the delta's destinations; against a chunk that is sent twice, late, empty, or
     ahead of the forward pass that fills it; and against a room without its one last call, which
-    takes the metadata along. Without a prefix the calls are those of SGLang's own method."""
+    takes the metadata along, and the state: of an index what is missing, of a recurrence all.
+    Without a prefix the calls are those of SGLang's own method."""
     assert wrong(scenario) == []
     scenario = replace(scenario, prefix=0)
     ours = play(scenario)

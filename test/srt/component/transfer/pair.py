@@ -220,12 +220,13 @@ class Pair:
         slot: int = 5,
         number: int | None = None,
         index: bool = False,
+        state: np.ndarray | None = None,
     ) -> tuple[Any, Any]:
         """A room whose ``targets`` decode has announced behind ``prefix`` tokens, and whose sender
         waits for the KV of ``prompt`` pages; metadata go from slot 3 to ``slot``. ``index``: pages
-        of an index were listed too."""
+        of an index were listed too; ``state``: or these indices."""
         sender, receiver = self.room(number)
-        state = pages(*targets) if index else None
+        state = pages(*targets) if index else state
         receiver.announce(pages(*targets), slot, prefix_len=prefix, state_indices=state)
         self.announced(sender)
         sender.init(len(targets) if prompt is None else prompt, 3)
