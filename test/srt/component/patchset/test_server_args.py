@@ -144,6 +144,15 @@ STATE_SPACE = {
     "mamba_n_heads": 4,
     "mamba_d_head": 16,
 }
+KIMI = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "model_type": "kimi_linear",
+    "linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2]},
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 FP4 = {"kv_cache_dtype": "fp4_e2m1"}
 
 
@@ -174,7 +183,8 @@ FP4 = {"kv_cache_dtype": "fp4_e2m1"}
         ({}, {"page_size": 64, "num_reserved_decode_tokens": 63}, "--num-reserved-decode-tokens"),
         # From the configuration alone: there are no weights here.
         (SLIDING, {}, "sliding-window"),
-        (STATE_SPACE, {}, "state-space"),
+        (STATE_SPACE, {"disaggregation_decode_local_tokens": 8}, "no recurrent state"),
+        (STATE_SPACE, {"mamba_scheduler_strategy": "extra_buffer"}, "extra_buffer"),
     ],
     ids=str,
 )
@@ -183,3 +193,16 @@ def test_refusals_reach_the_user(model_config, model, changes, named):
     path = model if model == "dummy" else model_config(**model)
     with pytest.raises(ValueError, match=named):
         ServerArgs(**{"model_path": path, **CPU, **DECODE, FIELD: True, **changes})
+
+
+@pytest.mark.parametrize("model", [STATE_SPACE, KIMI], ids=["falcon_h1", "kimi_linear"])
+@pytest.mark.parametrize("flag", [True, False])
+def test_recurrent_state_turns_overlap_off(model_config, model, flag):
+    """SGLang has no tree with states for some of these models, and turns the tree off: decode's has
+    none in it. Guards against a step in flight, which would have put the last token of a retracted
+    request into its state already; and against a server without the flag that is changed."""
+    given = {"model_path": model_config(**model), **CPU, **DECODE, FIELD: flag}
+    args = ServerArgs(**given, disable_overlap_schedule=False)
+    stock = model is KIMI and not flag
+    assert args.disable_radix_cache is not flag
+    assert args.disable_overlap_schedule is not stock

@@ -4,13 +4,15 @@ and head slices between ranks of unequal numbers."""
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from component import programs
 from component.pools.memory import CASES, RANK_LAYOUTS
+from component.transfer.bare import without_engine
 from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
-from sglang.srt.disaggregation.delta.pages import sources_of
+from sglang.srt.disaggregation.delta.pages import RECURRENT_TYPE, sources_of
 
 
 @pytest.fixture(scope="module", params=["nixl", "mooncake"])
@@ -39,6 +41,37 @@ def test_slices_of_values_shorter_than_keys(printed: str) -> None:
     programs.passed(printed, "short_values")
 
 
+def manager_of(size: int, rank: int, **more: Any) -> Any:
+    """SGLang's manager of one decode rank, without an engine."""
+    args = SimpleNamespace(engine_rank=rank, state_type=more.pop("state_type", "none"))
+    return without_engine(
+        CommonKVManager,
+        attn_tp_size=size,
+        attn_cp_size=1,
+        attn_cp_rank=0,
+        pp_size=1,
+        pp_rank=0,
+        kv_args=args,
+        is_mla_backend=False,
+        enable_all_cp_ranks_for_transfer=False,
+        **more,
+    )
+
+
+@pytest.mark.parametrize(("prefill_size", "decode_size"), [(1, 2), (2, 1), (2, 2)])
+def test_recurrent_state_needs_ranks_of_equal_number(prefill_size: int, decode_size: int) -> None:
+    """Guards against slices of states that SGLang puts at wrong places: a rank's convolution has a
+    part of the queries, of the keys and of the values. Without the flag it is SGLang's matter."""
+    info = SimpleNamespace(attn_tp_size=prefill_size, attn_cp_size=1, pp_size=1)
+    manager_of(decode_size, 0, state_type=RECURRENT_TYPE)._resolve_rank_mapping(info)
+    ours = manager_of(decode_size, 0, state_type=RECURRENT_TYPE, servers=object())
+    if prefill_size == decode_size:
+        ours._resolve_rank_mapping(info)
+        return
+    with pytest.raises(RuntimeError, match=f"{prefill_size} on prefill and {decode_size} on"):
+        ours._resolve_rank_mapping(info)
+
+
 @pytest.mark.parametrize("prefill_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("decode_size", [1, 2, 4, 8])
 def test_sources_are_those_that_sglang_connects(prefill_size: int, decode_size: int) -> None:
@@ -55,17 +88,7 @@ def test_sources_are_those_that_sglang_connects(prefill_size: int, decode_size: 
         follow_bootstrap_room=False,
     )
     for rank in range(decode_size):
-        manager = SimpleNamespace(
-            attn_tp_size=decode_size,
-            attn_cp_size=1,
-            attn_cp_rank=0,
-            pp_size=1,
-            pp_rank=0,
-            kv_args=SimpleNamespace(engine_rank=rank),
-            is_mla_backend=False,
-            enable_all_cp_ranks_for_transfer=False,
-        )
-        CommonKVManager._resolve_rank_mapping(manager, info)
+        manager_of(decode_size, rank)._resolve_rank_mapping(info)
         sources = sources_of(rank, prefill_size, decode_size)
         assert info.target_tp_ranks[: len(sources)] == list(sources)
         assert info.target_tp_rank == sources[0]

@@ -39,6 +39,7 @@ def args(**changes):
         "enable_dp_attention": False,
         "kv_cache_dtype": "auto",
         "pp_size": 1,
+        "mamba_scheduler_strategy": "auto",
         "num_reserved_decode_tokens": 512,
         "page_size": None,
         "moe_a2a_backend": "none",
@@ -113,6 +114,8 @@ SETTINGS = [
     ({"enable_lmcache": True}, "--enable-lmcache"),
     ({"enable_streaming_session": True}, "--enable-streaming-session"),
     ({"pp_size": 2}, "--pipeline-parallel-size"),
+    ({"mamba_scheduler_strategy": "no_buffer"}, None),
+    ({"mamba_scheduler_strategy": "extra_buffer"}, "--mamba-scheduler-strategy extra_buffer"),
     ({"page_size": 16, "num_reserved_decode_tokens": 15}, "--num-reserved-decode-tokens (15)"),
     ({"page_size": 16, "num_reserved_decode_tokens": 16}, None),
 ]
@@ -190,7 +193,8 @@ SPARSE = model(SimpleNamespace(index_topk=2048))
         (model(is_hybrid_swa=False), None, None),
         (SPARSE, None, None),
         (model(is_hybrid_swa=True), None, "sliding-window"),
-        (model(StateSpaceConfig()), None, "state-space"),
+        (model(StateSpaceConfig()), None, None),
+        (model(StateSpaceConfig()), "NEXTN", "--speculative-algorithm NEXTN"),
         (
             model(is_multimodal=True, model_impl="transformers"),
             None,
@@ -208,6 +212,24 @@ def test_models_of_the_radix_flag(config, algorithm, named):
         refusals.check_model(args(speculative_algorithm=algorithm), config)
     assert all(flags.FLAG in text for text in message)
     assert all("--model-path" in text or algorithm for text in message)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"disaggregation_decode_local_tokens": 8}, flags.LOCAL),
+        ({"disaggregation_decode_local_tokens_when_lost": 8}, flags.LOCAL_WHEN_LOST),
+        ({"hicache_host_memory_mode": "buffer_only"}, flags.ON),
+    ],
+)
+def test_what_recurrent_state_excludes(given, named):
+    """Nothing but KV is in the tree and in the store: what would continue from a prefix of them
+    has no state there."""
+    with refusal(named) as message:
+        refusals.check_model(args(**given), model(StateSpaceConfig()))
+    assert "state-space or linear-attention" in message[0]
+    with refusal(None):
+        refusals.check_model(args(**given), model())
 
 
 # ---- without a flag ----
