@@ -1,0 +1,154 @@
+"""Models with recurrent state (Qwen3-Next) through a pair: a prefix from decode's tree, the state
+from prefill, whatever decode holds; compared with SGLang's aggregated server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmark.harness import metrics
+from benchmark.harness.fleet import Aggregated, Pair
+from benchmark.harness.servers import Sizes
+from e2e.support import (
+    DOZE,
+    RETRACTS,
+    START_METHOD,
+    EventLogs,
+    Reference,
+    assert_tiled,
+    pair_config,
+    prompt_maker,
+    settle,
+    take_turns,
+)
+from models import families
+
+FAMILY = "qwen3_next"
+REQUESTED_BYTES = "sglang:kv_transfer_requested_bytes_total"
+#: By default SGLang keeps the convolution's state in bfloat16. A chunk of prefill that ends
+#: elsewhere than the reference's then rounds at another place, and ties of the experts tip over.
+EXACT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
+#: SGLang's default takes gigabytes.
+STATES = ("--max-mamba-cache-size", "40")
+#: SGLang's tree with states has pages of one token; on a GPU --mamba-scheduler-strategy
+#: extra_buffer has others.
+NO_TREE = ("--disable-radix-cache",)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return families.build(tmp_path_factory.mktemp(FAMILY) / FAMILY, FAMILY)
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+    """SGLang's own aggregated server of such a model."""
+    logs, sizes = tmp_path_factory.mktemp("reference"), Sizes(20_000, chunked_prefill_tokens=2048)
+    args, env = (*DOZE, *STATES), {START_METHOD: "fork", **EXACT}
+    with Aggregated(model, logs, sizes, extra_args=args, env=env) as server:
+        yield Reference(server, model)
+
+
+def state_bytes(model: Path, ranks: int) -> int:
+    """Bytes of the state of a request on one of so many ranks."""
+    config = json.loads((model / "config.json").read_text())
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    window = (2 * keys + values) * (config["linear_conv_kernel_dim"] - 1)
+    matrices = values * config["linear_key_head_dim"]
+    layers = config["layer_types"].count("linear_attention")
+    return int(4 * layers * (window + matrices) // ranks)
+
+
+def page_bytes(model: Path, page: int, ranks: int) -> int:
+    """Bytes of KV of a page on one of so many ranks."""
+    config = json.loads((model / "config.json").read_text())
+    heads = config["num_key_value_heads"] // ranks
+    layers = config["layer_types"].count("full_attention")
+    return int(page * layers * 2 * heads * config["head_dim"] * 4)
+
+
+@pytest.mark.nightly
+@pytest.mark.hazard("full-hit-without-state", "retracted-state-lost")
+@pytest.mark.parametrize(
+    ("page", "changes"),
+    [
+        pytest.param(1, {}, id="nixl"),
+        pytest.param(1, {"backend": "mooncake"}, id="mooncake"),
+        pytest.param(16, {"prefill_args": NO_TREE}, id="nixl-page16"),
+        pytest.param(16, {"prefill_args": NO_TREE, "backend": "mooncake"}, id="mooncake-page16"),
+        pytest.param(1, {"decode_env": RETRACTS}, id="retract"),
+        pytest.param(1, {"decode_tokens": 900}, id="small-pool"),
+        pytest.param(1, {"decode_args": ("--max-mamba-cache-size", "2")}, id="two-state-slots"),
+        pytest.param(1, {"prefill_tp": 2, "decode_tp": 2}, id="two-ranks"),
+    ],
+)
+def test_answers(
+    model: Path, reference: Reference, logs: Path, page: int, changes: dict[str, Any]
+) -> None:
+    """Guards against a state that is missing, another text's, that of a prefix, or a step behind or
+    ahead of the KV: behind a prefix, in chunks of prefill, where the prompt is all hit, and after a
+    retraction. Bytes counted on both servers are those of the KV and the states."""
+    if changes.get("backend") == "mooncake":
+        pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
+    ranks, pool = changes.get("decode_tp", 1), changes.get("decode_tokens")
+    given = {
+        "env": {"MC_FORCE_TCP": "1", **EXACT},
+        **changes,
+        **{
+            role: (*DOZE, *STATES, *changes.get(role, ()))
+            for role in ("prefill_args", "decode_args")
+        },
+    }
+    config = pair_config(model, logs, page_size=page, skip_warmup=True, **given)
+    tokens = prompt_maker(model, seed=3)
+    shared = tokens(150)
+    prompts = [[*shared, *tokens(60 + 61 * i)] for i in range(3)] + [tokens(300)]
+    with Pair(config, logs) as pair:
+        more = partial(tokens, 21)
+        prompts = take_turns(pair, reference, prompts, turns=3, new_tokens=10, more=more)
+        held = len(prompts[0]) - 21 - 1
+        whole = prompts[0][: held // page * page]
+        assert pair.generate([whole], 4) == reference.answers([whole], 4)
+        settle(pair)
+        prefill, decode = pair.metrics()
+    admitted, sent = EventLogs(logs).read()
+    assert_tiled(admitted, sent, page_bytes(model, page, ranks), ranks)
+    rooms = [event for event in admitted if event.room]
+    if pool is None:  # else it was evicted
+        assert not rooms[-1].pages and len(rooms[-1].state) == 1
+    assert decode[metrics.HIT_TOKENS] > 0
+    if ranks == 1:
+        moved = sum(len(event.pages) for event in rooms) * page_bytes(model, page, 1)
+        moved += len(rooms) * state_bytes(model, 1)
+        assert prefill[metrics.SENT_BYTES] == decode[REQUESTED_BYTES] == moved
+    log = pair.processes["decode"].log_text()
+    assert ("Retract requests" in log) == ("decode_env" in changes)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+def test_ranks_of_unequal_number(model: Path, logs: Path, backend: str) -> None:
+    """Guards against a request that waits for its deadline, or is answered from slices of states at
+    wrong places: it fails with both numbers of ranks in its text."""
+    if backend == "mooncake":
+        pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
+    config = pair_config(
+        model,
+        logs,
+        backend=backend,
+        skip_warmup=True,
+        decode_tp=2,
+        env={"MC_FORCE_TCP": "1", **EXACT},
+        prefill_args=(*DOZE, *STATES),
+        decode_args=(*DOZE, *STATES),
+    )
+    with Pair(config, logs) as pair:
+        with pytest.raises(Exception, match="equal tensor parallel sizes, not 1 on prefill and 2"):
+            pair.generate([[20] * 30], 4)
+        settle(pair)
