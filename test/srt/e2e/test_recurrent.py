@@ -1,5 +1,5 @@
-"""Models with recurrent state (Qwen3-Next) through a pair: a prefix from decode's tree, the state
-from prefill, whatever decode holds; compared with SGLang's aggregated server."""
+"""Models with recurrent state through a pair: a prefix from decode's tree, the state from prefill,
+whatever decode holds; compared with SGLang's aggregated server."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ NO_TREE = ("--disable-radix-cache",)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return families.build(tmp_path_factory.mktemp(FAMILY) / FAMILY, FAMILY)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family = getattr(request, "param", FAMILY)
+    return families.build(tmp_path_factory.mktemp(family) / family, family)
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +130,28 @@ def test_answers(
         assert prefill[metrics.SENT_BYTES] == decode[REQUESTED_BYTES] == moved
     log = pair.processes["decode"].log_text()
     assert ("Retract requests" in log) == ("decode_env" in changes)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", ["falcon_h1", "nemotron_h"], indirect=True)
+def test_mamba(model: Path, reference: Reference, logs: Path) -> None:
+    """Guards against a state of another kind that is not moved or copied whole: Mamba2 beside the
+    attention of each layer, and in layers of its own, the first one among them."""
+    given = {"prefill_args": (*DOZE, *STATES), "decode_args": (*DOZE, *STATES)}
+    config = pair_config(model, logs, env=EXACT, decode_env=RETRACTS, skip_warmup=True, **given)
+    tokens = prompt_maker(model, seed=3)
+    shared = tokens(150)
+    prompts = [[*shared, *tokens(60 + 61 * i)] for i in range(3)] + [tokens(300)]
+    with Pair(config, logs) as pair:
+        more = partial(tokens, 21)
+        prompts = take_turns(pair, reference, prompts, turns=2, new_tokens=10, more=more)
+        whole = prompts[0][:-22]
+        assert pair.generate([whole], 4) == reference.answers([whole], 4)
+        settle(pair)
+        assert pair.metrics()[1][metrics.HIT_TOKENS] > 0
+        assert "Retract requests" in pair.processes["decode"].log_text()
+    admitted, _ = EventLogs(logs).read()
+    assert not admitted[-1].pages and len(admitted[-1].state) == 1
 
 
 @pytest.mark.nightly

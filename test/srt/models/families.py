@@ -437,6 +437,85 @@ def qwen3_next(w, full=(1, 3)):
     )
 
 
+def mamba2(w, m, heads, width, state):
+    inner = heads * width
+    w.mat(m + "in_proj.weight", 2 * inner + 2 * state + heads, H)
+    w.mat(m + "conv1d.weight", 1, 4, 1.0, inner + 2 * state)
+    w.vec(m + "conv1d.bias", inner + 2 * state, 0.1)
+    w.d[m + "A_log"] = torch.log(torch.linspace(0.005, 0.05, heads))
+    for name in ("dt_bias", "D"):
+        w.ones(m + name, heads)
+    w.ones(m + "norm.weight", inner)
+    w.mat(m + "out_proj.weight", H, inner, 6.0)
+
+
+def falcon_h1(w, heads=4, width=32, state=16):
+    """Attention and Mamba2 side by side in each layer."""
+    for i in range(L):
+        p = f"model.layers.{i}."
+        lnorms(w, p, ("input_layernorm", "pre_ff_layernorm"))
+        gqa(w, p + "self_attn.", i, norms="")
+        mamba2(w, p + "mamba.", heads, width, state)
+        mlp(w, p + "feed_forward.", 256)
+    w.ends()
+    w.d["model.final_layernorm.weight"] = w.d.pop("model.norm.weight")
+    return common(
+        "FalconH1ForCausalLM",
+        "falcon_h1",
+        intermediate_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        mamba_d_ssm=heads * width,
+        mamba_n_heads=heads,
+        mamba_d_head=width,
+        mamba_n_groups=1,
+        mamba_d_state=state,
+        mamba_d_conv=4,
+        mamba_chunk_size=64,
+        mamba_conv_bias=True,
+        mamba_proj_bias=False,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+    )
+
+
+def nemotron_h(w, pattern="M-*-M-*-", heads=4, width=32, state=16):
+    """Layers of Mamba2 (M), attention (*) or an MLP (-)."""
+    for i, kind in enumerate(pattern):
+        p = f"backbone.layers.{i}."
+        lnorms(w, p, ("norm",))
+        if kind == "M":
+            mamba2(w, p + "mixer.", heads, width, state)
+        elif kind == "*":
+            gqa(w, p + "mixer.", i, norms="")
+        else:
+            w.mat(p + "mixer.up_proj.weight", 256, H, MLP)
+            w.mat(p + "mixer.down_proj.weight", H, 256)
+    w.ends()
+    w.d["backbone.embeddings.weight"] = w.d.pop("model.embed_tokens.weight")
+    w.d["backbone.norm_f.weight"] = w.d.pop("model.norm.weight")
+    return common(
+        "NemotronHForCausalLM",
+        "nemotron_h",
+        intermediate_size=256,
+        num_hidden_layers=len(pattern),
+        hybrid_override_pattern=pattern,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        mlp_hidden_act="relu2",
+        layer_norm_epsilon=1e-6,
+        ssm_state_size=state,
+        mamba_num_heads=heads,
+        mamba_head_dim=width,
+        n_groups=1,
+        mamba_n_groups=1,
+        conv_kernel=4,
+        mamba_chunk_size=64,
+    )
+
+
 def build(folder, family, seed=0):
     """Writes a random model of ``family`` with tiny_arith's tokenizer. Returns the folder."""
     folder = Path(folder)

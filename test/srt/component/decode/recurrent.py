@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 
 #: Two layers have recurrent state, and two others KV.
 RECURRENT_LAYERS, ATTENTION_LAYERS = [0, 2], [1, 3]
-#: Two windows of convolutions, as Kimi-Linear has three, and the recurrence's matrix.
+#: SGLang has a list of convolutions: two windows of them, and the recurrence's matrix.
 SHAPE = SimpleNamespace(conv=[(2, 3), (1, 3)], temporal=(2, 2, 2))
 
 

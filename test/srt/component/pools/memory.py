@@ -61,8 +61,8 @@ def nsa(page: int) -> Any:
 
 
 def recurrent(page: int, latent: bool) -> Any:
-    """Two layers of KV, by head or latent (Kimi-Linear), and one or three windows of convolutions
-    beside the matrix of the recurrence in three layers; ``PAGES`` state slots."""
+    """Two layers of KV, by head or latent (Kimi-Linear), and three layers with state: the window of
+    one convolution, or of three, and the matrix of the recurrence; ``PAGES`` state slots."""
     shape = {"conv": [(6, 3), (5, 3), (7, 3)] if latent else [(10, 3)], "temporal": (2, 3, 5)}
     dtype = SimpleNamespace(conv=torch.bfloat16, temporal=torch.float32)
     states = MambaPool(

@@ -40,6 +40,8 @@ EDITS = {
     "sglang.srt.utils.common": ("families:no_triton",),
     "sglang.srt.models.minimax_m2": ("families:minimax_norms",),
     "sglang.srt.layers.attention.linear.gdn_backend": ("families:gated_delta_net",),
+    "sglang.srt.layers.attention.mamba.mamba": ("more_recurrent:mamba2",),
+    "sglang.srt.layers.attention.mamba.mixer2_rms_norm_gated": ("more_recurrent:gated_norm",),
     "sglang.srt.layers.attention.fla.fused_norm_gate": ("families:fused_gated_norm",),
     "sglang.srt.layers.moe.token_dispatcher.standard": ("families:experts_on_cpu",),
     "sglang.srt.server_args": ("families:dsa_arguments",),
