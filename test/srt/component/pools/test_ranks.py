@@ -58,17 +58,23 @@ def manager_of(size: int, rank: int, **more: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize(("prefill_size", "decode_size"), [(1, 2), (2, 1), (2, 2)])
-def test_recurrent_state_needs_ranks_of_equal_number(prefill_size: int, decode_size: int) -> None:
+@pytest.mark.parametrize(
+    ("prefill_size", "decode_size", "stages"), [(1, 2, 1), (2, 1, 1), (2, 2, 1), (2, 2, 2)]
+)
+def test_recurrent_state_needs_ranks_of_equal_number(
+    prefill_size: int, decode_size: int, stages: int
+) -> None:
     """Guards against slices of states that SGLang puts at wrong places: a rank's convolution has a
-    part of the queries, of the keys and of the values. Without the flag it is SGLang's matter."""
-    info = SimpleNamespace(attn_tp_size=prefill_size, attn_cp_size=1, pp_size=1)
+    part of the queries, of the keys and of the values; and against prefill's stages, of which each
+    has the states of some layers only. Without the flag it is SGLang's matter."""
+    info = SimpleNamespace(attn_tp_size=prefill_size, attn_cp_size=1, pp_size=stages)
     manager_of(decode_size, 0, state_type=RECURRENT_TYPE)._resolve_rank_mapping(info)
     ours = manager_of(decode_size, 0, state_type=RECURRENT_TYPE, servers=object())
-    if prefill_size == decode_size:
+    if (prefill_size, stages) == (decode_size, 1):
         ours._resolve_rank_mapping(info)
         return
-    with pytest.raises(RuntimeError, match=f"{prefill_size} on prefill and {decode_size} on"):
+    sizes = rf"\({prefill_size}, {stages}\) on prefill and \({decode_size}, 1\) on decode"
+    with pytest.raises(RuntimeError, match=sizes):
         ours._resolve_rank_mapping(info)
 
 

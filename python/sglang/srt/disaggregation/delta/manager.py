@@ -194,12 +194,13 @@ class DeltaManager(CommonKVManager):
     @override
     def _resolve_rank_mapping(self, info: PrefillServerInfo) -> None:
         has_states = getattr(self.kv_args, "state_type", "") == RECURRENT_TYPE
-        if self.servers is not None and has_states and info.attn_tp_size != self.attn_tp_size:
-            # SGLang refuses it over NIXL. Over Mooncake it sends slices, at wrong places: a rank
-            # has a part of each of queries, keys and values in its convolution's state.
+        theirs, ours = (info.attn_tp_size, info.pp_size), (self.attn_tp_size, self.pp_size)
+        if self.servers is not None and has_states and theirs != ours:
+            # SGLang refuses other tensor parallel sizes over NIXL. Over Mooncake it sends slices to
+            # wrong places: each rank's convolution has a part of the queries, keys and values.
             raise RuntimeError(
-                f"recurrent state needs equal tensor parallel sizes, not {info.attn_tp_size} on "
-                f"prefill and {self.attn_tp_size} on decode (--tp-size, --dp-size)"
+                "recurrent state needs equal tensor and pipeline parallel sizes, not "
+                f"{theirs} on prefill and {ours} on decode"
             )
         super()._resolve_rank_mapping(info)
 
