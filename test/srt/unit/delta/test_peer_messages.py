@@ -50,9 +50,15 @@ def register(
         ({"kv_buffers": 3}, "3 KV buffers, this prefill rank has 4"),
         ({"aux_buffers": 1}, "1 metadata buffers, this prefill rank has 2"),
         ({"aux_buffers": 3}, "3 metadata buffers, this prefill rank has 2"),
-        ({"state_buffers": 2}, "4 KV buffers and 2 of state, this prefill rank has 4 and 0"),
-        ({"state": 2, "kv_buffers": 8}, "8 KV buffers and 0 of state, this prefill rank has 4"),
-        ({"state": 2, "state_buffers": 3}, "3 buffers of state, this prefill rank has 2"),
+        (
+            {"state_buffers": 2},
+            "4 KV buffers and 2 buffers of state, this prefill rank has 4 and 0",
+        ),
+        (
+            {"state": 2, "kv_buffers": 8},
+            "8 KV buffers and 0 buffers of state, this prefill rank has 4 and 2",
+        ),
+        ({"state": 2, "state_buffers": 3}, "3 buffers of state, this prefill rank has 4 and 2"),
         ({"tp_size": 0}, "rank 1 of 0"),
         ({"tp_rank": -1}, "rank -1 of 2"),
         ({"item_len": 128}, "128 bytes, this prefill rank's 64"),

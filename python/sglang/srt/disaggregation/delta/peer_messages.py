@@ -23,7 +23,7 @@ from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import RateLimitedLog
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch, of_one_shape
-from sglang.srt.patchset.flags import FLAG
+from sglang.srt.patchset.flags import FLAG, NO_WINDOW_POOL
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs
@@ -48,9 +48,6 @@ _CONTROL: msgspec.msgpack.Decoder[wire.Message] = msgspec.msgpack.Decoder(wire.M
 
 #: Decode ranks whose registration was refused: so many are remembered.
 _MOST_REFUSED = 256
-#: Of SGLang. With it the layers with a sliding window are in the one pool of KV, without it in one
-#: of their own, which counts as state.
-_NO_WINDOW_POOL = "--disable-hybrid-swa-memory"
 
 
 class BadMessage(ValueError):
@@ -305,12 +302,13 @@ def check_registration(
     """
     ours: KVArgs = rank.kv_args
     state = len(getattr(ours, "state_data_ptrs", None) or ())
-    if bool(state_buffers) != bool(state) and rank.pp_size == 1:
+    if state_buffers != state and rank.pp_size == 1:
         raise BadMessage(
-            f"decode registered {kv_buffers} KV buffers and {state_buffers} of state, this prefill "
-            f"rank has {len(ours.kv_data_ptrs)} and {state}. For a model with sliding-window "
-            f"layers, give {_NO_WINDOW_POOL} to both servers or to neither; a decode server with "
-            f"{FLAG} needs it on both"
+            f"decode registered {kv_buffers} KV buffers and {state_buffers} buffers of state, this "
+            f"prefill rank has {len(ours.kv_data_ptrs)} and {state}. For a model with "
+            f"sliding-window layers, give {NO_WINDOW_POOL} to both servers or to neither; with "
+            f"{FLAG} on decode, to both. A later release of SGLang lists them differently and "
+            "cannot be served for a model with state (Mamba, sliding window, NSA)"
         )
     if kv_buffers < len(ours.kv_data_ptrs):
         raise BadMessage(
@@ -321,12 +319,6 @@ def check_registration(
         raise BadMessage(
             f"decode registered {aux_buffers} metadata buffers, "
             f"this prefill rank has {len(ours.aux_data_ptrs)}"
-        )
-    if state_buffers != state and rank.pp_size == 1:
-        raise BadMessage(
-            f"decode registered {state_buffers} buffers of state, this prefill rank has {state}. "
-            "A later release of SGLang lists them differently and cannot be served for a model "
-            "with state (Mamba, sliding window, NSA)"
         )
     if tp_size < 1 or tp_rank < 0:
         raise BadMessage(f"decode rank {tp_rank} of {tp_size} is invalid")
