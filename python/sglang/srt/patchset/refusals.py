@@ -243,18 +243,24 @@ AS_GIVEN: tuple[Refusal, ...] = (
         TURNS,
         "--deepep-mode low_latency",
         "its buffers are made for decode steps, and a chunk of a prompt does not fit",
+        instead="Use --deepep-mode auto, or remove {flag}.",
         when=conditions.has_buffers_for_decode_steps,
     ),
     Refusal(
         TURNS,
-        "--enable-two-batch-overlap",
-        "it splits decode steps, and a chunk of a prompt is not split in the same way",
+        "--moe-a2a-backend mooncake or nixl",
+        "SGLang runs decode steps with them, and no chunk of a prompt",
+        when=conditions.dispatches_decode_steps_only,
     ),
-    Refusal(TURNS, "--enable-pdmux", "it has its own scheduler loop"),
+    Refusal(
+        TURNS,
+        "SGLANG_SCHEDULER_SKIP_ALL_GATHER=1",
+        "data parallel ranks then do not learn that one of them runs a chunk",
+    ),
     Refusal(
         TURNS,
         "--enable-lora-overlap-loading",
-        "a chunk may need an adapter that is not loaded yet",
+        "SGLang then loads adapters where it schedules prompts, which a decode server does not do",
     ),
     Refusal(
         BUFFER,

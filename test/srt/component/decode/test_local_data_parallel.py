@@ -23,9 +23,13 @@ from component.decode.pair import RANKS, Exchange
 from component.decode.steps import ids
 from sglang.srt.batch_overlap import two_batch_overlap
 from sglang.srt.disaggregation.delta.decode import local_turns
+from sglang.srt.environ import envs
+from sglang.srt.layers.dp_attention import set_is_extend_in_batch
+from sglang.srt.layers.moe.token_dispatcher import MooncakeEPDispatcher, NixlEPDispatcher
 from sglang.srt.layers.moe.utils import DeepEPMode, MoeA2ABackend
 from sglang.srt.managers import scheduler_dp_attn_mixin
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+from sglang.srt.patchset import environment
 
 CHUNK, STEP, IDLE = "chunk", "step", "idle"
 
@@ -102,7 +106,9 @@ def to_the_end(rank: Any, script: Iterator[None], turns: int) -> Iterator[None]:
     while rank.turns < turns:
         rank.check_now()
         yield
-    assert rank.nothing_waits and not rank.result_queue, "the rank has not come to an end"
+    # Ranks that do not gather run empty batches without an end.
+    is_idle = rank.nothing_waits and not rank.result_queue
+    assert is_idle or envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get(), "the rank is not idle"
 
 
 def play(
@@ -275,3 +281,47 @@ def test_two_batch_overlap_and_deepep(overlap: bool, monkeypatch: pytest.MonkeyP
         assert is_split == (overlap and set(ran) != {CHUNK, STEP})
         found.add(frozenset(ran))
     assert {CHUNK, STEP} in found and {CHUNK, IDLE} in found and {STEP} in found
+
+
+# ---- what is refused, and why ----
+
+
+def test_ranks_that_do_not_gather_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why ``SGLANG_SCHEDULER_SKIP_ALL_GATHER=1`` is refused: of two ranks in one step, the one with
+    a chunk sends tokens to experts as for a prompt and the other as for a decode step."""
+    monkeypatch.setenv("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "1")
+    pair = ranks(Rank)
+    play(monkeypatch, pair, [talk(1, 3, new=20), talk(2, 3, new=7)], 300)
+    steps = zip(pair[0].ran, pair[0].agreed, strict=True)
+    both = [(ran, agreed) for ran, agreed in steps if set(ran) == {CHUNK, STEP}]
+    assert both
+    for ran, agreed in both:
+        modes = {what: DeepEPMode.AUTO.resolve(of[0]) for what, of in zip(ran, agreed, strict=True)}
+        assert modes == {CHUNK: DeepEPMode.NORMAL, STEP: DeepEPMode.LOW_LATENCY}
+
+
+@pytest.mark.parametrize(
+    "kind", [MooncakeEPDispatcher, NixlEPDispatcher], ids=lambda each: each.__name__
+)
+def test_experts_that_are_reached_by_decode_steps_only(kind: Any) -> None:
+    """Why ``--moe-a2a-backend mooncake`` and ``nixl`` are refused: SGLang raises at a chunk."""
+    dispatcher = kind.__new__(kind)
+    dispatcher.deepep_mode, dispatcher._low_latency_dispatcher = DeepEPMode.AUTO, "decode"
+    for is_chunk in (False, True):
+        set_is_extend_in_batch(is_chunk)
+        try:
+            if is_chunk:
+                with pytest.raises(NotImplementedError):
+                    dispatcher._get_impl()
+            else:
+                assert dispatcher._get_impl() == "decode"
+        finally:
+            set_is_extend_in_batch(False)
+
+
+def test_deepep_for_decode_steps_has_no_room_for_a_chunk() -> None:
+    """Why ``--deepep-mode low_latency`` is refused: a chunk goes the same way as a decode step, and
+    is longer than the buffers for that."""
+    assert DeepEPMode.LOW_LATENCY.resolve(is_extend_in_batch=True) == DeepEPMode.LOW_LATENCY
+    longest = envs.SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get()
+    assert longest < environment.LOCAL_CHUNK.default

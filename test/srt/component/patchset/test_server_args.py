@@ -73,7 +73,7 @@ def test_each_setting_of_a_refusal_can_be_given():
     variables = {name for name in names if name.startswith("SGLANG_")}
     attributes = {flags.FIELDS.get(n, n[2:].replace("-", "_")) for n in names - variables}
     assert attributes <= {field.name for field in dataclasses.fields(ServerArgs)}
-    assert all(hasattr(envs, name) for name in variables) and len(variables) == 2
+    assert all(hasattr(envs, name) for name in variables) and len(variables) == 3
 
 
 LINE = [
