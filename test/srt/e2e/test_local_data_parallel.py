@@ -48,8 +48,8 @@ def config_of(model: Path, logs: Path, drafts: bool) -> Any:
         decode_tp=2,
         skip_warmup=True,
         prefill_args=(*DOZE, *both),
+        # Not ``DOZE``: the other rank would wait for one that sleeps.
         decode_args=(
-            *DOZE,
             *both,
             *("--dp-size", "2", "--enable-dp-attention", "--ep-size", "2"),
             *("--dist-init-addr", f"127.0.0.1:{first_port}"),
