@@ -296,8 +296,8 @@ _STOCK_HOST = (
     f"Use {MODE} cache for --model-path {{model_path}}, or no --enable-hierarchical-cache."
 )
 _ONE_POOL = (
-    f"Add {NO_WINDOW_POOL}, to all prefill and decode servers of the pair: all layers are then in "
-    "one pool, which holds 10 to 17 % fewer tokens at SGLang's --swa-full-tokens-ratio. "
+    f"Add {NO_WINDOW_POOL}, in a pair to both servers: all layers are then in one pool, which "
+    "holds 10 to 17 % fewer tokens at SGLang's --swa-full-tokens-ratio. Or: "
 )
 #: Models, by their configuration.
 MODELS: tuple[Refusal, ...] = (

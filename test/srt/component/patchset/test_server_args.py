@@ -176,7 +176,7 @@ FP4 = {"kv_cache_dtype": "fp4_e2m1"}
         # The page size is chosen inside SGLang's handlers.
         ({}, {"page_size": 64, "num_reserved_decode_tokens": 63}, "--num-reserved-decode-tokens"),
         # From the configuration alone: there are no weights here.
-        (SLIDING, {}, "sliding-window"),
+        (SLIDING, {}, "Add --disable-hybrid-swa-memory, in a pair to both"),
         (STATE_SPACE, {}, "state-space"),
     ],
     ids=str,

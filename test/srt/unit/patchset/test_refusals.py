@@ -189,7 +189,7 @@ SPARSE = model(SimpleNamespace(index_topk=2048))
         (model(is_multimodal=True, model_impl="auto"), None, None),
         (model(is_hybrid_swa=False), None, None),
         (SPARSE, None, None),
-        (model(is_hybrid_swa=True), None, "sliding-window"),
+        (model(is_hybrid_swa=True), None, "Add --disable-hybrid-swa-memory, in a pair to both"),
         (model(StateSpaceConfig()), None, "state-space"),
         (
             model(is_multimodal=True, model_impl="transformers"),
