@@ -71,6 +71,10 @@ def has_buffers_for_decode_steps(args: Any) -> bool:
     return args.moe_a2a_backend != "none" and args.deepep_mode == "low_latency"
 
 
+def dispatches_decode_steps_only(args: Any) -> bool:
+    return args.moe_a2a_backend in ("mooncake", "nixl")
+
+
 def drafts_behind_a_cache(args: Any) -> bool:
     loads_prompts = args.disaggregation_mode == "prefill" or is_given(args, ON)
     return loads_prompts and bool(args.speculative_algorithm)

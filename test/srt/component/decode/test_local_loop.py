@@ -18,6 +18,7 @@ from sglang.srt.disaggregation.delta.decode.turn_costs import Limits
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.managers.overlap_utils import FutureMap
+from sglang.srt.model_executor import forward_batch_info
 
 PAGES = pytest.mark.parametrize("page", [1, 16])
 NEW = list(range(50))
@@ -332,3 +333,33 @@ def test_a_turn_of_another_adapter_waits_for_its_place(leave: bool) -> None:
         turn(decoder)
     finish(decoder)
     assert [req.output_ids for req in late] == [[2] if leave else [2] * 8] * 2
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_who_loads_the_adapters_of_a_chunk(overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why ``--enable-lora-overlap-loading`` is refused: SGLang loads the adapters of a batch before
+    it runs. With the flag it does not, as its scheduler of prompts has loaded them, which no decode
+    server runs."""
+    monkeypatch.setattr(forward_batch_info, "enable_num_token_non_padded", lambda args: False)
+    decoder = decoder_of(16, Adapted)
+    loaded, prepared = list[Any](), list[Any]()
+    decoder.submit([*PROMPT, 7], lora_id="a")
+    decoder.tick_queues()
+    batch = decoder.get_next_disagg_decode_batch_to_run()
+    assert batch.forward_mode.is_extend()
+    settings = {"enable_lora": True, "enable_lora_overlap_loading": overlaps}
+    runner = SimpleNamespace(
+        server_args=SimpleNamespace(**vars(decoder.server_args) | settings),
+        lora_manager=SimpleNamespace(
+            fetch_new_loras=loaded.append, prepare_lora_batch=prepared.append
+        ),
+        req_to_token_pool=decoder.req_to_token_pool,
+        token_to_kv_pool=decoder.pool,
+        attn_backend=None,
+        device="cpu",
+        use_ngram_embedding=False,
+        model_is_mrope=False,
+        is_hybrid_swa=False,
+    )
+    forward_batch_info.ForwardBatch.init_new(batch.get_model_worker_batch(), runner)
+    assert loaded == ([] if overlaps else [{"a"}]) and len(prepared) == 1

@@ -56,7 +56,7 @@ class Pair(pair.Pair):
     ends = (conn, "Nixl")
     peer = "decode"
     tells_at_once = False
-    word_of_a_broken_write = "prefill reported"
+    word_of_a_broken_write = "reported: "
 
     def side(self, name: str, mode: Any) -> Any:
         return Side(name, mode)

@@ -6,10 +6,13 @@ import argparse
 import dataclasses
 import logging
 import pickle
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from sglang.srt.environ import envs
+from sglang.srt.model_executor import model_runner_kv_cache_mixin
 from sglang.srt.patchset import flags, refusals
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
@@ -73,7 +76,7 @@ def test_each_setting_of_a_refusal_can_be_given():
     variables = {name for name in names if name.startswith("SGLANG_")}
     attributes = {flags.FIELDS.get(n, n[2:].replace("-", "_")) for n in names - variables}
     assert attributes <= {field.name for field in dataclasses.fields(ServerArgs)}
-    assert all(hasattr(envs, name) for name in variables) and len(variables) == 2
+    assert all(hasattr(envs, name) for name in variables) and len(variables) == 3
 
 
 LINE = [
@@ -182,7 +185,7 @@ FP4 = {"kv_cache_dtype": "fp4_e2m1"}
         # The page size is chosen inside SGLang's handlers.
         ({}, {"page_size": 64, "num_reserved_decode_tokens": 63}, "--num-reserved-decode-tokens"),
         # From the configuration alone: there are no weights here.
-        (SLIDING, {}, "sliding-window"),
+        (SLIDING, {}, "Add --disable-hybrid-swa-memory, in a pair to both"),
         (STATE_SPACE, {"disaggregation_decode_local_tokens": 8}, "no recurrent state"),
         (STATE_SPACE, {"mamba_scheduler_strategy": "extra_buffer"}, "extra_buffer"),
     ],
@@ -206,3 +209,47 @@ def test_recurrent_state_turns_overlap_off(model_config, model, flag):
     stock = model is KIMI and not flag
     assert args.disable_radix_cache is not flag
     assert args.disable_overlap_schedule is not stock
+
+
+@pytest.mark.parametrize(
+    ("full", "windows", "less"), [(12, 12, 0.10), (18, 18, 0.10), (12, 36, 0.15), (9, 39, 0.1625)]
+)
+def test_what_one_pool_for_all_layers_costs(full, windows, less, monkeypatch):
+    """Guards the numbers of the page and of the refusal, with SGLang's own division of memory into
+    a pool of full attention and one of windows: gpt-oss-20b and -120b, Llama 4, and 9 to 39."""
+    mixin = model_runner_kv_cache_mixin
+    monkeypatch.setattr(mixin, "get_attention_tp_size", lambda: 1)
+    runner = SimpleNamespace(
+        server_args=ServerArgs(model_path="dummy", page_size=1, **CPU),
+        sliding_window_size=128,
+        kv_cache_dtype=torch.bfloat16,
+        model_config=SimpleNamespace(
+            full_attention_layer_ids=range(full),
+            swa_attention_layer_ids=range(windows),
+            get_num_kv_heads=lambda size: 8,
+            get_swa_num_kv_heads=lambda size: 8,
+            head_dim=64,
+            v_head_dim=64,
+            swa_head_dim=64,
+            swa_v_head_dim=64,
+        ),
+    )
+    one_pool = 1_000_000
+    tokens, *_ = mixin.ModelRunnerKVCacheMixin._resolve_hybrid_swa_tokens(runner, one_pool)
+    assert one_pool / tokens == pytest.approx(1 - less, abs=1e-5)
+    assert one_pool / tokens == pytest.approx((full + 0.8 * windows) / (full + windows), abs=1e-5)
+
+
+def test_sglang_refuses_pdmux_in_a_pair():
+    """Guards a setting that local turns do not refuse since SGLang does: its own scheduler loop
+    would run no chunk of theirs."""
+    args = ServerArgs(
+        model_path="dummy",
+        disaggregation_mode="decode",
+        chunked_prefill_size=-1,
+        enable_pdmux=True,
+        served_model_name="dummy",
+        **CPU,
+    )
+    with pytest.raises(AssertionError, match="not compatible with disaggregation mode"):
+        args.check_server_args()

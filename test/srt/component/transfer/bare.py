@@ -103,6 +103,8 @@ class Sockets:
     def send(self, host: str, port: int, message: Any) -> None:
         self.sent.append((host, port, message))
 
+    send_frames = send
+
     def drop(self, host: str, port: int) -> None:
         pass
 

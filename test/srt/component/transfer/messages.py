@@ -116,9 +116,10 @@ class Nixl(Dialect):
         item: bytes,
         *,
         metadata: bytes = b"metadata",
+        state: bytes = b"",
     ) -> list[bytes]:
         frames = [nixl.GUARD, b"None", *_FROM, b"D", metadata, pointers, slots]
-        return [*frames, b"", b"0", size, rank, item]
+        return [*frames, state, b"0", size, rank, item]
 
     def _announcement(self, room: bytes, pages: bytes, slot: bytes, needed: bytes) -> list[bytes]:
         return [nixl.GUARD, room, *_FROM, b"D", pages, slot, needed, b""]
@@ -140,8 +141,9 @@ class Mooncake(Dialect):
         *,
         session: bytes = b"10.0.0.2:4001",
         hisparse: bytes = b"0",
+        state: bytes = b"",
     ) -> list[bytes]:
-        frames = [b"None", *_FROM, session, pointers, slots, b""]
+        frames = [b"None", *_FROM, session, pointers, slots, state]
         return [*frames, rank, size, item, b"", b"", hisparse, b"", b""]
 
     def _announcement(self, room: bytes, pages: bytes, slot: bytes, needed: bytes) -> list[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,6 +142,64 @@ def test_a_room_of_a_peer_that_never_registered(say: Dialect, ours: bool) -> Non
     assert [(host, port, m.room, m.unknown_peer) for host, port, m in sent] == (
         [("10.0.0.2", 4000, 7, True)] if ours else []
     )
+
+
+#: Buffers of KV and of state, on decode and on prefill: layers with a sliding window have a pool of
+#: their own on one of the servers only.
+ONE_POOL, TWO_POOLS = (4, 0), (2, 2)
+
+
+@pytest.mark.parametrize("request_first", [True, False])
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize(("theirs", "here"), [(ONE_POOL, TWO_POOLS), (TWO_POOLS, ONE_POOL)])
+@both
+def test_a_window_pool_on_one_side_fails_the_rooms_at_once(
+    say: Dialect,
+    theirs: tuple[int, int],
+    here: tuple[int, int],
+    ours: bool,
+    request_first: bool,
+) -> None:
+    """Guards against requests that fail with a text about page numbers, or wait for minutes on both
+    servers, because ``--disable-hybrid-swa-memory`` is given to one of them. Stock SGLang cannot be
+    told over NIXL: there it waits on."""
+    manager, reader = say.listener()
+    manager.kv_args.kv_data_ptrs, manager.kv_args.state_data_ptrs = (
+        list(range(1, count + 1)) for count in here
+    )
+    manager.rooms.on_stopped = manager.room_stopped
+
+    def request() -> Any:
+        return say.sender(manager, "10.0.0.1:8998", 7, [0], 0)
+
+    sender = request() if request_first else None
+    kv_buffers, state_buffers = theirs
+    reader.handle(say.registration(kv_buffers, state=struct.pack("2Q", 1, 2)[: 8 * state_buffers]))
+    reader.handle(say.announcement(ours=ours))
+    assert manager.decode_kv_args_table == {}
+    sender = sender or request()
+    assert sender.poll() == KVPoll.Failed
+    with pytest.raises(Exception, match="--disable-hybrid-swa-memory to both") as failure:
+        sender.failure_exception()
+    reason = str(failure.value)
+    assert say.peer in reason
+    sent = [message for _, _, message in manager.sockets.sent]
+    if ours:
+        assert [(m.room, m.reason, m.unknown_peer) for m in sent] == [(7, reason, False)]
+    else:
+        assert sent == ([[b"7", b"%d" % KVPoll.Failed, b"0"]] if say is MOONCAKE else [])
+
+
+@both
+def test_a_rank_whose_registration_was_refused_registers_again(say: Dialect) -> None:
+    """Guards against a decode rank that is refused for ever because of an earlier registration, and
+    against a table that a stranger can fill."""
+    manager, reader = say.listener()
+    reader.handle(say.registration(kv_buffers=1))
+    reader.handle(say.registration())
+    reader.handle(say.announcement())
+    assert [m.reason for _, _, m in manager.sockets.sent] == []
+    assert len(bare.destinations(manager, 7)) == 1
 
 
 @both

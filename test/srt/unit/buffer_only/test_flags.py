@@ -215,7 +215,10 @@ class WithState:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (SimpleNamespace(is_hybrid_swa=True, model_path="org/swa"), "sliding-window"),
+        (
+            SimpleNamespace(is_hybrid_swa=True, model_path="org/swa"),
+            "Add --disable-hybrid-swa-memory",
+        ),
         (SimpleNamespace(hf_config=WithState(), model_path="org/ssm"), "state-space"),
         (SimpleNamespace(hf_text_config=WithState(), model_path="org/ssm"), "state-space"),
     ],

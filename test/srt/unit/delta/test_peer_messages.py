@@ -25,10 +25,22 @@ GOOD = {
 }
 
 
-def register(mla: bool = False, lens: tuple[int, ...] = (64,) * 4, **changes: Any) -> None:
-    """A registration at a prefill rank of two, with four KV and two metadata buffers."""
-    ours = SimpleNamespace(kv_data_ptrs=[1] * 4, aux_data_ptrs=[1] * 2, kv_item_lens=lens)
-    rank: Any = SimpleNamespace(kv_args=ours, is_mla=mla, tp_size=2, pp_size=1)
+def register(
+    mla: bool = False,
+    lens: tuple[int, ...] = (64,) * 4,
+    state: int = 0,
+    pp: int = 1,
+    **changes: Any,
+) -> None:
+    """A registration at a prefill rank of two, with four KV and two metadata buffers, and ``state``
+    buffers of state; ``pp``: pipeline stages."""
+    ours = SimpleNamespace(
+        kv_data_ptrs=[1] * 4,
+        aux_data_ptrs=[1] * 2,
+        kv_item_lens=lens,
+        state_data_ptrs=[1] * state,
+    )
+    rank: Any = SimpleNamespace(kv_args=ours, is_mla=mla, tp_size=2, pp_size=pp)
     check_registration(rank, **(GOOD | changes))
 
 
@@ -38,7 +50,15 @@ def register(mla: bool = False, lens: tuple[int, ...] = (64,) * 4, **changes: An
         ({"kv_buffers": 3}, "3 KV buffers, this prefill rank has 4"),
         ({"aux_buffers": 1}, "1 metadata buffers, this prefill rank has 2"),
         ({"aux_buffers": 3}, "3 metadata buffers, this prefill rank has 2"),
-        ({"state_buffers": 2}, "2 buffers of state, this prefill rank has 0"),
+        (
+            {"state_buffers": 2},
+            "4 KV buffers and 2 buffers of state, this prefill rank has 4 and 0",
+        ),
+        (
+            {"state": 2, "kv_buffers": 8},
+            "8 KV buffers and 0 buffers of state, this prefill rank has 4 and 2",
+        ),
+        ({"state": 2, "state_buffers": 3}, "3 buffers of state, this prefill rank has 4 and 2"),
         ({"tp_size": 0}, "rank 1 of 0"),
         ({"tp_rank": -1}, "rank -1 of 2"),
         ({"item_len": 128}, "128 bytes, this prefill rank's 64"),
@@ -66,6 +86,8 @@ def test_a_registration_that_does_not_fit(changes: dict[str, Any], complaint: st
         {"kv_buffers": 6},  # decode has draft layers as well
         {"item_len": 32, "tp_size": 4},  # half of the heads
         {"item_len": None},
+        {"state": 2, "state_buffers": 2},
+        {"state": 0, "state_buffers": 2, "pp": 2},  # those of another stage
         {"lens": (64, 64, 64, 64, 32, 32)},  # a draft of other heads, between equal sizes
         {"lens": (64, 64, 48, 48, 64, 48), "item_len": 32, "tp_size": 4},  # a draft like the target
         {"tp_rank": 3},  # an engine rank, over all data parallel groups

@@ -192,7 +192,7 @@ SPARSE = model(SimpleNamespace(index_topk=2048))
         (model(is_multimodal=True, model_impl="auto"), None, None),
         (model(is_hybrid_swa=False), None, None),
         (SPARSE, None, None),
-        (model(is_hybrid_swa=True), None, "sliding-window"),
+        (model(is_hybrid_swa=True), None, "Add --disable-hybrid-swa-memory, in a pair to both"),
         (model(StateSpaceConfig()), None, None),
         (model(StateSpaceConfig()), "NEXTN", "--speculative-algorithm NEXTN"),
         (
@@ -308,12 +308,12 @@ LOCAL_TURNS = {"disaggregation_decode_local_tokens": 512}
             None,
         ),
         # Without the flag nothing is asked of the rest.
-        ({"disaggregation_decode_local_tokens": 0, "enable_dp_attention": True}, None),
         ({"disaggregation_decode_enable_radix_cache": False}, flags.FLAG),
-        ({"enable_dp_attention": True}, "--enable-dp-attention"),
+        ({"enable_dp_attention": True}, None),
+        ({"moe_a2a_backend": "deepep", "enable_two_batch_overlap": True}, None),
         ({"moe_a2a_backend": "deepep", "deepep_mode": "low_latency"}, "--deepep-mode low_latency"),
-        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
-        ({"enable_pdmux": True}, "--enable-pdmux"),
+        ({"moe_a2a_backend": "mooncake"}, "--moe-a2a-backend mooncake or nixl"),
+        ({"moe_a2a_backend": "nixl"}, "--moe-a2a-backend mooncake or nixl"),
         ({"enable_lora_overlap_loading": True}, "--enable-lora-overlap-loading"),
         ({"disaggregation_decode_local_tokens": -1}, "not -1"),
         ({"disaggregation_decode_local_tokens_when_lost": -1}, "not -1"),
@@ -346,6 +346,14 @@ def test_settings_of_local_turns(changes, named):
     with refusal(named) as message:
         check(args(**LOCAL_TURNS | changes))
     assert all(text.startswith(LOCAL_TURN_FLAGS) for text in message)
+
+
+def test_ranks_that_do_not_gather(monkeypatch):
+    """Guards against data parallel ranks of which one runs a chunk and another does not know."""
+    monkeypatch.setenv("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "1")
+    check(args())
+    with refusal("SGLANG_SCHEDULER_SKIP_ALL_GATHER=1"):
+        check(args(**LOCAL_TURNS))
 
 
 @pytest.mark.parametrize(

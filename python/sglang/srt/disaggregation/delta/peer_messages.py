@@ -20,8 +20,10 @@ import zmq
 from typing_extensions import Self, override
 
 from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import RateLimitedLog
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch, of_one_shape
+from sglang.srt.patchset.flags import FLAG, NO_WINDOW_POOL
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs
@@ -43,6 +45,9 @@ _LATER_PREFIX = 8
 _MAX_DIGITS = 18
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _CONTROL: msgspec.msgpack.Decoder[wire.Message] = msgspec.msgpack.Decoder(wire.Message)
+
+#: Decode ranks whose registration was refused: so many are remembered.
+_MOST_REFUSED = 256
 
 
 class BadMessage(ValueError):
@@ -223,6 +228,8 @@ class Announcements:
         self._decode_ranks = decode_ranks
         self._registered = registered
         self._keep = register
+        #: Why the registration of a decode rank was refused, by its name: the answer to its rooms.
+        self._refused: dict[str, str] = {}
 
     #: Under which attribute an announcement has the name that its decode rank registered under.
     peer_name = ""
@@ -250,16 +257,30 @@ class Announcements:
             raise BadMessage(
                 f"a registration of {len(frames)} frames, {registration_frames} expected"
             )
-        register(conn.KVArgsRegisterInfo.from_zmq(frames))
+        info = conn.KVArgsRegisterInfo.from_zmq(frames)
+        peer = str(getattr(info, self.peer_name))
+        self._refused.pop(peer, None)
+        try:
+            register(info)
+        except BadMessage as error:
+            self._refused[peer] = f"the registration of decode rank {peer} was refused: {error}"
+            for oldest in [*self._refused][:-_MOST_REFUSED]:
+                del self._refused[oldest]
+            raise
 
     def _announce(self, info: Any) -> None:
-        """Record one decode rank's announcement; the last one of a room makes it ready."""
+        """Record one decode rank's announcement; the last one of a room makes it ready. The room of
+        one whose registration was refused fails, with the reason on both sides."""
         peer = str(getattr(info, self.peer_name))
         check_announcement(info)
-        if peer not in self._registered:
+        refused = self._refused.get(peer)
+        if refused is None and peer not in self._registered:
             self._decode_ranks.refuse_stranger(info)
             raise BadMessage(f"room {info.room}: decode rank {peer!r} never registered")
-        self._rooms.announce(info.room, peer, info, info.required_dst_info_num)
+        is_taken = self._rooms.announce(info.room, peer, info, info.required_dst_info_num)
+        room = self._rooms.room(info.room)
+        if refused is not None and is_taken and room is not None:
+            self._rooms.fail(room, Reason.MISMATCH, f"room {info.room}: {refused}")
 
 
 def check_registration(
@@ -280,6 +301,15 @@ def check_registration(
         BadMessage: they do not; the text has the numbers.
     """
     ours: KVArgs = rank.kv_args
+    state = len(getattr(ours, "state_data_ptrs", None) or ())
+    if state_buffers != state and rank.pp_size == 1:
+        raise BadMessage(
+            f"decode registered {kv_buffers} KV buffers and {state_buffers} buffers of state, this "
+            f"prefill rank has {len(ours.kv_data_ptrs)} and {state}. For a model with "
+            f"sliding-window layers, give {NO_WINDOW_POOL} to both servers or to neither; with "
+            f"{FLAG} on decode, to both. A later release of SGLang lists them differently and "
+            "cannot be served for a model with state (Mamba, sliding window, NSA)"
+        )
     if kv_buffers < len(ours.kv_data_ptrs):
         raise BadMessage(
             f"decode registered {kv_buffers} KV buffers, "
@@ -289,13 +319,6 @@ def check_registration(
         raise BadMessage(
             f"decode registered {aux_buffers} metadata buffers, "
             f"this prefill rank has {len(ours.aux_data_ptrs)}"
-        )
-    state = len(getattr(ours, "state_data_ptrs", None) or ())
-    if state_buffers and state_buffers != state and rank.pp_size == 1:
-        raise BadMessage(
-            f"decode registered {state_buffers} buffers of state, this prefill rank has {state}. "
-            "A later release of SGLang lists them differently and cannot be served for a model "
-            "with state (Mamba, sliding window, NSA)"
         )
     if tp_size < 1 or tp_rank < 0:
         raise BadMessage(f"decode rank {tp_rank} of {tp_size} is invalid")

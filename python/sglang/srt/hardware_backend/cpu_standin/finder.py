@@ -57,6 +57,7 @@ EDITS = {
     "sglang.srt.model_executor.forward_batch_info": ("edits:without_pinning",),
     "sglang.srt.model_executor.model_runner": ("edits:replicate_heads",),
     "sglang.srt.speculative.draft_utils": ("speculative:draft_backends",),
+    "sglang.srt.speculative.eagle_info": ("edits:empty_drafts",),
     "sglang.srt.speculative.eagle_info_v2": ("speculative:edit",),
     "sglang.srt.speculative.eagle_utils": ("speculative:edit",),
     "sglang.srt.speculative.spec_utils": ("speculative:edit",),

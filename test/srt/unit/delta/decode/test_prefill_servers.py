@@ -220,7 +220,7 @@ def test_a_room_is_drained_when_each_writer_has_stopped(
     for writer in before:
         servers.take(wire.Stopped(ROOM, writer, "because"))
     servers.fail(ROOM, Reason.TIMEOUT, "too late")
-    reason = "prefill reported: because" if before else "too late"
+    reason = f"prefill {bare.ADDRESS} reported: because" if before else "too late"
     assert manager.failure_records == {ROOM: reason}
     receiver = bare.announced(manager, ROOM, writers=writers)
     deferred = receiver.defer_free()

@@ -42,6 +42,8 @@ from sglang.srt.disaggregation.delta.decode.turn_choice import (
 )
 from sglang.srt.disaggregation.delta.decode.turn_costs import (
     NEVER,
+    NOT_MEASURED,
+    OTHERS_CHUNK,
     UNKNOWN,
     VOTES,
     Costs,
@@ -110,6 +112,9 @@ class LocalTurns:
         #: Computed batches whose requests have their first token and wait for a place.
         self.computed: list[ScheduleBatch] = []
         self._there: Sequence[int] = ()
+        #: Whether other data parallel ranks may run requests, which a chunk here delays: they ran
+        #: in the last step, or this rank ran a chunk in it and does not know.
+        self.others_run = False
 
     @property
     def is_busy(self) -> bool:
@@ -166,7 +171,7 @@ class LocalTurns:
         # A turn that is taken now has its place behind those that wait for one.
         ahead = sum(not turn.has_begun for turn in self.queue)
         is_full = self.free_places <= ahead + waiting
-        return Load(queued, running, self.pace.debt, is_full, self._largest)
+        return Load(queued, running + self.others_run, self.pace.debt, is_full, self._largest)
 
     def prefix_here(self, candidate: Any) -> int:
         """How long the prefix of a candidate may be that is computed locally: at least one token is
@@ -262,12 +267,24 @@ class LocalTurns:
         self.pace.chunk(batch.extend_num_tokens, self._beside)
         self.times.launched(batch.extend_num_tokens, self._clock())
 
+    def stepped(self, batch: ScheduleBatch) -> None:
+        """``batch``, which is no chunk of this rank, is about to run: a decode step, or with data
+        parallel attention an empty batch while other ranks run. A chunk of another rank delays
+        requests here as one of this rank does, so that none follows in the next step."""
+        if batch.is_extend_in_batch:
+            self.pace.chunk(0, running=0)
+        else:
+            self.pace.step()
+        is_step = batch.forward_mode.is_decode()
+        tokens = OTHERS_CHUNK if batch.is_extend_in_batch else 0 if is_step else NOT_MEASURED
+        self.times.launched(tokens, self._clock())
+
     @property
     def _beside(self) -> int:
-        """How many requests stand still while a chunk runs: those that run, and those that prefill
-        has sent since and that have a place."""
+        """How many requests a chunk delays: those that run, those that prefill has sent since and
+        that have a place, and one for all on other data parallel ranks."""
         running, waiting, _ = self._batch()
-        return running + min(waiting, self.places_for_others)
+        return running + min(waiting, self.places_for_others) + self.others_run
 
     @property
     def _largest(self) -> int:

@@ -345,7 +345,8 @@ class PrefillServers:
                 return
         tracked = list(self._tables.rooms.items())
         addresses = [address for address, rooms in tracked if message.room in rooms]
-        self.fail(message.room, Reason.PEER_FAILED, f"prefill reported: {message.reason}")
+        prefill = " ".join(["prefill", *addresses])
+        self.fail(message.room, Reason.PEER_FAILED, f"{prefill} reported: {message.reason}")
         if message.unknown_peer:
             for address in addresses:
                 self.disconnect(address)

@@ -254,6 +254,11 @@ class Measured:
         return _vote(self.there(address, tokens), _MICRO)
 
 
+#: Instead of the tokens of a step: its time counts for nothing, or another data parallel rank
+#: computes a chunk in it.
+NOT_MEASURED, OTHERS_CHUNK = -1, -2
+
+
 class StepTimes:
     """How long steps take, seen from the hooks around SGLang's loop.
 
@@ -268,7 +273,8 @@ class StepTimes:
         self._ended_at = float("-inf")
 
     def launched(self, tokens: int, at: float) -> None:
-        """A step was handed to the loop: a chunk of ``tokens``, or with 0 a decode step."""
+        """A step was handed to the loop: a chunk of ``tokens``, or with 0 a decode step;
+        ``NOT_MEASURED``, ``OTHERS_CHUNK``: another one."""
         self._launched.append((tokens, at))
 
     def hook(self, at: float) -> None:
@@ -283,7 +289,7 @@ class StepTimes:
 
     def interrupted(self) -> None:
         """The engine was paused: the steps under way and the next gap are not measured."""
-        self._launched = [(-1, since) for _, since in self._launched]
+        self._launched = [(NOT_MEASURED, since) for _, since in self._launched]
         self._measured.gaps.forget()
 
     def _end(self, at: float) -> None:
@@ -296,3 +302,5 @@ class StepTimes:
             chunk.add(tokens, seconds)
         elif tokens == 0:
             self._measured.step.add(0, seconds)
+        elif tokens == OTHERS_CHUNK:
+            self._measured.gaps.chunks.append(None)

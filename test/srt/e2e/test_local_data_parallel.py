@@ -1,0 +1,106 @@
+"""Turns that decode computes itself, with data parallel attention and experts over both ranks.
+
+Each rank has its own requests and its own tree, and all run each step together.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmark.harness.client import Request
+from benchmark.harness.fleet import Aggregated, Pair
+from benchmark.harness.ports import allocate_ports
+from benchmark.harness.servers import Sizes
+from e2e.drafts import drafting
+from e2e.support import (
+    DOZE,
+    START_METHOD,
+    Ids,
+    Reference,
+    pair_config,
+    prompt_maker,
+    send_and_leave,
+    settle,
+)
+from e2e.test_local_turns import LIMIT, turns
+from models import families
+
+SECONDS = float(os.environ.get("LOCAL_DP_SECONDS", "40"))
+"""Of requests."""
+TALKS, NEW_TOKENS = 8, 24
+
+
+def config_of(model: Path, logs: Path, drafts: bool) -> Any:
+    """Decode of two ranks; ``drafts``: with the model's own draft layer on both servers."""
+    # From its own port on it would take others that a server beside it may have; see test_ranks.py.
+    first_port = allocate_ports(14, in_a_row=True)[0]
+    both = drafting(model, 2, "NEXTN") if drafts else ()
+    return pair_config(
+        model,
+        logs,
+        page_size=16,
+        decode_tp=2,
+        skip_warmup=True,
+        prefill_args=(*DOZE, *both),
+        # Not ``DOZE``: the other rank would wait for one that sleeps.
+        decode_args=(
+            *both,
+            *("--dp-size", "2", "--enable-dp-attention", "--ep-size", "2"),
+            *("--dist-init-addr", f"127.0.0.1:{first_port}"),
+            *("--disaggregation-decode-local-tokens", str(LIMIT)),
+        ),
+        decode_env={
+            "SGLANG_DISAGGREGATION_DECODE_LOCAL_CHUNK": "48",
+            "SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS": "1",
+        },
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v3_nextn"])
+def test_talks_on_both_ranks(family: str, tmp_path: Path, logs: Path) -> None:
+    """Guards against a rank that is not in a step in which the other one computes a chunk, which
+    would stop the server, and against a chunk whose experts get the tokens of another rank. Clients
+    leave at any time. In every run ``component/decode/test_local_data_parallel.py`` has the loop of
+    two ranks."""
+    model = families.build(tmp_path / family, family)
+    rng = random.Random(7)
+    tokens = prompt_maker(model, seed=7)
+    stock = Aggregated(
+        model,
+        logs,
+        Sizes(20_000, chunked_prefill_tokens=2048),
+        extra_args=DOZE,
+        env={START_METHOD: "fork"},
+    )
+    with stock as server, Pair(config_of(model, logs, "nextn" in family), logs) as pair:
+        reference = Reference(server, model)
+        talks: list[Ids] = []
+        ends, answered, left = time.monotonic() + SECONDS, 0, 0
+        while time.monotonic() < ends:
+            while len(talks) < TALKS:
+                talks.append(tokens(rng.randrange(20, 400)))
+            expected = reference.answers(talks, NEW_TOKENS)
+            asked = [Request(talk, NEW_TOKENS) for talk in talks]
+            patience = [rng.choice([None, None, rng.uniform(0, 1.0)]) for _ in talks]
+            results = send_and_leave(pair.target, asked, patience)
+            following = []
+            for talk, answer, result in zip(talks, expected, results, strict=True):
+                if result is None:
+                    left += 1
+                else:
+                    assert (result.error, result.output_ids) == (None, answer)
+                    answered += 1
+                following.append([*talk, *answer, *tokens(rng.randrange(1, 150))])
+            talks = [talk for talk in following if len(talk) < 1500]
+        counted = turns(pair)
+        print(f"{answered} answered, {left} left, {counted}")
+        assert answered > 20 and left > 5
+        assert counted["local", "always"] > 10
+        settle(pair)
