@@ -1,8 +1,9 @@
 """Which seeds of a conversation in ``test_families.py`` rounding does not change.
 
-    PYTHONPATH=.:test/srt SGLANG_CPU_STANDIN=1 SGLANG_PATCHSET=0 python -m e2e.rounding FAMILY SEED...
+    export PYTHONPATH=.:test/srt SGLANG_CPU_STANDIN=1 SGLANG_PATCHSET=0
+    python -m e2e.rounding FAMILY SEED... [-- ARGUMENTS OF A SERVER]
 
-Behind ``--`` may stand arguments of a server. Two servers add the same numbers in another order: by chunks, by batches, by ranks. Where the last
+Two servers add the same numbers in another order: by chunks, by batches, by ranks. Where the last
 bit decides which expert, which token of an index or which value of fp8 is taken, their answers
 differ, and neither is wrong. Here weights are changed by about that much, ``TRIALS`` times.
 """
