@@ -23,6 +23,11 @@ by the model's own MTP head. fp8: KV in fp8. no_swa_pool: ``--disable-hybrid-swa
 servers."""
 
 
+NEW_TOKENS = {"deepseek_v32": 4}
+"""Tokens of an answer, where they are not 10: with each further one rounding has another chance to
+change what DSA's index chooses."""
+
+
 @dataclass(frozen=True)
 class Run:
     """One pair of servers and what is asked of it."""

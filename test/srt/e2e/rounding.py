@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from e2e.test_families import NEW_TOKENS, TURNS, conversation
+from e2e.families import NEW_TOKENS
+from e2e.test_families import TURNS, conversation
 from models.families import build
 from models.in_process import InProcess
 
@@ -29,13 +30,14 @@ def main() -> None:
     arguments, _, more = " ".join(sys.argv[1:]).partition(" -- ")
     family, *seeds = arguments.split()
     folder = build(Path(tempfile.mkdtemp()), family)
+    new_tokens = NEW_TOKENS.get(family, 10)
     model = InProcess(folder, *more.split())
     weights = [(weight, weight.data.clone()) for weight in model.runner.model.parameters()]
     for seed in map(int, seeds):
         prompts, _, more_tokens = conversation(folder, seed)
         asked = []
         for _ in range(TURNS):
-            answers = [model.answer(prompt, NEW_TOKENS)[0] for prompt in prompts]
+            answers = [model.answer(prompt, new_tokens)[0] for prompt in prompts]
             asked += zip(prompts, answers, strict=True)
             prompts = [[*text, *answer, *more_tokens()] for text, answer in asked[-len(prompts) :]]
         changed = 0
@@ -44,7 +46,7 @@ def main() -> None:
             for weight, exact in weights:
                 noise = torch.randn(exact.shape, generator=generator) * ROUNDING
                 weight.data.copy_(exact * (1 + noise.to(exact.dtype)))
-            changed += sum(model.answer(text, NEW_TOKENS)[0] != answer for text, answer in asked)
+            changed += sum(model.answer(text, new_tokens)[0] != answer for text, answer in asked)
         for weight, exact in weights:
             weight.data.copy_(exact)
         print(f"seed {seed}: {changed} of {TRIALS * len(asked)} answers change", flush=True)

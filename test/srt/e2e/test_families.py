@@ -20,7 +20,7 @@ import pytest
 from benchmark.harness import metrics
 from benchmark.harness.fleet import Pair, PairConfig
 from e2e.drafts import drafting
-from e2e.families import RUNS, Run
+from e2e.families import NEW_TOKENS, RUNS, Run
 from e2e.support import (
     DOZE,
     RETRACTS,
@@ -39,7 +39,7 @@ from e2e.support import (
 from e2e.test_local_turns import LIMIT, local_config, turns
 from models import families
 
-TURNS, NEW_TOKENS, SHORT = 3, 10, 21
+TURNS, SHORT = 3, 21
 NEEDS_ITS_PAGE = {"deepseek_v32": 64}
 """Page sizes of the references; SGLang's index has no other one."""
 SERVER_ARGS: dict[str, tuple[str, ...]] = {
@@ -116,15 +116,21 @@ def common_args(run: Run) -> tuple[str, ...]:
     return tuple(itertools.chain.from_iterable(given.get(setup, ()) for setup in run.setup))
 
 
+def ranks_a_room(run: Run) -> int:
+    """Decode ranks over which the KV of one request is spread."""
+    return 2 if {"decode_tp2", "ep"} & {*run.setup} else 1
+
+
 def page_bytes(run: Run, model: Path) -> int:
-    """Bytes of KV a page takes on one decode rank, without an index."""
+    """Bytes of KV a page takes on one decode rank, without an index and without states."""
     config = json.loads((model / "config.json").read_text())
     size = 1 if "fp8" in run.setup else 4
     layers = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
+    layers -= config.get("layer_types", []).count("linear_attention")
     if "kv_lora_rank" in config:  # latents are whole on every rank
         of_token = size * (config["kv_lora_rank"] + config["qk_rope_head_dim"])
     else:
-        heads = config["num_key_value_heads"] // (2 if "decode_tp2" in run.setup else 1)
+        heads = config["num_key_value_heads"] // ranks_a_room(run)
         of_token = 2 * size * heads * config["head_dim"]
     return int(run.page * layers * of_token)
 
@@ -149,11 +155,12 @@ def test_answers(starting: tuple[Path, Future[Reference]], logs: Path, run: Run)
     if run.backend == "mooncake":
         pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
     prompts, changed, more = conversation(model, run.seed)
+    new_tokens = NEW_TOKENS.get(run.family, 10)
     with Pair(configuration(run, model, logs), logs) as pair:
         of_stock = reference.result()
-        one, other = of_stock.answers([prompts[-1], changed], NEW_TOKENS)
+        one, other = of_stock.answers([prompts[-1], changed], new_tokens)
         assert one != other, "the model does not show wrong KV"
-        prompts = take_turns(pair, of_stock, prompts, TURNS, NEW_TOKENS, more)
+        prompts = take_turns(pair, of_stock, prompts, TURNS, new_tokens, more)
         # All but what was just added, and the last token of the answer before it.
         held = len(prompts[0]) - SHORT - 1
         whole = prompts[0][: held // run.page * run.page]
@@ -167,16 +174,15 @@ def check_hits(run: Run, pair: Pair, whole: Ids, logs: Path, page_bytes: int) ->
     hits = pair.metrics()[1].get(metrics.HIT_TOKENS, 0)
     admitted, sent = EventLogs(logs).read()
     prefixes = [event.prefix_tokens for event in admitted if event.room]
-    print(run.id, "hit", hits, "prefixes", prefixes)
     if "stock" in run.parts or "stock_prefill" in run.parts:
         assert hits == 0
         return
     assert any(prefixes)
+    if "retract" in run.parts:
+        assert "#retracted_reqs: " in pair.processes["decode"].log_text()
     if "local" in run.parts:
         counted = turns(pair)
         assert counted["remote", "long"] >= 6 and counted["local", "always"] >= 6, counted
-    else:
+    elif "decode_dp" not in run.setup:  # there each rank has its own prompts
         assert prefixes[-1] == len(whole)
-    assert_tiled(
-        admitted, sent, page_bytes, 2 if "decode_tp2" in run.setup or "ep" in run.setup else 1
-    )
+    assert_tiled(admitted, sent, page_bytes, ranks_a_room(run))
