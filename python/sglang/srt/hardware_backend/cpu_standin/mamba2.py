@@ -1,6 +1,6 @@
 """Mamba2 in torch (Falcon-H1, Nemotron-H): one request after the other, one token after the other.
 
-The convolution is that of the gated delta nets (``gdn_backend``, as edited).
+The convolution is that of the gated delta nets.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from typing import Any  # Any: modules that are edited, arguments that are not u
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
+
+from .recurrent import convolve_texts, convolve_tokens
 
 
 def _step(
@@ -57,25 +59,10 @@ def scan_tokens(
             out[i], states[slot] = read
 
 
-def mamba2(module: Any) -> None:
-    """After ``attention.mamba.mamba``: its kernels."""
-
-    def convolution(name: str) -> Any:
-        def call(*arguments: Any, **options: Any) -> Any:
-            from sglang.srt.layers.attention.linear import gdn_backend
-
-            return getattr(gdn_backend, name)(*arguments, **options)
-
-        return call
-
-    for name in ("causal_conv1d_fn", "causal_conv1d_update"):
-        setattr(module, name, convolution(name))
-        setattr(module, f"{name}_triton", convolution(name))
-    module.mamba_chunk_scan_combined = scan_texts
-    module.selective_state_update = scan_tokens
-
-
-def gated_norm(module: Any) -> None:
-    """After ``mixer2_rms_norm_gated``: the form that SGLang has in torch."""
-    kind = module.Mixer2RMSNormGated
-    kind.forward_cpu = kind.forward_cuda = kind.forward_native
+def edit(module: Any) -> None:
+    """After ``attention.mamba.mamba``."""
+    for name in ("causal_conv1d_fn", "causal_conv1d_fn_triton"):
+        setattr(module, name, convolve_texts)
+    for name in ("causal_conv1d_update", "causal_conv1d_update_triton"):
+        setattr(module, name, convolve_tokens)
+    module.mamba_chunk_scan_combined, module.selective_state_update = scan_texts, scan_tokens
