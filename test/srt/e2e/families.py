@@ -1,0 +1,112 @@
+"""The pairs that serve each family of models in ``test_families.py``, as data.
+
+The published matrix is made from this table, so it imports no engine. A row that is not here was
+not run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
+
+Part = Literal["radix", "local", "buffer_only", "stock", "stock_prefill", "retract"]
+"""radix: the decode radix cache. local: turns that decode computes. buffer_only: HiCache's staging
+buffer. stock: no flag of this package on decode. stock_prefill: a prefill server without this
+package. retract: decode retracts some of its requests every seventh step."""
+Setup = Literal[
+    "prefill_tp2", "decode_tp2", "prefill_dp", "decode_dp", "ep", "nextn", "fp8", "no_swa_pool"
+]
+"""prefill_tp2, decode_tp2: two ranks of tensor parallelism. prefill_dp, decode_dp: two ranks of
+attention data parallelism. ep: two ranks of expert parallelism on both servers. nextn: speculation
+by the model's own MTP head. fp8: KV in fp8. no_swa_pool: ``--disable-hybrid-swa-memory`` on both
+servers."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One pair of servers and what is asked of it."""
+
+    family: str
+    """Of ``models.families``."""
+    page: int = 16
+    """Tokens a page."""
+    backend: Literal["nixl", "mooncake"] = "nixl"
+    parts: tuple[Part, ...] = ("radix",)
+    setup: tuple[Setup, ...] = ()
+    nightly: bool = True
+    """False: also in the run that every change gets."""
+    seed: int = 0
+    """Of the prompts. Another one than 0 has its reason beside the row."""
+
+    @property
+    def id(self) -> str:
+        """The test's id in ``test_families.py``."""
+        return "-".join((self.family, self.backend, f"page{self.page}", *self.parts, *self.setup))
+
+
+BOTH: tuple[Part, ...] = ("radix", "local")
+
+
+def _on_two_ranks(family: str, *also: Setup, page: int = 16) -> tuple[Run, ...]:
+    """Tensor parallelism of unequal sizes."""
+    return (
+        Run(family, page, parts=BOTH, setup=("prefill_tp2", *also)),
+        Run(family, page, parts=BOTH, setup=("decode_tp2", *also)),
+    )
+
+
+def _everywhere(family: str, *also: Setup) -> tuple[Run, ...]:
+    """Both transfer backends, and tensor parallelism of unequal sizes."""
+    return (
+        Run(family, parts=BOTH, setup=also),
+        Run(family, 1, "mooncake", BOTH, also),
+        *_on_two_ranks(family, *also),
+    )
+
+
+DEEPSEEK_V3 = (
+    Run("deepseek_v3", parts=BOTH, nightly=False),
+    Run("deepseek_v3", 1, "mooncake", BOTH),
+    *_on_two_ranks("deepseek_v3"),
+    Run("deepseek_v3", setup=("prefill_dp",)),
+    Run("deepseek_v3", setup=("decode_dp",)),
+    Run("deepseek_v3", setup=("ep",)),
+    Run("deepseek_v3", parts=BOTH, setup=("fp8",)),
+    Run("deepseek_v3", parts=("radix", "retract")),
+    Run("deepseek_v3", parts=("radix", "stock_prefill")),
+    Run("deepseek_v3_nextn", parts=BOTH, setup=("nextn",)),
+)
+"""MLA and experts: DeepSeek V3, Kimi K2."""
+
+DSA = (
+    Run("deepseek_v32", 64, parts=BOTH, nightly=False),
+    Run("deepseek_v32", 64, "mooncake", BOTH),
+    *_on_two_ranks("deepseek_v32", page=64),
+    Run("deepseek_v32", 64, parts=("radix", "retract")),
+)
+"""Sparse attention with an index, whose pages have 64 tokens: DeepSeek V3.2, GLM-5."""
+
+HEADS = (
+    *chain.from_iterable(
+        map(_everywhere, ("qwen3_moe", "glm4_moe", "minimax_m2", "llama", "gemma2"))
+    ),
+    Run("qwen3_moe", setup=("decode_dp",)),
+    Run("qwen3_moe", setup=("ep",)),
+)
+"""Keys and values by head, one pool; with experts but for Llama 3 and Gemma 2."""
+
+WINDOWS = (
+    *_everywhere("gpt_oss", "no_swa_pool"),
+    Run("gpt_oss", parts=("stock",)),
+    Run("gpt_oss", 1, "mooncake", ("stock",)),
+)
+"""Layers with a window, whose pool is another one unless the flag says otherwise."""
+
+RECURRENT = (
+    Run("qwen3_next", 1, parts=("stock",)),
+    Run("qwen3_next", 1, "mooncake", ("stock",)),
+)
+"""Layers with a state of fixed size instead of KV."""
+
+RUNS: tuple[Run, ...] = (*DEEPSEEK_V3, *DSA, *HEADS, *WINDOWS, *RECURRENT)
