@@ -1,7 +1,6 @@
-"""KV of each kind of device pool through the staging buffer and a store, into another server's pool.
+"""Every kind of KV pool: from one server's device through staging buffer and store to another's.
 
-The device pools, the host pools and the backend ``file`` are SGLang's, as a server of this package has
-them.
+Device pools, host pools and the backend ``file`` are SGLang's, with the mixins of a server.
 """
 
 from __future__ import annotations
