@@ -22,6 +22,7 @@ from benchmark.harness import servers
 from benchmark.harness.client import Request, Result, Target, open_session, send
 from benchmark.harness.fleet import Aggregated, Pair, PairConfig, start
 from benchmark.harness.models import token_range
+from benchmark.harness.ports import allocate_ports
 from benchmark.harness.process import ServerProcess
 from benchmark.harness.servers import HOST, ServerConfig, Sizes
 from chaos.faults import scheduler_of, signal_all, wait_stopped
@@ -76,11 +77,14 @@ def answers_with(
 
 
 @contextmanager
-def reference_server(model: Path, logs: Path, pool_tokens: int) -> Iterator[Reference]:
-    """SGLang's own aggregated server, stock, at page size 1."""
-    sizes = Sizes(pool_tokens, chunked_prefill_tokens=2048)
+def reference_server(
+    model: Path, logs: Path, pool_tokens: int, page_size: int = 1, args: tuple[str, ...] = ()
+) -> Iterator[Reference]:
+    """SGLang's own aggregated server, stock."""
+    sizes = Sizes(pool_tokens, page_size=page_size, chunked_prefill_tokens=2048)
     # Between its own requests it would spin on one of the few cores.
-    with Aggregated(model, logs, sizes, extra_args=DOZE, env={START_METHOD: "fork"}) as server:
+    args = (*DOZE, *args)
+    with Aggregated(model, logs, sizes, extra_args=args, env={START_METHOD: "fork"}) as server:
         yield Reference(server, model)
 
 
@@ -203,6 +207,23 @@ def take_turns(
             [*prompt, *answer, *more()] for prompt, answer in zip(prompts, expected, strict=True)
         ]
     return prompts
+
+
+def prompts_that_share(tokens: Callable[[int], Ids]) -> list[Ids]:
+    """Three prompts with a common prefix, and another one. ``tokens``: a ``prompt_maker``."""
+    shared = tokens(150)
+    return [[*shared, *tokens(120 + 61 * i)] for i in range(3)] + [tokens(300)]
+
+
+def dp_attention(ranks: int = 2) -> tuple[str, ...]:
+    """Arguments of a server with attention data parallelism, beside its tensor parallelism."""
+    # From its own port on SGLang would take others that a server beside it may have: the six from
+    # this one on, and the 13th after it (PortArgs.init_new, DP_ATTENTION_HANDSHAKE_PORT_DELTA).
+    first_port = allocate_ports(14, in_a_row=True)[0]
+    return (
+        *("--dp-size", str(ranks), "--enable-dp-attention"),
+        *("--dist-init-addr", f"127.0.0.1:{first_port}"),
+    )
 
 
 def route(pair: Pair, prefill: ServerConfig | None = None) -> dict[str, Any]:

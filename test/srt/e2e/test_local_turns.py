@@ -53,8 +53,9 @@ def local_config(model: Path, logs: Path, **changes: Any) -> Any:
     args = (
         *("--disaggregation-decode-local-tokens", str(LIMIT)),
         *("--disaggregation-decode-fallback-prefill-tokens", str(WHEN_LOST)),
+        *changes.pop("decode_args", DOZE),
     )
-    return pair_config(model, logs, decode_args=(*DOZE, *args), decode_env=env, **changes)
+    return pair_config(model, logs, decode_args=args, decode_env=env, **changes)
 
 
 Turns = dict[tuple[str, str], float]

@@ -15,14 +15,15 @@ import pytest
 from benchmark.harness import metrics
 from benchmark.harness.fleet import Pair
 from benchmark.harness.models import kv_bytes_per_token
-from benchmark.harness.ports import allocate_ports
 from e2e.support import (
     START_METHOD,
     EventLogs,
     Reference,
     assert_tiled,
+    dp_attention,
     pair_config,
     prompt_maker,
+    prompts_that_share,
     settle,
     take_turns,
 )
@@ -50,8 +51,7 @@ def converse(
     """
     config = pair_config(model, logs, page_size=page, skip_warmup=True, **changes)
     tokens = prompt_maker(model, seed=page)
-    shared = tokens(150)
-    prompts = [[*shared, *tokens(60 + 61 * i)] for i in range(3)] + [tokens(300)]
+    prompts = prompts_that_share(tokens)
     with Pair(config, logs) as pair:
         more = partial(tokens, 21)
         prompts = take_turns(pair, reference, prompts, turns=2, new_tokens=10, more=more)
@@ -115,22 +115,8 @@ def test_a_replicated_head(
 def test_attention_data_parallel_decode(model: Path, reference: Reference, logs: Path) -> None:
     """Guards against decode ranks that each hold whole requests, with trees of their own, but step
     together: an idle one must take part without a prefix of its own."""
-    # From its own port on it would take others that a server beside it may have: the six from
-    # this one on, and the 13th after it (PortArgs.init_new, DP_ATTENTION_HANDSHAKE_PORT_DELTA).
-    first_port = allocate_ports(14, in_a_row=True)[0]
-    converse(
-        model,
-        KV_HEADS,
-        reference,
-        logs,
-        16,
-        ranks_a_room=1,
-        decode_tp=2,
-        decode_args=(
-            *("--dp-size", "2", "--enable-dp-attention"),
-            *("--dist-init-addr", f"127.0.0.1:{first_port}"),
-        ),
-    )
+    args = dp_attention()
+    converse(model, KV_HEADS, reference, logs, 16, ranks_a_room=1, decode_tp=2, decode_args=args)
 
 
 @pytest.mark.nightly

@@ -1,0 +1,165 @@
+"""The families of models that fleets serve: through a pair as from SGLang's aggregated server.
+
+Each row of ``families.RUNS`` is a test. What a family adds to KV (an index, a latent instead of
+heads, windows, states, experts that tip over at a wrong value) lies in other buffers or is sent in
+another form than a dense model's KV, and shows in the answers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmark.harness import metrics
+from benchmark.harness.fleet import Pair, PairConfig
+from e2e.drafts import drafting
+from e2e.families import RUNS, Run
+from e2e.support import (
+    DOZE,
+    RETRACTS,
+    EventLogs,
+    Ids,
+    Reference,
+    assert_tiled,
+    dp_attention,
+    pair_config,
+    prompt_maker,
+    prompts_that_share,
+    reference_server,
+    settle,
+    take_turns,
+)
+from e2e.test_local_turns import LIMIT, local_config, turns
+from models import families
+
+NEW_TOKENS = 10
+NEEDS_ITS_PAGE = {"deepseek_v32": 64}
+"""Page sizes of the references; SGLang's index has no other one."""
+SERVER_ARGS: dict[str, tuple[str, ...]] = {
+    # Slots of states; SGLang's default takes gigabytes.
+    "qwen3_next": ("--max-mamba-cache-size", "60"),
+}
+FP8 = ("--kv-cache-dtype", "fp8_e4m3")
+
+
+def marked(run: Run) -> Any:
+    marks = [pytest.mark.nightly] if run.nightly else []
+    return pytest.param((run.family, "fp8" in run.setup), run, id=run.id, marks=marks)
+
+
+@pytest.fixture(scope="module")
+def starting(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, Future[Reference]]]:
+    """The model of a family, and its reference, which starts beside the first pair."""
+    family, fp8 = request.param
+    folder = tmp_path_factory.mktemp(family)
+    model = families.build(folder / family, family)
+    args = (*SERVER_ARGS.get(family, ()), *(FP8 if fp8 else ()))
+    server = reference_server(model, folder, 20_000, NEEDS_ITS_PAGE.get(family, 1), args)
+    with ExitStack() as running, ThreadPoolExecutor(1) as thread:
+        yield model, thread.submit(running.enter_context, server)
+
+
+def configuration(run: Run, model: Path, logs: Path) -> PairConfig:
+    """The servers of a row."""
+    stock_prefill = "stock_prefill" in run.parts
+    args = (*common_args(run), *SERVER_ARGS.get(run.family, ()))
+    changes: dict[str, Any] = {
+        "page_size": run.page,
+        "backend": run.backend,
+        "radix": "stock" not in run.parts,
+        "skip_warmup": True,
+        "stock_prefill": stock_prefill,
+        "env": {"MC_FORCE_TCP": "1"} if run.backend == "mooncake" else {},
+        "decode_env": RETRACTS if "retract" in run.parts else {},
+        "prefill_args": args if stock_prefill else (*DOZE, *args),
+        "decode_args": (*DOZE, *args),
+    }
+    for role in ("prefill", "decode"):
+        if {f"{role}_tp2", f"{role}_dp", "ep"} & {*run.setup}:
+            changes[f"{role}_tp"] = 2
+        if f"{role}_dp" in run.setup:
+            changes[f"{role}_args"] += dp_attention()
+    if "nextn" in run.setup:
+        for role in ("prefill", "decode"):
+            changes[f"{role}_args"] += drafting(model, 3, "NEXTN")
+    make = local_config if "local" in run.parts else pair_config
+    return make(model, logs, **changes)
+
+
+def common_args(run: Run) -> tuple[str, ...]:
+    """What both servers of a row get."""
+    given = {
+        "fp8": FP8,
+        "no_swa_pool": ("--disable-hybrid-swa-memory",),
+        "ep": ("--ep-size", "2"),
+    }
+    return tuple(itertools.chain.from_iterable(given.get(setup, ()) for setup in run.setup))
+
+
+def page_bytes(run: Run, model: Path) -> int:
+    """Bytes of KV a page takes on one decode rank, without an index."""
+    config = json.loads((model / "config.json").read_text())
+    size = 1 if "fp8" in run.setup else 4
+    layers = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
+    if "kv_lora_rank" in config:  # latents are whole on every rank
+        of_token = size * (config["kv_lora_rank"] + config["qk_rope_head_dim"])
+    else:
+        heads = config["num_key_value_heads"] // (2 if "decode_tp2" in run.setup else 1)
+        of_token = 2 * size * heads * config["head_dim"]
+    return int(run.page * layers * of_token)
+
+
+@pytest.mark.parametrize(("starting", "run"), [marked(run) for run in RUNS], indirect=["starting"])
+def test_answers(starting: tuple[Path, Future[Reference]], logs: Path, run: Run) -> None:
+    """Guards against KV, an index or a state that is missing, another text's, or that of another
+    layer: behind a prefix from decode's tree, in chunks of prefill, in a chunk that decode computes
+    itself, and where the prompt is all hit."""
+    model, reference = starting
+    if run.backend == "mooncake":
+        pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
+    tokens = prompt_maker(model, run.seed)
+    prompts = prompts_that_share(tokens)
+    # Of turns behind the first: all are short enough for decode, then every other one.
+    lengths = itertools.chain([21] * 4, itertools.cycle([21, LIMIT + 30]))
+    with Pair(configuration(run, model, logs), logs) as pair:
+        of_stock = reference.result()
+        changed = [*prompts[3]]
+        changed[5] = next(token for token in tokens(2) if token != changed[5])
+        one, other = of_stock.answers([prompts[3], changed], NEW_TOKENS)
+        assert one != other, "the model does not show wrong KV"
+        prompts = take_turns(pair, of_stock, prompts, 3, NEW_TOKENS, lambda: tokens(next(lengths)))
+        # All but what was just added, and the last token of the answer before it.
+        held = len(prompts[0]) - 21 - 1
+        whole = prompts[0][: held // run.page * run.page]
+        assert pair.generate([whole], 4) == of_stock.answers([whole], 4)
+        settle(pair)
+        check_hits(run, pair, whole, logs, page_bytes(run, model))
+
+
+def check_hits(run: Run, pair: Pair, whole: Ids, logs: Path, page_bytes: int) -> None:
+    """Check that the parts of a row were used: prefixes, and turns that decode computed."""
+    hits = pair.metrics()[1].get(metrics.HIT_TOKENS, 0)
+    admitted, sent = EventLogs(logs).read()
+    prefixes = [event.prefix_tokens for event in admitted if event.room]
+    print(run.id, "hit", hits, "prefixes", prefixes)
+    if "stock" in run.parts or "stock_prefill" in run.parts:
+        assert hits == 0
+        return
+    assert any(prefixes)
+    if "local" in run.parts:
+        counted = turns(pair)
+        assert counted["remote", "long"] >= 6 and counted["local", "always"] >= 6, counted
+    else:
+        assert prefixes[-1] == len(whole)
+    assert_tiled(
+        admitted, sent, page_bytes, 2 if "decode_tp2" in run.setup or "ep" in run.setup else 1
+    )
