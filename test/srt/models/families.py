@@ -1,462 +1,362 @@
-"""Tiny random models of several families, checkpoint names as on the hub; see random_qwen3.py for the gains."""
+"""Makes tiny models of random weights of the families that fleets run.
 
+    cd test/srt; python -m models.families FAMILY FOLDER [--seed N]
+
+Names of weights and settings are those of the checkpoints on the hub. The gains are those of
+``random_qwen3.py``, and for its reason: the answer depends on every token before it, so that wrong
+KV shows. Each model has 4 layers, and 8 experts of which a token takes two, or none.
+"""
+
+import argparse
 import json
 import shutil
-import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-TOK = Path(__file__).parent / "tiny_arith"
-V, H, L = 688, 128, 4
-SHARP = (0.7, 10.0)
-ATT = (16.0, 6.0)
-MLP = 3.0
+from models.random_qwen3 import ATTENTION_GAIN, MLP_GAIN, SHARPNESS, TOKENIZER, TOKENIZER_FILES
+
+VERSION = 1
+"""Raise it where the weights or the settings of a family change."""
+STAMP = "family.json"
+"""Written last: what a finished build was made from."""
+HIDDEN, LAYERS, MLP = 128, 4, 256
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
+QUERIES, KEYS = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+EXPERTS, EXPERT_MLP = 8, 64
+LATENT, NOPE, ROPE = 64, 32, 16
+"""Of MLA: of queries and of KV together; of a head without and with positions."""
+VOCABULARY, EOS, PAD = 688, 2, 0
+"""Of the tokenizer of ``tiny_arith``."""
+Config = dict[str, Any]
+Add = Callable[[str, int], None]
+"""Adds a part of a layer, of the given name; also given the number of the layer."""
 
 
-class W:
-    def __init__(self, seed):
-        self.g = torch.Generator().manual_seed(seed)
-        self.d = {}
+class Weights:
+    """Tensors of a checkpoint by name."""
 
-    def mat(self, name, out, inp, gain=1.0, *lead):
-        self.d[name] = torch.empty(*lead, out, inp).normal_(0, gain * inp**-0.5, generator=self.g)
+    def __init__(self, seed: int) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._generator = torch.Generator().manual_seed(seed)
 
-    def ones(self, name, n, v=1.0):
-        self.d[name] = torch.full((n,), v)
+    def random(self, name: str, *shape: int, spread: float = 1.0) -> None:
+        self.tensors[name] = torch.empty(shape).normal_(0, spread, generator=self._generator)
 
-    def vec(self, name, n, s):
-        self.d[name] = torch.empty(n).normal_(0, s, generator=self.g)
+    def matrix(self, name: str, out: int, inputs: int, gain: float = 1.0) -> None:
+        """Add ``name.weight``, which multiplies the spread of its input by ``gain``."""
+        self.random(f"{name}.weight", out, inputs, spread=gain * inputs**-0.5)
 
-    def ends(self, norm=1.0):
-        self.d["model.embed_tokens.weight"] = torch.empty(V, H).normal_(0, 1, generator=self.g)
-        self.mat("lm_head.weight", V, H)
-        self.d["lm_head.weight"][[0, 2]] = 0
-        self.ones("model.norm.weight", H, norm)
+    def constant(self, name: str, size: int = HIDDEN, value: float = 1.0) -> None:
+        """Add ``name.weight``, by default of a norm that changes nothing."""
+        self.tensors[f"{name}.weight"] = torch.full((size,), value)
+
+    def layer(self, index: int, attention: Add, mlp: Add, norms: Mapping[str, float]) -> None:
+        name = f"model.layers.{index}"
+        for norm, value in norms.items():
+            self.constant(f"{name}.{norm}", value=value)
+        attention(f"{name}.self_attn", index)
+        mlp(f"{name}.mlp", index)
+
+    def ends(self, norm: float = 1.0) -> None:
+        """Add embedding, last norm and logits; ``EOS`` and ``PAD`` are never the best token."""
+        self.random("model.embed_tokens.weight", VOCABULARY, HIDDEN)
+        self.matrix("lm_head", VOCABULARY, HIDDEN)
+        self.tensors["lm_head.weight"][[PAD, EOS]] = 0
+        self.constant("model.norm", value=norm)
+
+    def model(self, attention: Add, mlp: Add, norm: float = 1.0, **norms: float) -> None:
+        """Add all layers and the ends. ``norm``: the weight of a norm that changes nothing."""
+        usual = {"input_layernorm": norm, "post_attention_layernorm": norm}
+        for index in range(LAYERS):
+            self.layer(index, attention, mlp, usual | norms)
+        self.ends(norm)
+
+    # ---- attention ----
+
+    def heads(
+        self, name: str, index: int, norms: str = "", biases: str = "", gate: int = 1
+    ) -> None:
+        """Add attention by heads.
+
+        Args:
+            norms: of queries and of keys: of each ``head``, of ``all`` heads together, or none.
+            biases: which of the projections q, k, v and o have one.
+            gate: 2 where the query's projection has also a gate of the output.
+        """
+        sharpness = SHARPNESS[index > 0]
+        self.matrix(f"{name}.q_proj", QUERIES * gate, HIDDEN, 1.0 if norms == "head" else sharpness)
+        self.matrix(f"{name}.k_proj", KEYS, HIDDEN)
+        self.matrix(f"{name}.v_proj", KEYS, HIDDEN)
+        self.matrix(f"{name}.o_proj", HIDDEN, QUERIES, ATTENTION_GAIN[index > 0])
+        if norms:
+            self.constant(f"{name}.q_norm", HEAD_DIM if norms == "head" else QUERIES, sharpness)
+            self.constant(f"{name}.k_norm", HEAD_DIM if norms == "head" else KEYS)
+        for letter in biases:
+            size = {"q": QUERIES, "o": HIDDEN}.get(letter, KEYS)
+            self.random(f"{name}.{letter}_proj.bias", size, spread=0.1)
+
+    def mla(self, name: str, index: int) -> None:
+        """Add latent attention."""
+        self.matrix(f"{name}.q_a_proj", LATENT, HIDDEN)
+        self.constant(f"{name}.q_a_layernorm", LATENT)
+        self.matrix(f"{name}.q_b_proj", HEADS * (NOPE + ROPE), LATENT, SHARPNESS[index > 0])
+        self.matrix(f"{name}.kv_a_proj_with_mqa", LATENT + ROPE, HIDDEN)
+        self.constant(f"{name}.kv_a_layernorm", LATENT)
+        self.matrix(f"{name}.kv_b_proj", HEADS * 2 * NOPE, LATENT)
+        self.matrix(f"{name}.o_proj", HIDDEN, HEADS * NOPE, ATTENTION_GAIN[index > 0])
+
+    # ---- MLP ----
+
+    def gated(self, name: str, inner: int, parts: str = "gate_proj up_proj down_proj") -> None:
+        """Add a gated MLP; ``parts``: its names of the gate, of what is gated, and of the last."""
+        gate, up, down = (f"{name}.{part}" for part in parts.split())
+        self.matrix(gate, inner, HIDDEN, MLP_GAIN)
+        self.matrix(up, inner, HIDDEN)
+        self.matrix(down, HIDDEN, inner, MLP_GAIN)
+
+    def dense(self, name: str, index: int) -> None:
+        self.gated(name, MLP)
+
+    def experts(self, name: str, index: int, correction: str = "", shared: str = "") -> None:
+        """Add a router with experts.
+
+        Args:
+            correction: name of the terms by which the router balances them, if it has any.
+            shared: name of an expert that all tokens take, if there is one.
+        """
+        self.matrix(f"{name}.gate", EXPERTS, HIDDEN)
+        if correction:
+            self.random(f"{name}.{correction}", EXPERTS, spread=0.01)
+        parts = "w1 w3 w2" if "block_sparse" in name else "gate_proj up_proj down_proj"
+        for expert in range(EXPERTS):
+            self.gated(f"{name}.experts.{expert}", EXPERT_MLP, parts)
+        if shared:
+            self.gated(f"{name}.{shared}", EXPERT_MLP)
+
+    def later_experts(self, name: str, index: int) -> None:
+        """Add an MLP to layer 0, and experts to those behind it."""
+        if index == 0:
+            self.dense(name, index)
+        else:
+            self.experts(name, index, "gate.e_score_correction_bias", "shared_experts")
 
 
-def common(arch, mt, **more):
-    return {
-        "architectures": [arch],
-        "model_type": mt,
-        "vocab_size": V,
-        "hidden_size": H,
-        "num_hidden_layers": L,
+def _config(architecture: str, model_type: str, **more: Any) -> Config:
+    """Return the settings that the families share, and ``more``; without those that are None."""
+    config = {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "intermediate_size": MLP,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 32768,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
         "bos_token_id": None,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
         "rope_theta": 10000.0,
+        "rope_scaling": None,
         "attention_bias": False,
-        "initializer_range": 0.02,
-        "use_cache": True,
-        "attention_dropout": 0.0,
-        **more,
     }
+    return config | more
 
 
-def mlp(w, p, inter, gain=MLP):
-    w.mat(p + "gate_proj.weight", inter, H, gain)
-    w.mat(p + "up_proj.weight", inter, H)
-    w.mat(p + "down_proj.weight", H, inter, gain)
+def _sparse(architecture: str, model_type: str, experts: str, **more: Any) -> Config:
+    """Return the settings of a model with experts, whose number is called ``experts``."""
+    own = {experts: EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": EXPERT_MLP}
+    return _config(architecture, model_type, norm_topk_prob=True, **own, **more)
 
 
-def gqa(w, p, i, nh=4, nkv=2, hd=32, norms="head", bias=False, qmul=1):
-    s, a = SHARP[i > 0], ATT[i > 0]
-    w.mat(p + "q_proj.weight", nh * hd * qmul, H, 1.0 if norms == "head" else s)
-    w.mat(p + "k_proj.weight", nkv * hd, H)
-    w.mat(p + "v_proj.weight", nkv * hd, H)
-    w.mat(p + "o_proj.weight", H, nh * hd, a)
-    if norms == "head":
-        w.ones(p + "q_norm.weight", hd, s)
-        w.ones(p + "k_norm.weight", hd)
-    if norms == "all":
-        w.ones(p + "q_norm.weight", nh * hd, s)
-        w.ones(p + "k_norm.weight", nkv * hd)
+def llama(weights: Weights) -> Config:
+    """Llama 3: dense."""
+    weights.model(weights.heads, weights.dense)
+    return _config("LlamaForCausalLM", "llama", mlp_bias=False)
 
 
-def lnorms(w, p, names=("input_layernorm", "post_attention_layernorm"), v=1.0):
-    for n in names:
-        w.ones(p + n + ".weight", H, v)
+def qwen3_moe(weights: Weights) -> Config:
+    """Qwen3-MoE."""
+    weights.model(partial(weights.heads, norms="head"), weights.experts)
+    steps = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    return _sparse("Qwen3MoeForCausalLM", "qwen3_moe", "num_experts", **steps)
 
 
-# ---- families ----
-def qwen3_moe_sharp(w):
-    return qwen3_moe(w, 6.0)
+def glm4_moe(weights: Weights) -> Config:
+    """GLM-4.5: biases, a dense layer, an expert that all tokens take."""
+    weights.model(partial(weights.heads, norms="head", biases="qkv"), weights.later_experts)
+    attention = {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5}
+    routing = {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
+    groups = {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0}
+    more = attention | routing | groups
+    return _sparse("Glm4MoeForCausalLM", "glm4_moe", "n_routed_experts", **more)
 
 
-def qwen3_moe(w, router=1.0):
-    E, I = 8, 64
-    for i in range(L):
-        p = f"model.layers.{i}."
-        lnorms(w, p)
-        gqa(w, p + "self_attn.", i)
-        w.mat(p + "mlp.gate.weight", E, H, router)
-        for e in range(E):
-            mlp(w, f"{p}mlp.experts.{e}.", I)
-    w.ends()
-    return common(
-        "Qwen3MoeForCausalLM",
-        "qwen3_moe",
-        intermediate_size=256,
-        moe_intermediate_size=I,
-        num_experts=E,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        router_aux_loss_coef=0.001,
-        output_router_logits=False,
-        use_sliding_window=False,
-        sliding_window=None,
+def minimax_m2(weights: Weights) -> Config:
+    """MiniMax M2: one norm of all heads together, which ranks of tensor parallelism share."""
+
+    def experts(name: str, index: int) -> None:
+        name = name.replace("mlp", "block_sparse_moe")
+        weights.experts(name, index, "e_score_correction_bias")
+
+    weights.model(partial(weights.heads, norms="all"), experts)
+    norms = {"use_qk_norm": True, "qk_norm_type": "per_layer", "rotary_dim": 16}
+    routing = {"scoring_func": "sigmoid", "use_routing_bias": True, "intermediate_size": EXPERT_MLP}
+    more = norms | routing | {"attn_type_list": [1] * LAYERS}
+    return _sparse("MiniMaxM2ForCausalLM", "minimax_m2", "num_local_experts", **more)
+
+
+def gemma2(weights: Weights) -> Config:
+    """Gemma 2: windows in every other layer, in one pool with the others."""
+    norms = {"pre_feedforward_layernorm": 0.0}
+    norms |= dict.fromkeys(("post_attention_layernorm", "post_feedforward_layernorm"), 40.0)
+    weights.model(weights.heads, weights.dense, norm=0.0, **norms)
+    del weights.tensors["lm_head.weight"]
+    more = {"sliding_window": 64, "query_pre_attn_scalar": HEAD_DIM, "tie_word_embeddings": True}
+    more |= dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"))
+    more |= dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
+    return _config("Gemma2ForCausalLM", "gemma2", **more)
+
+
+def gpt_oss(weights: Weights) -> Config:
+    """gpt-oss: windows in a pool of their own, attention sinks, experts with biases."""
+
+    def attention(name: str, index: int) -> None:
+        weights.heads(name, index, biases="qkvo")
+        weights.random(f"{name}.sinks", HEADS)
+
+    def experts(name: str, index: int) -> None:
+        weights.matrix(f"{name}.router", EXPERTS, HIDDEN)
+        weights.random(f"{name}.router.bias", EXPERTS, spread=0.1)
+        shapes = {"gate_up_proj": (HIDDEN, 2 * EXPERT_MLP), "down_proj": (EXPERT_MLP, HIDDEN)}
+        for part, (inputs, out) in shapes.items():
+            projection, spread = f"{name}.experts.{part}", MLP_GAIN * inputs**-0.5
+            weights.random(projection, EXPERTS, inputs, out, spread=spread)
+            weights.random(f"{projection}_bias", EXPERTS, out, spread=0.1)
+
+    weights.model(attention, experts)
+    windows = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 64}
+    sizes = {"intermediate_size": EXPERT_MLP, "attention_bias": True, "swiglu_limit": 7.0}
+    return _sparse("GptOssForCausalLM", "gpt_oss", "num_local_experts", **windows, **sizes)
+
+
+def deepseek_v3(weights: Weights, **more: Any) -> Config:
+    """DeepSeek V3 and Kimi K2: MLA, experts in groups."""
+    weights.model(weights.mla, weights.later_experts)
+    latents = {"q_lora_rank": LATENT, "kv_lora_rank": LATENT, "num_key_value_heads": HEADS}
+    latents |= {"qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": NOPE}
+    routing = {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
+    routing |= {"n_group": 2, "topk_group": 1, "topk_method": "noaux_tc", "moe_layer_freq": 1}
+    routing |= {"scoring_func": "sigmoid"}
+    rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}
+    rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    more = {"num_nextn_predict_layers": 0, "rope_scaling": rope} | latents | routing | more
+    config = _sparse("DeepseekV3ForCausalLM", "deepseek_v3", "n_routed_experts", **more)
+    del config["head_dim"]
+    return config
+
+
+def deepseek_v3_nextn(weights: Weights) -> Config:
+    """The same with a head that drafts (MTP), which is one more layer."""
+    config = deepseek_v3(weights, num_nextn_predict_layers=1)
+    layer = f"model.layers.{LAYERS}"
+    norms = ("input_layernorm", "post_attention_layernorm", "enorm", "hnorm", "shared_head.norm")
+    weights.layer(LAYERS, weights.mla, weights.later_experts, dict.fromkeys(norms, 1.0))
+    weights.matrix(f"{layer}.eh_proj", HIDDEN, 2 * HIDDEN)
+    return config
+
+
+def deepseek_v32(weights: Weights) -> Config:
+    """DeepSeek V3.2 and GLM-5: attention to the 64 tokens that an index chooses (DSA)."""
+    heads, dim = 24, 128
+    config = deepseek_v3(weights, index_n_heads=heads, index_head_dim=dim, index_topk=64)
+    for index in range(LAYERS):
+        indexer = f"model.layers.{index}.self_attn.indexer"
+        weights.matrix(f"{indexer}.wq_b", heads * dim, LATENT)
+        weights.matrix(f"{indexer}.wk", dim, HIDDEN)
+        weights.matrix(f"{indexer}.weights_proj", heads, HIDDEN)
+        weights.constant(f"{indexer}.k_norm", dim)
+        weights.tensors[f"{indexer}.k_norm.bias"] = torch.zeros(dim)
+    return config
+
+
+def qwen3_next(weights: Weights) -> Config:
+    """Qwen3-Next: every other layer is a gated delta net, with a state of fixed size."""
+    value_heads, key_heads, dim, width = 6, 2, 32, 4
+    keys, values = key_heads * dim, value_heads * dim
+
+    def attention(name: str, index: int) -> None:
+        if index % 2:
+            weights.heads(name, index, norms="head", gate=2)
+            weights.constant(f"{name}.q_norm", HEAD_DIM, SHARPNESS[1] - 1)
+            weights.constant(f"{name}.k_norm", HEAD_DIM, 0.0)
+            return
+        net = name.replace("self_attn", "linear_attn")
+        weights.matrix(f"{net}.in_proj_qkvz", 2 * keys + 2 * values, HIDDEN)
+        weights.matrix(f"{net}.in_proj_ba", 2 * value_heads, HIDDEN)
+        weights.random(f"{net}.conv1d.weight", 2 * keys + values, 1, width, spread=0.5)
+        # Slow decay, so that an early token is still in the state at the end.
+        weights.tensors[f"{net}.A_log"] = torch.linspace(0.005, 0.05, value_heads).log()
+        weights.tensors[f"{net}.dt_bias"] = torch.ones(value_heads)
+        weights.constant(f"{net}.norm", dim)
+        weights.matrix(f"{net}.out_proj", HIDDEN, values, ATTENTION_GAIN[1])
+
+    def experts(name: str, index: int) -> None:
+        weights.experts(name, index, shared="shared_expert")
+        weights.matrix(f"{name}.shared_expert_gate", 1, HIDDEN)
+
+    weights.model(attention, experts, norm=0.0)
+    net = {"linear_num_value_heads": value_heads, "linear_num_key_heads": key_heads}
+    net |= {"linear_key_head_dim": dim, "linear_value_head_dim": dim}
+    net |= {"linear_conv_kernel_dim": width, "full_attention_interval": 2}
+    more = {"layer_types": ["linear_attention", "full_attention"] * 2, "mlp_only_layers": []}
+    more |= {"shared_expert_intermediate_size": EXPERT_MLP, "decoder_sparse_step": 1}
+    more |= {"partial_rotary_factor": 0.25}
+    return _sparse("Qwen3NextForCausalLM", "qwen3_next", "num_experts", **net, **more)
+
+
+FAMILIES = {
+    make.__name__: make
+    for make in (
+        *(llama, qwen3_moe, glm4_moe, minimax_m2, gemma2, gpt_oss),
+        *(deepseek_v3, deepseek_v3_nextn, deepseek_v32, qwen3_next),
     )
+}
 
 
-def llama(w):
-    for i in range(L):
-        p = f"model.layers.{i}."
-        lnorms(w, p)
-        gqa(w, p + "self_attn.", i, norms="none")
-        mlp(w, p + "mlp.", 256)
-    w.ends()
-    return common(
-        "LlamaForCausalLM",
-        "llama",
-        intermediate_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        mlp_bias=False,
-    )
-
-
-def glm4_moe(w):
-    E, I = 8, 64
-    for i in range(L):
-        p = f"model.layers.{i}."
-        lnorms(w, p)
-        gqa(w, p + "self_attn.", i)
-        for n, k in (("q", 128), ("k", 64), ("v", 64)):
-            w.vec(f"{p}self_attn.{n}_proj.bias", k, 0.1)
-        if i == 0:
-            mlp(w, p + "mlp.", 256)
-            continue
-        w.mat(p + "mlp.gate.weight", E, H)
-        w.vec(p + "mlp.gate.e_score_correction_bias", E, 0.01)
-        for e in range(E):
-            mlp(w, f"{p}mlp.experts.{e}.", I)
-        mlp(w, p + "mlp.shared_experts.", I)
-    w.ends()
-    return common(
-        "Glm4MoeForCausalLM",
-        "glm4_moe",
-        intermediate_size=256,
-        moe_intermediate_size=I,
-        n_routed_experts=E,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        norm_topk_prob=True,
-        routed_scaling_factor=1.0,
-        first_k_dense_replace=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        partial_rotary_factor=0.5,
-        use_qk_norm=True,
-        attention_bias=True,
-        num_nextn_predict_layers=0,
-        rope_scaling=None,
-    )
-
-
-def minimax_m2(w):
-    E, I = 8, 64
-    for i in range(L):
-        p = f"model.layers.{i}."
-        lnorms(w, p)
-        gqa(w, p + "self_attn.", i, norms="all")
-        q = p + "block_sparse_moe."
-        w.mat(q + "gate.weight", E, H)
-        w.vec(q + "e_score_correction_bias", E, 0.01)
-        for e in range(E):
-            w.mat(f"{q}experts.{e}.w1.weight", I, H, MLP)
-            w.mat(f"{q}experts.{e}.w3.weight", I, H)
-            w.mat(f"{q}experts.{e}.w2.weight", H, I, MLP)
-    w.ends()
-    return common(
-        "MiniMaxM2ForCausalLM",
-        "minimax_m2",
-        intermediate_size=I,
-        num_local_experts=E,
-        num_experts_per_tok=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        rotary_dim=16,
-        use_qk_norm=True,
-        qk_norm_type="per_layer",
-        scoring_func="sigmoid",
-        use_routing_bias=True,
-        attn_type_list=[1] * L,
-        num_mtp_modules=0,
-        use_mtp=False,
-        shared_intermediate_size=0,
-    )
-
-
-QL, KL, NOPE, ROPE, VD, NH = 64, 64, 32, 16, 32, 4
-
-
-def mla(w, p, i, q_lora=True):
-    s, a = SHARP[i > 0], ATT[i > 0]
-    if q_lora:
-        w.mat(p + "q_a_proj.weight", QL, H)
-        w.ones(p + "q_a_layernorm.weight", QL)
-        w.mat(p + "q_b_proj.weight", NH * (NOPE + ROPE), QL, s)
-    else:
-        w.mat(p + "q_proj.weight", NH * (NOPE + ROPE), H, s)
-    w.mat(p + "kv_a_proj_with_mqa.weight", KL + ROPE, H)
-    w.ones(p + "kv_a_layernorm.weight", KL)
-    w.mat(p + "kv_b_proj.weight", NH * (NOPE + VD), KL)
-    w.mat(p + "o_proj.weight", H, NH * VD, a)
-
-
-def ds_moe(w, p, i, E=8, I=64):
-    if i == 0:
-        mlp(w, p + "mlp.", 256)
-        return
-    w.mat(p + "mlp.gate.weight", E, H)
-    w.vec(p + "mlp.gate.e_score_correction_bias", E, 0.01)
-    for e in range(E):
-        mlp(w, f"{p}mlp.experts.{e}.", I)
-    mlp(w, p + "mlp.shared_experts.", I)
-
-
-def deepseek_v3(w, arch="DeepseekV3ForCausalLM", nextn=0, mt="deepseek_v3", **more):
-    for i in range(L):
-        p = f"model.layers.{i}."
-        lnorms(w, p)
-        mla(w, p + "self_attn.", i)
-        ds_moe(w, p, i)
-    if nextn:
-        p = f"model.layers.{L}."
-        lnorms(w, p)
-        mla(w, p + "self_attn.", 1)
-        ds_moe(w, p, 1)
-        w.mat(p + "eh_proj.weight", H, 2 * H)
-        for n in ("enorm", "hnorm", "shared_head.norm"):
-            w.ones(p + n + ".weight", H)
-    w.ends()
-    return common(
-        arch,
-        mt,
-        intermediate_size=256,
-        moe_intermediate_size=64,
-        n_routed_experts=8,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        topk_method="noaux_tc",
-        scoring_func="sigmoid",
-        norm_topk_prob=True,
-        routed_scaling_factor=1.0,
-        first_k_dense_replace=1,
-        moe_layer_freq=1,
-        num_attention_heads=NH,
-        num_key_value_heads=NH,
-        q_lora_rank=QL,
-        kv_lora_rank=KL,
-        qk_nope_head_dim=NOPE,
-        qk_rope_head_dim=ROPE,
-        v_head_dim=VD,
-        num_nextn_predict_layers=nextn,
-        ep_size=1,
-        seq_aux=True,
-        pretraining_tp=1,
-        aux_loss_alpha=0.001,
-        **{
-            "rope_scaling": dict(
-                type="yarn",
-                rope_type="yarn",
-                factor=8.0,
-                original_max_position_embeddings=4096,
-                beta_fast=32,
-                beta_slow=1,
-                mscale=1.0,
-                mscale_all_dim=1.0,
-                rope_theta=10000.0,
-            ),
-            **more,
-        },
-    )
-
-
-def deepseek_v32(w):
-    c = deepseek_v3(w, index_n_heads=24, index_head_dim=128, index_topk=64)
-    for i in range(L):
-        p = f"model.layers.{i}.self_attn.indexer."
-        w.mat(p + "wq_b.weight", 24 * 128, QL)
-        w.mat(p + "wk.weight", 128, H)
-        w.mat(p + "weights_proj.weight", 24, H)
-        w.ones(p + "k_norm.weight", 128)
-        w.ones(p + "k_norm.bias", 128, 0.0)
-    return c
-
-
-def deepseek_v3_nextn(w):
-    return deepseek_v3(w, nextn=1)
-
-
-def gpt_oss(w):
-    E, I = 8, 64
-    for i in range(L):
-        p = f"model.layers.{i}."
-        lnorms(w, p)
-        gqa(w, p + "self_attn.", i, norms="none")
-        for n, k in (("q", 128), ("k", 64), ("v", 64), ("o", H)):
-            w.vec(f"{p}self_attn.{n}_proj.bias", k, 0.1)
-        w.vec(p + "self_attn.sinks", 4, 1.0)
-        w.mat(p + "mlp.router.weight", E, H)
-        w.vec(p + "mlp.router.bias", E, 0.1)
-        q = p + "mlp.experts."
-        w.d[q + "gate_up_proj"] = torch.empty(E, H, 2 * I).normal_(0, MLP * H**-0.5, generator=w.g)
-        w.d[q + "gate_up_proj_bias"] = torch.empty(E, 2 * I).normal_(0, 0.1, generator=w.g)
-        w.d[q + "down_proj"] = torch.empty(E, I, H).normal_(0, MLP * I**-0.5, generator=w.g)
-        w.d[q + "down_proj_bias"] = torch.empty(E, H).normal_(0, 0.1, generator=w.g)
-    w.ends()
-    return common(
-        "GptOssForCausalLM",
-        "gpt_oss",
-        intermediate_size=I,
-        num_local_experts=E,
-        num_experts_per_tok=2,
-        experts_per_token=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        sliding_window=64,
-        swiglu_limit=7.0,
-        attention_bias=True,
-        layer_types=["sliding_attention", "full_attention"] * (L // 2),
-        rope_scaling=None,
-        router_aux_loss_coef=0.9,
-        output_router_logits=False,
-    )
-
-
-def gemma2(w):
-    # Gemma norms multiply by 1 + w
-    for i in range(L):
-        p = f"model.layers.{i}."
-        lnorms(w, p, ("input_layernorm", "pre_feedforward_layernorm"), 0.0)
-        w.ones(p + "post_attention_layernorm.weight", H, 40.0)
-        w.ones(p + "post_feedforward_layernorm.weight", H, 40.0)
-        gqa(w, p + "self_attn.", i, norms="none")
-        mlp(w, p + "mlp.", 256)
-    w.ends(0.0)
-    del w.d["lm_head.weight"]
-    c = common(
-        "Gemma2ForCausalLM",
-        "gemma2",
-        intermediate_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        sliding_window=64,
-        query_pre_attn_scalar=32,
-        attn_logit_softcapping=None,
-        final_logit_softcapping=None,
-        hidden_activation="gelu_pytorch_tanh",
-    )
-    c["tie_word_embeddings"] = True
-    c["hidden_act"] = "gelu_pytorch_tanh"
-    return c
-
-
-def qwen3_next(w, full=(1, 3)):
-    E, I, NV, NK, DK, DV = 8, 64, 6, 2, 32, 32
-    for i in range(L):
-        p = f"model.layers.{i}."
-        lnorms(w, p, v=0.0)
-        if i in full:
-            q = p + "self_attn."
-            gqa(w, q, i, qmul=2)
-            w.ones(q + "q_norm.weight", 32, SHARP[1] - 1)
-            w.ones(q + "k_norm.weight", 32, 0.0)
-        else:
-            q = p + "linear_attn."
-            w.mat(q + "in_proj_qkvz.weight", 2 * NK * DK + 2 * NV * DV, H)
-            w.mat(q + "in_proj_ba.weight", 2 * NV, H)
-            w.d[q + "conv1d.weight"] = torch.empty(2 * NK * DK + NV * DV, 1, 4).normal_(
-                0, 0.5, generator=w.g
-            )
-            w.d[q + "A_log"] = torch.log(torch.linspace(0.005, 0.05, NV))
-            w.ones(q + "dt_bias", NV, 1.0)
-            w.ones(q + "norm.weight", DV)
-            w.mat(q + "out_proj.weight", H, NV * DV, 6.0)
-        w.mat(p + "mlp.gate.weight", E, H)
-        for e in range(E):
-            mlp(w, f"{p}mlp.experts.{e}.", I)
-        mlp(w, p + "mlp.shared_expert.", I)
-        w.mat(p + "mlp.shared_expert_gate.weight", 1, H)
-    w.ends(0.0)
-    return common(
-        "Qwen3NextForCausalLM",
-        "qwen3_next",
-        intermediate_size=256,
-        moe_intermediate_size=I,
-        shared_expert_intermediate_size=I,
-        num_experts=E,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        partial_rotary_factor=0.25,
-        linear_num_value_heads=NV,
-        linear_num_key_heads=NK,
-        linear_key_head_dim=DK,
-        linear_value_head_dim=DV,
-        linear_conv_kernel_dim=4,
-        full_attention_interval=2,
-        layer_types=["full_attention" if i in full else "linear_attention" for i in range(L)],
-        rope_scaling=None,
-    )
-
-
-def build(folder, family, seed=0):
-    """Writes a random model of ``family`` with tiny_arith's tokenizer. Returns the folder."""
+def build(folder: str | Path, family: str, seed: int = 0) -> Path:
+    """Write a model of ``family`` in float32, unless it is there already. Return the folder."""
     folder = Path(folder)
+    stamp, wanted = folder / STAMP, json.dumps([VERSION, family, seed])
+    if stamp.exists() and stamp.read_text() == wanted:
+        return folder
     folder.mkdir(parents=True, exist_ok=True)
-    w = W(seed)
-    config = globals()[family](w)
-    save_file(
-        {k: v.contiguous() for k, v in w.d.items()},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    stamp.unlink(missing_ok=True)
+    weights = Weights(seed)
+    config = FAMILIES[family](weights)
+    generation = {"do_sample": False, "eos_token_id": EOS, "pad_token_id": PAD}
+    save_file(weights.tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    (folder / "generation_config.json").write_text(
-        json.dumps({"do_sample": False, "eos_token_id": 2, "pad_token_id": 0})
-    )
-    for n in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copyfile(TOK / n, folder / n)
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(TOKENIZER / name, folder / name)
+    stamp.write_text(wanted)
     return folder
 
 
 if __name__ == "__main__":
-    for each in sys.argv[1:]:
-        print(build(Path("out/models") / each, each))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("family", choices=FAMILIES)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    print(build(**vars(parser.parse_args())))
