@@ -44,6 +44,8 @@ NEEDS_ITS_PAGE = {"deepseek_v32": 64}
 """Page sizes of the references; SGLang's index has no other one."""
 SERVER_ARGS: dict[str, tuple[str, ...]] = {
     # Slots of states; SGLang's default takes gigabytes.
+    # SGLang refuses ``torch_native`` by name; the stand-in puts it there.
+    "gpt_oss": ("--attention-backend", "triton"),
     "qwen3_next": ("--max-mamba-cache-size", "60"),
 }
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")

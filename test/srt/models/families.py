@@ -223,7 +223,7 @@ def gemma2(weights: Weights) -> Config:
     weights.model(weights.heads, weights.dense, norm=0.0, **norms)
     del weights.tensors["lm_head.weight"]
     more = {"sliding_window": 64, "query_pre_attn_scalar": HEAD_DIM, "tie_word_embeddings": True}
-    more |= dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"))
+    more |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": None}
     more |= dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
     return _config("Gemma2ForCausalLM", "gemma2", **more)
 
