@@ -19,6 +19,7 @@ from chaos import clients
 from chaos.arms import Arm
 from chaos.bank import Bank
 from chaos.clients import Addresses, Life
+from chaos.families import serve
 from chaos.logs import log_problems
 from chaos.plan import HEAVY, PAUSES, Fault, FaultKind, Plan, Send
 from chaos.servers import HOLD_S, Servers, chaos_config, current_config
@@ -365,6 +366,7 @@ def run_arm(
         config = chaos_config(
             model, logs, arm.backend, arm.page_size, master, local=arm.local, writes=arm.whole
         )
+    config = serve(config, arm.family)
     events.parent.mkdir(parents=True, exist_ok=True)
     with (
         events.open("ab", buffering=0) as file,
