@@ -105,8 +105,8 @@ def test_a_cell_without_a_row_is_not_run(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(model_matrix, "TESTS_HERE", (only,))
     monkeypatch.setattr(model_matrix, "TESTS_THERE", ())
     matrix = Matrix(tests=(only,))
-    run = [cell for cell in rows(matrix.here, matrix.setups, matrix.there) if "run" in cell]
-    assert run == ["radix: run 1<br>local turns: refused a"]
+    cells = rows(matrix.here, matrix.setups, matrix.there)
+    assert [cell.partition("<br>")[0] for cell in cells if "run" in cell] == ["radix: run 1"]
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.names)
