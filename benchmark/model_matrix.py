@@ -228,10 +228,10 @@ class Matrix:
 
     def __post_init__(self) -> None:
         for family in FAMILIES:
-            base = [*self._base(family)]
-            self.here.append([family.names, family.kv, *base])
-            if not all(cell.startswith("refused") for cell in base[1:]):
-                self.setups.append([family.names, *self._with_setups(family)])
+            self.here.append([family.names, family.kv, *self._base(family)])
+            served = [name for name, (of, _) in FEATURES.items() if not refused_here(family, of)]
+            if served:
+                self.setups.append([family.names, *self._with_setups(family, served)])
             self.there.append([family.names, *self._on_current(family)])
 
     def _base(self, family: Family) -> Iterator[str]:
@@ -243,10 +243,10 @@ class Matrix:
         for feature in ("buffer-only", "decode writes"):
             yield self._cell(family, feature, None, None) or "accepted"
 
-    def _with_setups(self, family: Family) -> Iterator[str]:
+    def _with_setups(self, family: Family, served: list[str]) -> Iterator[str]:
         for setup in SETUPS:
             parts: dict[str, list[str]] = {}
-            for feature in FEATURES:
+            for feature in served:
                 parts.setdefault(self._cell(family, feature, None, setup), []).append(feature)
             parts.pop("", None)
             lines = [f"{', '.join(of)}: {cell}" for cell, of in parts.items()]
