@@ -44,9 +44,14 @@ NEEDS_ITS_PAGE = {"deepseek_v32": 64}
 """Page sizes of the references; SGLang's index has no other one."""
 SERVER_ARGS: dict[str, tuple[str, ...]] = {
     # Slots of states; SGLang's default takes gigabytes.
-    # SGLang refuses ``torch_native`` by name; the stand-in puts it there.
-    "gpt_oss": ("--attention-backend", "triton"),
+    # SGLang refuses ``torch_native`` by name; the stand-in puts it there. The other runner of
+    # experts has its weights in another layout.
+    "gpt_oss": ("--attention-backend", "triton", "--moe-runner-backend", "triton"),
     "qwen3_next": ("--max-mamba-cache-size", "60"),
+}
+SERVER_ENV: dict[str, dict[str, str]] = {
+    # By default in bfloat16, whose rounding at the end of each chunk changes answers.
+    "qwen3_next": {"SGLANG_MAMBA_CONV_DTYPE": "float32"},
 }
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 
@@ -65,7 +70,8 @@ def starting(
     folder = tmp_path_factory.mktemp(family)
     model = families.build(folder / family, family)
     args = (*SERVER_ARGS.get(family, ()), *(FP8 if fp8 else ()))
-    server = reference_server(model, folder, 20_000, NEEDS_ITS_PAGE.get(family, 1), args)
+    env, page = SERVER_ENV.get(family, {}), NEEDS_ITS_PAGE.get(family, 1)
+    server = reference_server(model, folder, 20_000, page, args, env)
     with ExitStack() as running, ThreadPoolExecutor(1) as thread:
         yield model, thread.submit(running.enter_context, server)
 
@@ -80,7 +86,10 @@ def configuration(run: Run, model: Path, logs: Path) -> PairConfig:
         "radix": "stock" not in run.parts,
         "skip_warmup": True,
         "stock_prefill": stock_prefill,
-        "env": {"MC_FORCE_TCP": "1"} if run.backend == "mooncake" else {},
+        "env": {
+            **SERVER_ENV.get(run.family, {}),
+            **({"MC_FORCE_TCP": "1"} if run.backend == "mooncake" else {}),
+        },
         "decode_env": RETRACTS if "retract" in run.parts else {},
         "prefill_args": args if stock_prefill else (*DOZE, *args),
         "decode_args": (*DOZE, *args),

@@ -211,6 +211,7 @@ def minimax_m2(weights: Weights) -> Config:
 
     weights.model(partial(weights.heads, norms="all"), experts)
     norms = {"use_qk_norm": True, "qk_norm_type": "per_layer", "rotary_dim": 16}
+    norms |= {"partial_rotary_factor": 0.5}  # the same, as transformers reads it
     routing = {"scoring_func": "sigmoid", "use_routing_bias": True, "intermediate_size": EXPERT_MLP}
     more = norms | routing | {"attn_type_list": [1] * LAYERS}
     return _sparse("MiniMaxM2ForCausalLM", "minimax_m2", "num_local_experts", **more)

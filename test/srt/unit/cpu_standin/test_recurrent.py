@@ -134,7 +134,7 @@ def test_a_norm_over_two_ranks_is_that_of_their_heads_together() -> None:
     sums = sum(module.rms_sumsq_serial(*rank) for rank in ranks)
     weights = [(query_weight[:4], key_weight[:2]), (query_weight[4:], key_weight[2:])]
     parts = [
-        module.rms_apply_serial(*rank, *weight, sums, 2, 2, 1e-6)
+        module.rms_apply_serial(*rank, *weight, sums, 2, 1e-6)
         for rank, weight in zip(ranks, weights, strict=True)
     ]
     for index, (x, weight) in enumerate(((query, query_weight), (key, key_weight))):

@@ -38,17 +38,15 @@ def minimax(module: Any) -> None:
         query_weight: Tensor,
         key_weight: Tensor,
         sums: Tensor,
-        query_ranks: int = 1,
-        key_ranks: int = 1,
-        eps: float = 1e-6,
+        ranks: int = 1,
+        eps: float = 1e-5,
     ) -> tuple[Tensor, Tensor]:
-        def scaled(x: Tensor, weight: Tensor, total: Tensor, ranks: int) -> Tensor:
+        """Signature of ``rms_apply_serial``."""
+
+        def scaled(x: Tensor, weight: Tensor, total: Tensor) -> Tensor:
             scale = torch.rsqrt(total[:, None] / (x.shape[-1] * ranks) + eps)
             return (x.float() * scale * weight).to(x.dtype)
 
-        return (
-            scaled(query, query_weight, sums[0], query_ranks),
-            scaled(key, key_weight, sums[1], key_ranks),
-        )
+        return scaled(query, query_weight, sums[0]), scaled(key, key_weight, sums[1])
 
     module.rms_sumsq_serial, module.rms_apply_serial = squares, apply
