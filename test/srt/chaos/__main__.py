@@ -24,7 +24,7 @@ from benchmark.harness.process import ServerFailed
 from chaos.arms import BACKENDS, WHOLE, make_arms
 from chaos.bank import ask_aggregated
 from chaos.families import DENSE, FAMILIES, make_model
-from chaos.plan import CURRENT_EVERY_S, HEAVY_EVERY_S, make_plans
+from chaos.plan import CURRENT_EVERY_S, make_plans
 from chaos.report import print_account, print_plan, print_summary
 from chaos.run import run_arm
 from current.environment import RELEASE, environment
@@ -97,7 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arms = make_arms(args.backend, args.page_size, parts, args.family)
     seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
     out = args.out or REPOSITORY / "out" / "chaos" / f"{seed}" / "events.jsonl"
-    every_s = CURRENT_EVERY_S if args.current else HEAVY_EVERY_S
+    served = FAMILIES.get(args.family, DENSE)
+    every_s = CURRENT_EVERY_S if args.current else served.fault_every_s
     console = Console()
     began = time.monotonic()
     models = [make_model(out.parent / "model", args.family)]
@@ -107,7 +108,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"seed {seed}; logs in {out.parent}; asking for the right answers", soft_wrap=True
     )
     try:
-        served = FAMILIES.get(args.family, DENSE)
         banks = ask_aggregated(models, out.parent, seed, served)
         seconds = args.seconds / len(arms)
         faults = [arm.faults for arm in arms]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmark.harness.fleet import PairConfig
 from benchmark.harness.models import random_qwen3
+from chaos.plan import CURRENT_EVERY_S, HEAVY_EVERY_S
 from e2e.support import dp_attention
 
 
@@ -19,12 +20,14 @@ class Served:
     """Of all servers, the aggregated one included."""
     has_decode_dp: bool = False
     """Decode has two ranks of attention data parallelism."""
+    fault_every_s: float = HEAVY_EVERY_S
 
 
 DENSE = Served(1)
 """``models.random_qwen3``, of any page size."""
 FAMILIES = {
-    "deepseek_v3": Served(16, has_decode_dp=True),
+    # Three schedulers on few cores: a restart takes 24 s.
+    "deepseek_v3": Served(16, has_decode_dp=True, fault_every_s=CURRENT_EVERY_S),
     "deepseek_v32": Served(64),
     # Fewer states than requests at once; SGLang's default takes gigabytes.
     "qwen3_next": Served(1, ("--max-mamba-cache-size", "12")),

@@ -77,9 +77,9 @@ def play(
     ranks: int = 1,
     arguments: tuple[str, ...] = (),
     decode_env: Mapping[str, str] | None = None,
-) -> dict[tuple[str, ...], float]:
-    """Play the talks on a pair that must give the same answers and end balanced. Return how many
-    turns were computed where and why.
+) -> str:
+    """Play the talks on a pair that must give the same answers and end balanced. Return decode's
+    metrics.
 
     Args:
         settings: variables of the lead; without any, both servers are stock.
@@ -106,5 +106,9 @@ def play(
             prompts, answers = talks.prompts[turn], talks.answers[turn]
             assert pair.generate(prompts, NEW) == answers, f"turn {turn}"
         pair.check()
-        page = metrics.page(pair.decode_url)
+        return metrics.page(pair.decode_url)
+
+
+def turns(page: str) -> dict[tuple[str, ...], float]:
+    """Return how many turns were computed where and why, of decode's metrics."""
     return metrics.by_labels(page, metrics.TURNS, "where", "reason")

@@ -5,44 +5,50 @@ Each row of ``families.RUNS`` is a test. An aggregated stock server gives the an
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from current.e2e.support import LEAD, Talks, play, talks_of
+from benchmark.harness import metrics
+from current.e2e.support import LEAD, Talks, play, talks_of, turns
 from current.families import ARCHITECTURES, RUNS
 from e2e.families import Run
 from models.families import build
 
 #: Decode leaves the first turns to prefill, so later ones begin with KV that was transferred.
 TOKENS = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "128"}
+RETRACTED = "sglang:num_retracted_requests_total"
 RETRACTS = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
 
 
 @pytest.fixture(scope="module")
-def of_family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Talks:
-    """The talks with a model of this family."""
-    folder = tmp_path_factory.mktemp(request.param)
-    model = build(folder / "model", request.param)
-    return talks_of(model, folder, ARCHITECTURES[request.param])
+def talks_of_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Talks]:
+    """The talks with the model of a family. Each family is asked once."""
+
+    @cache
+    def ask(family: str) -> Talks:
+        folder = tmp_path_factory.mktemp(family)
+        return talks_of(build(folder / "model", family), folder, ARCHITECTURES[family])
+
+    return ask
 
 
-@pytest.mark.parametrize(
-    ("of_family", "run"),
-    [pytest.param(run.family, run, id=run.id) for run in RUNS],
-    indirect=["of_family"],
-)
-def test_answers(of_family: Talks, tmp_path: Path, run: Run) -> None:
+@pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
+def test_answers(talks_of_family: Callable[[str], Talks], tmp_path: Path, run: Run) -> None:
     """Guards against latents, or KV that chooses other experts, that are wrong behind a prefix from
     decode's tree, in a chunk that decode computes, and in the copy of a retracted request."""
-    turns = play(
-        of_family,
+    talks = talks_of_family(run.family)
+    page = play(
+        talks,
         tmp_path,
         LEAD | TOKENS,
         ranks=2 if "decode_tp2" in run.setup else 1,
         decode_env=RETRACTS if "retract" in run.parts else {},
     )
-    talks = len(of_family.prompts[0])
-    assert turns.get(("local", "always"), 0) >= 2 * talks, turns
+    count, found = len(talks.prompts[0]), turns(page)
+    assert found.get(("local", "always"), 0) >= 2 * count, found
     # The reasons of the first ones differ: prefill is asked what it can do meanwhile.
-    assert sum(count for (where, _), count in turns.items() if where == "remote") >= talks, turns
+    assert sum(found[key] for key in found if key[0] == "remote") >= count, found
+    assert any(metrics.by_labels(page, RETRACTED).values()) == ("retract" in run.parts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from current.e2e.support import LEAD, Talks, play
+from current.e2e.support import LEAD, Talks, play, turns
 from e2e.drafts import drafting
 
 
@@ -18,9 +18,9 @@ def carries_on(
 ) -> None:
     """A pair gives the same answers, turn by turn, and ends balanced. ``arguments``: of both."""
     settings = LEAD if lead else {}
-    turns = play(talks, logs, settings, ranks=ranks, arguments=arguments)
+    found = turns(play(talks, logs, settings, ranks=ranks, arguments=arguments))
     # Of the first ones some are asked of prefill, while it is asked what it can do.
-    assert (turns.get(("local", "always"), 0) >= 2 * len(talks.prompts[0])) == lead, turns
+    assert (found.get(("local", "always"), 0) >= 2 * len(talks.prompts[0])) == lead, found
 
 
 def test_stock(talks: Talks, tmp_path: Path) -> None:
