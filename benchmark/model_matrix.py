@@ -286,18 +286,21 @@ class Matrix:
         setup: str | None,
     ) -> str:
         """Numbers of the tests; bold: in every run."""
-        of_setup = SETUPS[setup][1] if setup else frozenset[str]()
         known = frozenset[str]().union(*(names for _, names in SETUPS.values()))
-        found = []
-        for test in tests:
-            run = test.run
-            others = {*run.setup} - known
-            is_of = run.family in family.keys and others == family.always
-            has_setup = of_setup & {*run.setup} if setup else not known & {*run.setup}
-            if is_of and has_setup and covers(run):
-                number = str(self.tests.index(test) + 1)
-                found.append(number if run.nightly else f"**{number}**")
-        return "run " + ", ".join(found) if found else ""
+        of_family = [
+            test
+            for test in tests
+            if test.run.family in family.keys
+            and {*test.run.setup} - known == family.always
+            and covers(test.run)
+        ]
+        if setup is not None:
+            found = [test for test in of_family if SETUPS[setup][1] & {*test.run.setup}]
+        else:  # with other settings where no test is without
+            found = [test for test in of_family if not known & {*test.run.setup}] or of_family
+        numbers = ((self.tests.index(test) + 1, test.run.nightly) for test in found)
+        shown = (f"{number}" if nightly else f"**{number}**" for number, nightly in numbers)
+        return f"run {', '.join(shown)}" if found else ""
 
     def _refused(self, why: str | None) -> str:
         if why is None:

@@ -105,14 +105,10 @@ RUNS: tuple[Run, ...] = (*DEEPSEEK_V3, *DSA, *HEADS, *WINDOWS, *RECURRENT)
 STORE: tuple[Part, ...] = ("buffer_only",)
 STORED: tuple[Run, ...] = (
     Run("deepseek_v3", parts=STORE),
-    Run("deepseek_v3", parts=STORE, setup=("fp8",)),
-    Run("deepseek_v3", parts=STORE, setup=("prefill_tp2",)),
     Run("deepseek_v3", parts=STORE, setup=("prefill_tp2", "ep")),
     Run("deepseek_v3", parts=STORE, setup=("prefill_tp2", "prefill_dp")),
     Run("deepseek_v3_nextn", parts=STORE, setup=("nextn",)),
-    Run("deepseek_v32", 64, parts=STORE),
     Run("deepseek_v32", 64, parts=STORE, setup=("prefill_tp2",)),
-    Run("qwen3_moe", parts=STORE),
     Run("qwen3_moe", parts=STORE, setup=("fp8",)),
     Run("glm4_moe", parts=STORE),
     Run("minimax_m2", parts=STORE),
