@@ -5,17 +5,23 @@ Device pools, host pools and the backend ``file`` are SGLang's, with the mixins 
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from component.buffer_only import backends
 from component.buffer_only.backends import LAYERS, hashes, slots
+from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache import hiradix_cache as hosts
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.buffer_only.host_pool import staging_buffer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
+from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 PAGE, PAGES, STAGED = 64, 6, 4
@@ -98,3 +104,37 @@ def test_the_other_server_has_every_byte(
         assert all(torch.equal(*pair) for pair in pairs)
     for page, before in others.items():
         assert all(map(torch.equal, page_bytes(theirs, page), before))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "attention", "writes"),
+    [((1, 2), None, False), ((0, 2), None, True), ((1, 2), (0, 1), True), ((3, 4), (1, 2), False)],
+)
+@pytest.mark.parametrize("kind", ["mha", "mla", "nsa"])
+def test_one_rank_of_an_attention_group_writes_a_latent(
+    kind: str, ranks: tuple[int, int], attention: tuple[int, int] | None, writes: bool
+) -> None:
+    """Guards against a latent that no rank writes, or each one: of the ranks that hold the same
+    latent the first one does, also in each group of data parallel attention (``attention``: its
+    rank and ranks). Heads are written by all ranks."""
+    device, host = pools(kind, BF16, "page_first_direct", seed=1)
+    rank, size = attention or (0, 1)
+    names = {
+        "get_tensor_model_parallel_rank": lambda: ranks[0],
+        "get_tensor_model_parallel_world_size": lambda: ranks[1],
+        "is_dp_attention_enabled": lambda: attention is not None,
+        "get_attention_tp_rank": lambda: rank,
+        "get_attention_tp_size": lambda: size,
+        "get_attention_dp_rank": lambda: 0,
+    }
+    allocator = PagedTokenToKVPoolAllocator(TOKENS, PAGE, BF16, "cpu", device, False)
+    with (
+        staging_buffer(STAGED),
+        mock.patch.multiple(cache_controller, **names),
+        mock.patch.object(StorageBackendFactory, "create_backend"),
+    ):
+        controller = hosts.HiCacheController(
+            allocator, host, PAGE, dist.group.WORLD, threading.Event(),
+            io_backend="direct", storage_backend="file",
+        )  # fmt: skip
+    assert controller.backup_skip == (kind != "mha" and not writes)
