@@ -4,7 +4,7 @@ A table stands between ``<!-- table:NAME -->`` and ``<!-- end -->``. Its numbers
 files that the benchmark's command left in its ``results/`` folder, the command is above it, and a
 test compares them, so that no table says what no run showed. Tables of environment variables are
 made from ``sglang.srt.patchset.environment``, those of replaced classes from its table and sources,
-those of refused settings from its rules.
+those of refused settings from its rules, those of models from the parameters of the tests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmark import replaced
+from benchmark import model_matrix, replaced
 from benchmark.admission import page as admission_page
 from benchmark.agentic.report import page as pages
 from benchmark.agentic.studies.spec import FOLDER
@@ -183,6 +183,12 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "transfer-bounds": transfer_page.bounds,
     "transfer-pauses": transfer_page.pauses,
     "progress-delay": progress_delay,
+    "models": model_matrix.here,
+    "models-setups": model_matrix.setups,
+    "models-current": model_matrix.there,
+    "models-refused": model_matrix.reasons,
+    "models-tests": model_matrix.tests,
+    "models-short": model_matrix.short,
     "refused": refused,
     "refused-radix": partial(refused_with, flags.FLAG),
     "refused-turns": partial(refused_with, flags.LOCAL),

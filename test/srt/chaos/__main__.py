@@ -19,11 +19,12 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmark.harness.models import REPOSITORY, random_qwen3
+from benchmark.harness.models import REPOSITORY
 from benchmark.harness.process import ServerFailed
 from chaos.arms import BACKENDS, WHOLE, make_arms
 from chaos.bank import ask_aggregated
-from chaos.plan import CURRENT_EVERY_S, HEAVY_EVERY_S, make_plans
+from chaos.families import DENSE, FAMILIES, make_model
+from chaos.plan import CURRENT_EVERY_S, make_plans
 from chaos.report import print_account, print_plan, print_summary
 from chaos.run import run_arm
 from current.environment import RELEASE, environment
@@ -55,6 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="decode computes short turns itself, and is flushed and paused too",
     )
+    parser.add_argument(
+        "--family",
+        choices=FAMILIES,
+        default="",
+        help="a family of models in the place of the dense one, on plain pairs if not told else",
+    )
     current = parser.add_mutually_exclusive_group()
     current.add_argument(
         "--lead",
@@ -72,8 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if bool(args.current) != (installed_version() == RELEASE):
         parser.error(f"--lead or --stock is what SGLang {RELEASE} needs, and no other release has")
     if args.current:
-        if args.hicache_buffer_only or args.local_turns or args.whole:
-            parser.error(f"SGLang {RELEASE} has no arm with a store, or turns that decode computes")
+        if args.hicache_buffer_only or args.local_turns or args.whole or args.family:
+            parser.error(
+                f"SGLang {RELEASE} has no arm with a store, turns that decode computes, or families"
+            )
         args.backend = "nixl"
         os.environ.update(environment())
     parts: dict[str, Any] | None = {
@@ -85,20 +94,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parts = WHOLE
     elif not (args.plain or any(parts.values())):
         parts = None
-    arms = make_arms(args.backend, args.page_size, parts)
+    arms = make_arms(args.backend, args.page_size, parts, args.family)
     seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
     out = args.out or REPOSITORY / "out" / "chaos" / f"{seed}" / "events.jsonl"
-    every_s = CURRENT_EVERY_S if args.current else HEAVY_EVERY_S
+    served = FAMILIES.get(args.family, DENSE)
+    every_s = CURRENT_EVERY_S if args.current else served.fault_every_s
     console = Console()
     began = time.monotonic()
-    models = [random_qwen3(out.parent / "model")]
+    models = [make_model(out.parent / "model", args.family)]
     if any(arm.whole for arm in arms):
-        models.append(random_qwen3(out.parent / "other", seed=1))
+        models.append(make_model(out.parent / "other", args.family, seed=1))
     console.print(
         f"seed {seed}; logs in {out.parent}; asking for the right answers", soft_wrap=True
     )
     try:
-        banks = ask_aggregated(models, out.parent, seed)
+        banks = ask_aggregated(models, out.parent, seed, served)
         seconds = args.seconds / len(arms)
         faults = [arm.faults for arm in arms]
         plans = make_plans(seed, faults, seconds, banks[0].threads, every_s)

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
+from chaos.families import FAMILIES
 from chaos.plan import HEAVY, LIGHT, LOCAL, STORE, WEIGHTS, Faults
 
 BACKENDS = ("nixl", "mooncake")
@@ -29,13 +30,16 @@ class Arm:
     """Both of these; decode writes to the store too, and the weights of both servers change."""
     current: str = ""
     """On SGLang 0.5.23: "lead", or "stock"."""
+    family: str = ""
+    """Of ``chaos.families``. Empty: a dense model."""
 
     @property
     def name(self) -> str:
         parts = {"hicache": self.staged, "local": self.local}
         parts = {"whole": True} if self.whole else {**parts, self.current: bool(self.current)}
         names = [name for name, is_on in parts.items() if is_on]
-        return "-".join([self.backend, str(self.page_size), *names])
+        family = [self.family] if self.family else []
+        return "-".join([*family, self.backend, str(self.page_size), *names])
 
     @property
     def faults(self) -> Faults:
@@ -48,15 +52,21 @@ class Arm:
 WHOLE: dict[str, Any] = {"staged": True, "local": True, "whole": True}
 
 
-def make_arms(backend: str, page_size: str, parts: dict[str, Any] | None) -> list[Arm]:
+def make_arms(
+    backend: str, page_size: str, parts: dict[str, Any] | None, family: str = ""
+) -> list[Arm]:
     """Return the arms of a run.
 
     Args:
         backend: one of ``BACKENDS``, or "both".
         page_size: a number, or "both".
         parts: of all arms. None gives each backend an arm of a plain pair and one of the whole
-            system.
+            system; with a family, of a plain pair alone.
+        family: of ``FAMILIES``, whose page size takes the place of "both".
     """
+    if family:
+        parts = {**(parts or {}), "family": family}
+        page_size = str(FAMILIES[family].page_size) if page_size == "both" else page_size
     if parts is None:
         kinds = itertools.product(BACKENDS, ({}, WHOLE))
         mixed = [(*kind, page) for kind, page in zip(kinds, MIXED_PAGE_SIZES, strict=True)]

@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmark.harness.fleet import Aggregated
 from benchmark.harness.models import token_range
 from benchmark.harness.servers import Sizes
+from chaos.families import DENSE, Served
 from e2e.support import START_METHOD, post
 
 Ids = list[int]
@@ -76,12 +77,14 @@ def make_bank(model: Path, seed: int, ask: Ask) -> Bank:
     return Bank(model, tuple(q for thread in found for q in thread), tuple(map(len, found)))
 
 
-def ask_aggregated(models: Sequence[Path], logs: Path, seed: int) -> list[Bank]:
+def ask_aggregated(
+    models: Sequence[Path], logs: Path, seed: int, served: Served = DENSE
+) -> list[Bank]:
     """Makes a bank of each model with SGLang's own aggregated server, stock, which runs meanwhile
     only, and takes the weights of one after the other."""
-    sizes = Sizes(pool_tokens=60_000, chunked_prefill_tokens=2048)
-    banks = []
-    with Aggregated(models[0], logs, sizes, env={START_METHOD: "fork"}) as server:
+    sizes = Sizes(60_000, page_size=served.page_size, chunked_prefill_tokens=2048)
+    banks, args, env = [], served.arguments, {START_METHOD: "fork"}
+    with Aggregated(models[0], logs, sizes, extra_args=args, env=env) as server:
         for model in models:
             if model != models[0]:
                 post(server.config.url, "/update_weights_from_disk", model_path=str(model))

@@ -19,6 +19,7 @@ from chaos import clients
 from chaos.arms import Arm
 from chaos.bank import Bank
 from chaos.clients import Addresses, Life
+from chaos.families import serve
 from chaos.logs import log_problems
 from chaos.plan import HEAVY, PAUSES, Fault, FaultKind, Plan, Send
 from chaos.servers import HOLD_S, Servers, chaos_config, current_config
@@ -208,13 +209,20 @@ class Chaos:
                     await asyncio.sleep(fault.for_s)
                 finally:
                     await clients.control(session, f"{url}/continue_generation", {})
+            case FaultKind.ABORT_ALL_DECODE if reach_s := servers.abort_reach_s:
+                async with self._may_send:
+                    await self._abort_all(session, role)
+                    await asyncio.sleep(reach_s)
             case _:
-                waiting = [life for life in self._lives if not life.answered]
-                sent = len(self._lives)
-                await clients.abort(session, self._addresses, [role], waiting, everything=True)
-                for life in self._lives[sent:]:  # sent meanwhile, so it may be hit or not
-                    life.aborted_on.append(role)
-                    life.aborted_at = life.aborted_at or time.monotonic()
+                await self._abort_all(session, role)
+
+    async def _abort_all(self, session: aiohttp.ClientSession, role: str) -> None:
+        waiting = [life for life in self._lives if not life.answered]
+        sent = len(self._lives)
+        await clients.abort(session, self._addresses, [role], waiting, everything=True)
+        for life in self._lives[sent:]:  # sent meanwhile, so it may be hit or not
+            life.aborted_on.append(role)
+            life.aborted_at = life.aborted_at or time.monotonic()
 
     async def _update(self) -> None:
         """Between requests, so that none is computed with the weights of both banks."""
@@ -365,6 +373,7 @@ def run_arm(
         config = chaos_config(
             model, logs, arm.backend, arm.page_size, master, local=arm.local, writes=arm.whole
         )
+    config = serve(config, arm.family)
     events.parent.mkdir(parents=True, exist_ok=True)
     with (
         events.open("ab", buffering=0) as file,

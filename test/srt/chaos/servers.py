@@ -242,6 +242,15 @@ class Servers:
             checks.assert_healthy(process)
         return held
 
+    @property
+    def abort_reach_s(self) -> float:
+        """For how long after an abort of all requests decode may abort later ones too.
+
+        With attention data parallelism SGLang's schedulers handle the requests that a step received
+        before the aborts (``Scheduler.recv_requests``).
+        """
+        return 2.0 if "--enable-dp-attention" in self._configs["decode"].command else 0.0
+
     def log_sizes(self) -> dict[str, int]:
         """How much the current servers have logged, bytes, by role; for ``wait_balanced``."""
         return {

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 RELEASE = "0.5.23"
-#: The architecture of ``models.random_qwen3``; SGLang would import two hundred others at its start.
+#: SGLang's file for ``models.random_qwen3``; it would import two hundred others at its start.
 MODEL = "qwen3"
 #: In the place of the model's folder, which is known when a test runs.
 OWN_DRAFT = "the model"
@@ -18,22 +18,23 @@ DRAFTS = (
 )
 
 
-def environment(package: Path | None = None) -> dict[str, str]:
+def environment(package: Path | None = None, model: str = MODEL) -> dict[str, str]:
     """Variables, to be set before SGLang is imported: one thread, no network, one model, no waiting
-    for events of a GPU. ``package``: SGLang's folder; None: that of this environment."""
+    for events of a GPU. ``package``: SGLang's folder; None: that of this environment. ``model``:
+    the file of its models that is imported."""
     return {
         "SGLANG_CPU_STANDIN": "1",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "UCX_TLS": "tcp,self",
         "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
-        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(package)),
+        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(package, model)),
     }
 
 
-def _other_models(package: Path | None) -> list[str]:
+def _other_models(package: Path | None, model: str) -> list[str]:
     # By its folder: to import it would be too early.
     spec = None if package else find_spec("sglang")
     folders = [package] if package else spec and spec.submodule_search_locations
     paths = [path for folder in folders or () for path in Path(folder, "srt/models").glob("*.py")]
-    return sorted(path.stem for path in paths if path.stem not in (MODEL, "__init__"))
+    return sorted(path.stem for path in paths if path.stem not in (model, "__init__"))

@@ -46,7 +46,7 @@ class Run:
 
     @property
     def id(self) -> str:
-        """The test's id in ``test_families.py``."""
+        """The test's id, in ``test_families.py`` or ``test_families_store.py``."""
         return "-".join((self.family, self.backend, f"page{self.page}", *self.parts, *self.setup))
 
 
@@ -106,3 +106,27 @@ RECURRENT = (
 """Layers with a state of fixed size instead of KV."""
 
 RUNS: tuple[Run, ...] = (*DEEPSEEK_V3, *DSA, *HEADS, *WINDOWS, *RECURRENT)
+
+STORE: tuple[Part, ...] = ("buffer_only",)
+STORED: tuple[Run, ...] = (
+    Run("deepseek_v3", parts=STORE),
+    Run("deepseek_v3", parts=STORE, setup=("prefill_tp2", "ep")),
+    Run("deepseek_v3", parts=STORE, setup=("prefill_tp2", "prefill_dp")),
+    Run("deepseek_v3_nextn", parts=STORE, setup=("nextn",)),
+    Run("deepseek_v32", 64, parts=STORE, setup=("prefill_tp2",)),
+    Run("qwen3_moe", parts=STORE, setup=("fp8",)),
+    Run("glm4_moe", parts=STORE),
+    Run("minimax_m2", parts=STORE),
+    Run("llama", parts=STORE),
+    Run("gemma2", parts=STORE),
+    Run("gpt_oss", parts=STORE, setup=("no_swa_pool",)),
+)
+"""Two servers that write to one store and read from it; neither is a decode server. No KV is sent,
+so ``backend`` means nothing."""
+
+WHOLE: tuple[Run, ...] = (
+    Run("deepseek_v3", parts=(*BOTH, *STORE)),
+    Run("deepseek_v3", 64, "mooncake", (*BOTH, *STORE), ("fp8",)),
+    Run("deepseek_v32", 64, parts=(*BOTH, *STORE)),
+)
+"""A pair whose decode server writes to the store that its prefill server reads from."""

@@ -47,6 +47,8 @@ class Backend:
     """None: the model of all servers."""
     ranks: int = 1
     """Tensor parallel."""
+    args: tuple[str, ...] = ()
+    """Of the server, beside those of HiCache."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ def _config(model: Path, page: int, backend: Backend, deadline_s: float) -> Serv
         *("--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct"),
         *("--hicache-storage-backend-extra-config", json.dumps(extra)),
         "--sleep-on-idle",  # the other server needs the core
+        *backend.args,
     )
     env = {
         START_METHOD: "fork",
@@ -213,7 +216,7 @@ def answers_are_right(writer: Server, reader: Server, asked: Questions, page: in
     writer.flush()
     again = writer.answers(prompts)
     assert [answer["output_ids"] for answer in again] == expected
-    _all_from_store(prompts, again, page)
+    all_from_store(prompts, again, page)
     after = writer.drained()
     assert 0 < after["peak_pages"] <= STAGE_PAGES
     unique = {tuple(p[: end * page]) for p in prompts for end in _whole(p, page)}
@@ -223,7 +226,7 @@ def answers_are_right(writer: Server, reader: Server, asked: Questions, page: in
 
     elsewhere = reader.answers(prompts)
     assert [answer["output_ids"] for answer in elsewhere] == expected
-    _all_from_store(prompts, elsewhere, page)
+    all_from_store(prompts, elsewhere, page)
     reader.drained()
 
 
@@ -243,7 +246,7 @@ def clients_leave(server: Server, asked: Questions) -> None:
     server.drained()
 
 
-def _all_from_store(prompts: list[Ids], answers: list[dict[str, Any]], page: int) -> None:
+def all_from_store(prompts: list[Ids], answers: list[dict[str, Any]], page: int) -> None:
     """All whole pages of all prompts were hits, of each prompt some in the store."""
     for prompt, answer, stored in zip(prompts, answers, from_store(answers), strict=True):
         meta = answer["meta_info"]

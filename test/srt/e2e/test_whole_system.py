@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -115,18 +116,35 @@ class System:
             post(url, "/update_weights_from_disk", model_path=str(model))
 
 
-@pytest.fixture(
-    scope="module",
-    params=[EVERY_RUN, *(pytest.param(shape, marks=pytest.mark.nightly) for shape in NIGHTLY)],
-    ids=str,
-)
-def system(
-    request: Any, model: Path, reference: Reference, tmp_path_factory: pytest.TempPathFactory
+def answer_is_found_again(system: System) -> None:
+    """Ask two turns, the second of which decode computes; with both trees empty, the third finds
+    what was computed for them in the store."""
+    pair, tokens = system.pair, system.tokens
+    before = turns(pair)
+    first = tokens(333)
+    second = [*first, *system.reference.answers([first], NEW_TOKENS)[0], *tokens(50)]
+    for prompt in (first, second):
+        system.stored_tokens(prompt)
+    counted = turns(pair, before)
+    assert (counted["remote", "long"], counted["local", "always"]) == (1, 1)
+    system.empty()
+    answered = [*second, *system.reference.answers([second], NEW_TOKENS)[0]]
+    found, page = system.stored_tokens([*answered, *tokens(70)]), system.shape.page
+    if system.shape.writes:
+        # The last generated token has KV if the overlapped next step had begun.
+        assert found in {(len(answered) - 1) // page * page, len(answered) // page * page}
+    else:
+        assert found == len(first) // page * page
+    system.settle()
+
+
+@contextmanager
+def running(
+    shape: Shape, model: Path, reference: Reference, logs: Path, args: tuple[str, ...] = ()
 ) -> Iterator[System]:
-    shape = request.param
+    """Start a system. ``args``: of both servers, beside those of the shape."""
     if shape.backend == "mooncake":
         pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
-    logs = tmp_path_factory.mktemp(f"whole-{shape}")
     master = Master()
     staged = store.prefill_with_stage(shape.page, master)
     # A slow machine must not turn hits into timeouts.
@@ -147,8 +165,8 @@ def system(
     writes = store.decode_that_writes(shape.page, master) if shape.writes else ()
     config = replace(
         config,
-        prefill_args=(*config.prefill_args, *DOZE),
-        decode_args=(*config.decode_args, *reserved, *writes),
+        prefill_args=(*config.prefill_args, *DOZE, *args),
+        decode_args=(*config.decode_args, *reserved, *writes, *args),
         decode_env={**config.decode_env, **(store.ENV if shape.writes else {})},
     )
     try:
@@ -156,6 +174,19 @@ def system(
             yield System(pair, master, reference, shape, prompt_maker(model, seed=19))
     finally:
         master.kill()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[EVERY_RUN, *(pytest.param(shape, marks=pytest.mark.nightly) for shape in NIGHTLY)],
+    ids=str,
+)
+def system(
+    request: Any, model: Path, reference: Reference, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[System]:
+    shape = request.param
+    with running(shape, model, reference, tmp_path_factory.mktemp(f"whole-{shape}")) as found:
+        yield found
 
 
 def test_talks_on_pools_that_evict(system: System) -> None:
@@ -178,23 +209,7 @@ def test_talks_on_pools_that_evict(system: System) -> None:
 def test_the_store_has_what_was_computed(system: System) -> None:
     """Guards against tokens that are computed again although a server of the system has computed
     them: both trees are empty, and the next turn finds its history in the store."""
-    pair, tokens = system.pair, system.tokens
-    before = turns(pair)
-    first = tokens(333)
-    second = [*first, *system.reference.answers([first], NEW_TOKENS)[0], *tokens(50)]
-    for prompt in (first, second):
-        system.stored_tokens(prompt)
-    counted = turns(pair, before)
-    assert (counted["remote", "long"], counted["local", "always"]) == (1, 1)
-    system.empty()
-    answered = [*second, *system.reference.answers([second], NEW_TOKENS)[0]]
-    found, page = system.stored_tokens([*answered, *tokens(70)]), system.shape.page
-    if system.shape.writes:
-        # The last generated token has KV if the overlapped next step had begun.
-        assert found in {(len(answered) - 1) // page * page, len(answered) // page * page}
-    else:
-        assert found == len(first) // page * page
-    system.settle()
+    answer_is_found_again(system)
 
 
 def test_a_master_that_dies_and_comes_back(system: System) -> None:

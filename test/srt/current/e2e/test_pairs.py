@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmark.harness import metrics
-from benchmark.harness.fleet import Pair, PairConfig
-from current.e2e.support import LEAD, NEW, SIZES, Talks, variables
+from current.e2e.support import LEAD, Talks, play, turns
 from e2e.drafts import drafting
 
 
@@ -19,28 +17,10 @@ def carries_on(
     talks: Talks, logs: Path, *, ranks: int = 1, arguments: tuple[str, ...] = (), lead: bool
 ) -> None:
     """A pair gives the same answers, turn by turn, and ends balanced. ``arguments``: of both."""
-    config = PairConfig(
-        talks.model,
-        stock=not lead,
-        radix=True,
-        prefill_sizes=SIZES,
-        decode_sizes=SIZES,
-        prefill_tp=ranks,
-        decode_tp=ranks,
-        prefill_args=arguments,
-        decode_args=arguments,
-        skip_warmup=True,
-        env=variables(**LEAD if lead else {}),
-    )
-    with Pair(config, logs) as pair:
-        for turn in range(3):
-            prompts, answers = talks.prompts[turn], talks.answers[turn]
-            assert pair.generate(prompts, NEW) == answers, f"turn {turn}"
-        pair.check()
-        page = metrics.page(pair.decode_url)
-        turns = metrics.by_labels(page, "sglang:decode_turns_total", "where", "reason")
-        # Of the first ones some are asked of prefill, while it is asked what it can do.
-        assert (turns.get(("local", "always"), 0) >= 2 * len(prompts)) == lead, turns
+    settings = LEAD if lead else {}
+    found = turns(play(talks, logs, settings, ranks=ranks, arguments=arguments))
+    # Of the first ones some are asked of prefill, while it is asked what it can do.
+    assert (found.get(("local", "always"), 0) >= 2 * len(talks.prompts[0])) == lead, found
 
 
 def test_stock(talks: Talks, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from chaos.arms import BACKENDS, WHOLE, make_arms
+from chaos.families import FAMILIES, make_model, serve
 from chaos.plan import (
     CURRENT_EVERY_S,
     HEAVY,
@@ -18,7 +19,7 @@ from chaos.plan import (
     Plan,
     make_plans,
 )
-from chaos.servers import LEAD, current_config
+from chaos.servers import LEAD, chaos_config, current_config
 
 THREADS = (5,) * 8
 
@@ -75,3 +76,34 @@ def test_the_arms_of_the_later_release_differ_in_the_lead_only(tmp_path: Path) -
         assert [a for a in stock.command if not a.isdecimal()] == [
             a for a in lead.command if not a.isdecimal()
         ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_pair_of_a_family(tmp_path: Path, family: str) -> None:
+    """Guards against an arm that runs the dense model under the name of a family, or at a page size
+    that its index does not have; and against ranks of prefill where decode's are meant."""
+    served = FAMILIES[family]
+    arms = make_arms("both", "both", None, family)
+    assert [(arm.backend, arm.page_size, arm.whole) for arm in arms] == [
+        (backend, served.page_size, False) for backend in BACKENDS
+    ]
+    assert all(arm.family == family in arm.name for arm in arms)
+    (local,) = make_arms("nixl", "1", {"local": True}, family)
+    assert (local.local, local.page_size) == (True, 1)
+    config = chaos_config(tmp_path, tmp_path, "nixl", served.page_size)
+    prefill, decode = (server.command for server in serve(config, family).layout())
+    assert ("--enable-dp-attention" in decode) == ("--tp-size" in decode) == served.has_decode_dp
+    assert "--enable-dp-attention" not in prefill and "--tp-size" not in prefill
+    for command in (prefill, decode):
+        assert command[command.index("--page-size") + 1] == str(served.page_size)
+        assert set(served.arguments) <= set(command)
+    assert serve(config, "") == config
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_model_of_a_family(tmp_path: Path, family: str) -> None:
+    """Guards against a family that there is no model of, and against new weights that are the old
+    ones."""
+    made = [make_model(tmp_path / str(seed), family, seed) for seed in (0, 1)]
+    old, new = ((folder / "model.safetensors").read_bytes() for folder in made)
+    assert old != new

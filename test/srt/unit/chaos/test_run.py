@@ -44,6 +44,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Any:
     well.addresses = Addresses("http://decode", "http://prefill", "127.0.0.1", 1)
     well.start.return_value, well.dead.return_value = 0.1, []
     well.settle.return_value = {"decode": IDLE, "prefill": IDLE}
+    well.abort_reach_s = 0.0
     well.count_staged.return_value, well.count_turns.return_value = Counter(), None
     return well
 
@@ -199,3 +200,30 @@ def test_weights_change_between_requests(play: Play, servers: Any) -> None:
     servers.update.side_effect = lambda model: ["decode does not take new weights"]
     tally = play(plan=Plan(1, 0, 1.0, (), faults[:1]), banks=(BANK,)).tally
     assert "decode does not take new weights" in tally.problems
+
+
+@pytest.mark.parametrize("reach_s", [0.3, 0.0])
+def test_an_abort_of_all_may_reach_later_requests(
+    play: Play, servers: Any, monkeypatch: pytest.MonkeyPatch, reach_s: float
+) -> None:
+    """Guards against a request that is called unexplained because SGLang handled an earlier abort
+    behind it. Without the pause it is."""
+    aborts: list[float] = []
+
+    async def abort(*_: Any, **__: Any) -> None:
+        aborts.append(time.monotonic())
+
+    async def live(session: Any, addresses: Any, life: Life, *_: Any, **told: Any) -> None:
+        is_reached = aborts and time.monotonic() < aborts[0] + 0.25
+        life.decode.output_ids = [] if is_reached else list(life.question.answer)
+        life.decode.finish_reasons = [{"type": "abort" if is_reached else "length"}]
+        life.decode.error = "Aborted by AbortReq" if is_reached else None
+        life.decode.finished_at = time.monotonic()
+        told.get("on_answer", lambda: None)()
+
+    monkeypatch.setattr(clients, "abort", abort)
+    servers.abort_reach_s = reach_s
+    sends = tuple(Send(0.05 * number, number, number % 8) for number in range(12))
+    run_of = Plan(1, 0, 1.5, sends, (Fault(0.2, FaultKind.ABORT_ALL_DECODE),))
+    tally = play(plan=run_of, live=live).tally
+    assert (tally.outcomes[Outcome.UNEXPLAINED] == 0) == tally.clean == bool(reach_s)

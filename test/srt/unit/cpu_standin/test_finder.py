@@ -194,11 +194,13 @@ def test_start_method(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
 
 def test_a_release_that_has_cpu_forms_keeps_them() -> None:
     """Guards against edits that raise on SGLang 0.5.23, or put 0.5.10's forms in place of its own:
-    there only the start of processes and speculation are edited below ``sglang``."""
+    there only the start of processes, speculation and the choice of MLA's form are edited below
+    ``sglang``."""
     assert edits_of("0.5.10.post1") == EDITS
     edited = edits_of("0.5.23")
     assert {name for name in edited if name.startswith("sglang.")} == {
         *("sglang.srt.entrypoints.engine", "sglang.srt.speculative.draft_utils"),
+        "sglang.srt.models.deepseek_common.attention_backend_handler",
         *ADDED_ON_0_5_23,
     }
     added = {("speculative:edit",), ("attention:edit",)}

@@ -120,6 +120,12 @@ ON_DECODE: dict[str, str] = {
 }
 
 
+WINDOWS = "a model with sliding windows (SWA)"
+STATES = "a model with Mamba states"
+SPARSE = "a model with sparse attention (DSA and others)"
+OTHER_POOLS = "it has pools of other kinds beside the KV"
+
+
 def refused(args: Any, config: Any) -> Iterator[str]:
     """Yield each refused setting of a server with the reason. ``config``: its ``ModelConfig``."""
     is_decode = args.disaggregation_mode == "decode"
@@ -128,7 +134,7 @@ def refused(args: Any, config: Any) -> Iterator[str]:
             yield f"{setting}: {why}"
     for kind, holds in _kinds(config).items():
         if holds:
-            yield f"{kind}: it has pools of other kinds beside the KV"
+            yield f"{kind}: {OTHER_POOLS}"
     if is_decode and _chunks_of_prefixes_fail(args, config):
         yield MLA
 
@@ -154,7 +160,7 @@ def _kinds(config: Any) -> dict[str, bool]:
 
     is_sparse = is_deepseek_dsa(config.hf_config) or is_minimax_sparse(config.hf_config)
     return {
-        "a model with sliding windows (SWA)": bool(config.is_hybrid_swa),
-        "a model with Mamba states": mambaish_config(config) is not None,
-        "a model with sparse attention (DSA and others)": is_sparse,
+        WINDOWS: bool(config.is_hybrid_swa),
+        STATES: mambaish_config(config) is not None,
+        SPARSE: is_sparse,
     }

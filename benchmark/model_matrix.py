@@ -1,0 +1,384 @@
+"""Which families of models were run with which part of the package: tables of docs/models.md.
+
+A cell says *run* only where a row of the tests' own parameters covers it. It says *refused* where
+the check that a server makes at its start refuses these settings. All else is *accepted*: no check
+refuses it, and no test runs it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+from benchmark.harness.models import REPOSITORY
+from benchmark.harness.report import markdown
+from sglang.srt.disaggregation.lead import settings
+from sglang.srt.patchset import refusals
+
+if (TESTS := str(REPOSITORY / "test/srt")) not in sys.path:
+    sys.path.append(TESTS)
+
+from current import families as current  # noqa: E402
+from e2e import families as rows  # noqa: E402
+from e2e.families import Run  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models whose KV is alike."""
+
+    keys: tuple[str, ...]
+    """Of ``models.families``."""
+    names: str
+    """On the hub."""
+    kv: str
+    always: frozenset[str] = frozenset()
+    """Of the setups of a row: those without which this family is another row of the matrix."""
+    window_pool: bool = False
+    states: bool = False
+    index: bool = False
+    draft: str = "EAGLE"
+    """``--speculative-algorithm``."""
+
+
+FAMILIES = (
+    Family(
+        ("deepseek_v3", "deepseek_v3_nextn"),
+        "DeepSeek V3, R1 and Kimi K2",
+        "latent (MLA), experts",
+        draft="NEXTN",
+    ),
+    Family(
+        ("deepseek_v32",),
+        "DeepSeek V3.2 and GLM-5",
+        "latent and index (DSA), experts",
+        index=True,
+        draft="NEXTN",
+    ),
+    Family(("qwen3_moe", "qwen3_moe_sharp"), "Qwen3-MoE", "heads, experts"),
+    Family(("glm4_moe",), "GLM-4.5", "heads, experts", draft="NEXTN"),
+    Family(("minimax_m2",), "MiniMax M2", "heads, experts"),
+    Family(("llama",), "Llama 3", "heads"),
+    Family(("gemma2",), "Gemma 2", "heads, windows in one pool"),
+    Family(
+        ("gpt_oss",),
+        "gpt-oss with `--disable-hybrid-swa-memory` on both servers",
+        "heads, windows in one pool, experts",
+        always=frozenset({"no_swa_pool"}),
+    ),
+    Family(("gpt_oss",), "gpt-oss", "heads, a second pool for windows, experts", window_pool=True),
+    Family(
+        ("qwen3_next",),
+        "Qwen3-Next",
+        "heads, recurrent states, experts",
+        states=True,
+        draft="NEXTN",
+    ),
+)
+
+# ---- what a cell stands for ----
+
+Args = Mapping[str, Any]
+
+_DECODE: Args = {
+    "disaggregation_mode": "decode",
+    "disaggregation_transfer_backend": "nixl",
+    "disaggregation_decode_enable_radix_cache": True,
+}
+_STAGED: Args = {
+    "hicache_host_memory_mode": "buffer_only",
+    "hicache_storage_backend": "mooncake",
+    "hicache_write_policy": "write_through",
+}
+#: Feature -> arguments of the server that has its flag, and the part of a row that runs it.
+FEATURES: Mapping[str, tuple[Args, Callable[[Run], bool]]] = {
+    "radix": (_DECODE, lambda run: "radix" in run.parts),
+    "local turns": (
+        {**_DECODE, "disaggregation_decode_local_tokens": 256},
+        lambda run: "local" in run.parts,
+    ),
+    "buffer-only": (
+        {**_STAGED, "disaggregation_mode": "prefill", "enable_hierarchical_cache": True},
+        lambda run: "buffer_only" in run.parts,
+    ),
+    "decode writes": (
+        {**_DECODE, **_STAGED, "disaggregation_decode_enable_offload_kvcache": True},
+        lambda run: {"radix", "buffer_only"} <= {*run.parts},
+    ),
+}
+#: Column -> arguments, and the setups of rows that run it.
+SETUPS: Mapping[str, tuple[Args, frozenset[str]]] = {
+    "tensor parallelism": ({"tp_size": 2}, frozenset({"prefill_tp2", "decode_tp2"})),
+    "attention data parallelism": (
+        {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
+        frozenset({"prefill_dp", "decode_dp"}),
+    ),
+    "expert parallelism": ({"tp_size": 2, "ep_size": 2}, frozenset({"ep"})),
+    "speculation": (
+        {"speculative_eagle_topk": 1, "speculative_num_draft_tokens": 3},
+        frozenset({"nextn"}),
+    ),
+    "fp8 KV": ({"kv_cache_dtype": "fp8_e4m3"}, frozenset({"fp8"})),
+}
+
+
+class _Arguments(SimpleNamespace):
+    """As much of ``ServerArgs`` as the checks read."""
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+
+def _arguments(family: Family, *given: Args) -> Any:
+    merged: dict[str, Any] = {"num_reserved_decode_tokens": 512}
+    for each in given:
+        merged |= each
+    if "speculative_num_draft_tokens" in merged:
+        merged["speculative_algorithm"] = family.draft
+    return _Arguments(**merged)
+
+
+def _config(family: Family) -> Any:
+    """As much of ``ModelConfig`` as the checks read."""
+    hf_config = type("HfConfig", (), {"mamba2_cache_params": None} if family.states else {})()
+    if family.index:
+        hf_config.index_topk = 2048
+    return SimpleNamespace(
+        model_path="MODEL", is_hybrid_swa=family.window_pool, hf_config=hf_config
+    )
+
+
+def refused_here(family: Family, *given: Args) -> str | None:
+    """Return the error of a server of 0.5.10.post1, or None."""
+    args = _arguments(family, *given)
+    try:
+        refusals.check_given(args)
+        refusals.check_model(args, _config(family))
+    except ValueError as error:
+        return str(error).split(". ")[0] + "."
+    return None
+
+
+def refused_there(family: Family, *given: Args) -> str | None:
+    """The same on 0.5.23, with the group ``lead``."""
+    kinds = {
+        settings.WINDOWS: family.window_pool,
+        settings.STATES: family.states,
+        settings.SPARSE: family.index,
+    }
+    for kind, holds in kinds.items():
+        if holds:
+            return f"0.5.23: {kind}: {settings.OTHER_POOLS}."
+    args = _arguments(family, *given)
+    if args.speculative_algorithm == "NEXTN":  # SGLang reads it so
+        args.speculative_algorithm = "EAGLE"
+    for setting, why in (settings.ON_BOTH | settings.ON_DECODE).items():
+        if settings.is_given(args, setting):
+            return f"0.5.23: {setting}: {why}."
+    return None
+
+
+# ---- the matrix ----
+
+
+@dataclass(frozen=True)
+class Test:
+    """A row of a table of tests, as pytest names it."""
+
+    file: str
+    function: str
+    run: Run
+
+    @property
+    def id(self) -> str:
+        return f"{self.file}::{self.function}[{self.run.id}]"
+
+
+_E2E = "test/srt/e2e"
+TESTS_HERE = (
+    *(Test(f"{_E2E}/test_families.py", "test_answers", run) for run in rows.RUNS),
+    *(
+        Test(f"{_E2E}/test_families_store.py", "test_another_server_finds_it", run)
+        for run in rows.STORED
+    ),
+    *(
+        Test(f"{_E2E}/test_families_store.py", "test_prefill_finds_what_decode_wrote", run)
+        for run in rows.WHOLE
+    ),
+)
+TESTS_THERE = tuple(
+    Test("test/srt/current/e2e/test_families.py", "test_answers", run) for run in current.RUNS
+)
+
+
+@dataclass
+class Matrix:
+    """The tables of the page: numbers of tests and letters of reasons go through all of them."""
+
+    tests: tuple[Test, ...] = (*TESTS_HERE, *TESTS_THERE)
+    reasons: list[str] = field(default_factory=list)
+    here: list[list[str]] = field(default_factory=list)
+    setups: list[list[str]] = field(default_factory=list)
+    there: list[list[str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for family in FAMILIES:
+            self.here.append([family.names, family.kv, *self._base(family)])
+            served = [name for name, (of, _) in FEATURES.items() if not refused_here(family, of)]
+            if served:
+                self.setups.append([family.names, *self._with_setups(family, served)])
+            self.there.append([family.names, *self._on_current(family)])
+
+    def _base(self, family: Family) -> Iterator[str]:
+        without = self._ran(TESTS_HERE, family, lambda run: "stock" in run.parts, None)
+        yield without or "accepted"
+        for feature in ("radix", "local turns"):
+            for backend in ("nixl", "mooncake"):
+                yield self._cell(family, feature, backend, None) or "accepted"
+        for feature in ("buffer-only", "decode writes"):
+            yield self._cell(family, feature, None, None) or "accepted"
+
+    def _with_setups(self, family: Family, served: list[str]) -> Iterator[str]:
+        for setup in SETUPS:
+            parts: dict[str, list[str]] = {}
+            for feature in served:
+                parts.setdefault(self._cell(family, feature, None, setup), []).append(feature)
+            parts.pop("", None)
+            lines = [f"{', '.join(of)}: {cell}" for cell, of in parts.items()]
+            yield "<br>".join(lines) or "accepted"
+
+    def _cell(self, family: Family, feature: str, backend: str | None, setup: str | None) -> str:
+        """Tests, or the letter of a refusal; empty for an accepted setting."""
+        given, has_part = FEATURES[feature]
+
+        def covers(run: Run) -> bool:
+            return has_part(run) and backend in (None, run.backend)
+
+        of_backend = {"disaggregation_transfer_backend": backend} if backend else {}
+        of_setup = SETUPS[setup][0] if setup else {}
+        why = refused_here(family, given, of_backend, of_setup)
+        return self._refused(why) or self._ran(TESTS_HERE, family, covers, setup)
+
+    def _on_current(self, family: Family) -> Iterator[str]:
+        given, has_part = FEATURES["local turns"]
+        for of_backend in ("nixl", "mooncake"):
+            why = refused_there(family, given, {"disaggregation_transfer_backend": of_backend})
+
+            def covers(run: Run, backend: str = of_backend) -> bool:
+                return has_part(run) and run.backend == backend
+
+            yield self._refused(why) or self._ran(TESTS_THERE, family, covers, None) or "accepted"
+        for setup, (of_setup, _) in SETUPS.items():
+            why = refused_there(family, given, of_setup)
+            ran = self._ran(TESTS_THERE, family, has_part, setup)
+            yield self._refused(why) or ran or "accepted"
+
+    def _ran(
+        self,
+        tests: Iterable[Test],
+        family: Family,
+        covers: Callable[[Run], bool],
+        setup: str | None,
+    ) -> str:
+        """Numbers of the tests; bold: in every run."""
+        known = frozenset[str]().union(*(names for _, names in SETUPS.values()))
+        of_family = [
+            test
+            for test in tests
+            if test.run.family in family.keys
+            and {*test.run.setup} - known == family.always
+            and covers(test.run)
+        ]
+        if setup is not None:
+            found = [test for test in of_family if SETUPS[setup][1] & {*test.run.setup}]
+        else:  # with other settings where no test is without
+            found = [test for test in of_family if not known & {*test.run.setup}] or of_family
+        numbers = ((self.tests.index(test) + 1, test.run.nightly) for test in found)
+        shown = (f"{number}" if nightly else f"**{number}**" for number, nightly in numbers)
+        return f"run {', '.join(shown)}" if found else ""
+
+    def _refused(self, why: str | None) -> str:
+        if why is None:
+            return ""
+        if why not in self.reasons:
+            self.reasons.append(why)
+        return f"refused {_letter(self.reasons.index(why))}"
+
+
+def _letter(index: int) -> str:
+    return chr(ord("a") + index)
+
+
+@cache
+def matrix() -> Matrix:
+    return Matrix()
+
+
+# ---- the tables ----
+
+
+def here() -> str:
+    """docs/models.md: parts of the package by family."""
+    columns = (
+        *("model", "KV and layers", "no flag", "radix, NIXL", "radix, Mooncake"),
+        *("local turns, NIXL", "local turns, Mooncake", "buffer-only", "decode writes"),
+    )
+    return markdown(columns, matrix().here)
+
+
+def setups() -> str:
+    """docs/models.md: the same with other settings of a fleet."""
+    return markdown(("model", *SETUPS), matrix().setups)
+
+
+def there() -> str:
+    """docs/models.md: the group ``lead`` by family."""
+    return markdown(("model", "NIXL", "Mooncake", *SETUPS), matrix().there)
+
+
+def reasons() -> str:
+    """docs/models.md: why a cell is refused."""
+    flags = re.compile(r"(--[\w-]+(?: buffer_only| NEXTN| EAGLE)?)")
+    coded = (flags.sub(r"`\1`", each) for each in matrix().reasons)
+    return "\n".join(f"- {_letter(at)}: {why}" for at, why in enumerate(coded)) + "\n"
+
+
+def tests() -> str:
+    """docs/models.md: the tests that the cells name."""
+    lines = []
+    file = ""
+    for number, test in enumerate(matrix().tests, 1):
+        if test.file != file:
+            file = test.file
+            lines.append(f"\n[`{file}`](../{file}):\n")
+        when = "at night" if test.run.nightly else "**in every run**"
+        lines.append(f"{number}. `{test.function}[{test.run.id}]` {when}")
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+#: Part, as README.md names it -> its columns in ``here``.
+PARTS = {"the decode radix cache": (3, 4), "local turns": (5, 6), "buffer-only HiCache": (7,)}
+
+
+def short() -> str:
+    """README.md: which families were run with each part."""
+    alike: dict[str, list[str]] = {}
+    for row in matrix().here:
+        states: dict[str, list[str]] = {}
+        for part, columns in PARTS.items():
+            said = {row[at].partition(" ")[0] for at in columns}
+            state = next(one for one in ("run", "accepted", "refused") if one in said)
+            states.setdefault(state, []).append(part)
+        told = ", ".join(f"{state} with {_listed(parts)}" for state, parts in states.items())
+        alike.setdefault(told[0].upper() + told[1:], []).append(row[0])
+    lines = (f"{told}: {'; '.join(names)}." for told, names in alike.items())
+    return f"By family ([matrix and tests](docs/models.md)). {' '.join(lines)}\n"
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -1,0 +1,54 @@
+"""Families of models that fleets serve, on pairs of SGLang 0.5.23 with the group ``lead``.
+
+Each row of ``families.RUNS`` is a test. An aggregated stock server gives the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from benchmark.harness import metrics
+from current.e2e.support import LEAD, Talks, play, talks_of, turns
+from current.families import ARCHITECTURES, RUNS
+from e2e.families import Run
+from models.families import build
+
+#: Decode leaves the first turns to prefill, so later ones begin with KV that was transferred.
+TOKENS = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "128"}
+RETRACTED = "sglang:num_retracted_requests_total"
+RETRACTS = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
+
+
+@pytest.fixture(scope="module")
+def talks_of_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Talks]:
+    """The talks with the model of a family. Each family is asked once."""
+
+    @cache
+    def ask(family: str) -> Talks:
+        folder = tmp_path_factory.mktemp(family)
+        return talks_of(build(folder / "model", family), folder, ARCHITECTURES[family])
+
+    return ask
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
+def test_answers(talks_of_family: Callable[[str], Talks], tmp_path: Path, run: Run) -> None:
+    """Guards against latents, or KV that chooses other experts, that are wrong behind a prefix from
+    decode's tree, in a chunk that decode computes, and in the copy of a retracted request."""
+    talks = talks_of_family(run.family)
+    page = play(
+        talks,
+        tmp_path,
+        LEAD | TOKENS,
+        ranks=2 if "decode_tp2" in run.setup else 1,
+        decode_env=RETRACTS if "retract" in run.parts else {},
+    )
+    count, found = len(talks.prompts[0]), turns(page)
+    assert found.get(("local", "always"), 0) >= 2 * count, found
+    # The reasons of the first ones differ: prefill is asked what it can do meanwhile.
+    assert sum(found[key] for key in found if key[0] == "remote") >= count, found
+    assert any(metrics.by_labels(page, RETRACTED).values()) == ("retract" in run.parts)

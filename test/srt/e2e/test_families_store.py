@@ -1,0 +1,117 @@
+"""The families of models that fleets serve, over one store: what a server computes, another one
+finds there; answers are those of SGLang's aggregated server.
+
+Each row of ``families.STORED`` and ``families.WHOLE`` is a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmark.harness import metrics
+from component.buffer_only.masters import Master
+from e2e import hicache
+from e2e.drafts import drafting
+from e2e.families import STORED, WHOLE, Run
+from e2e.support import Ids, Reference, dp_attention, prompt_maker, reference_server
+from e2e.test_families import FP8, NEEDS_ITS_PAGE, common_args, marked
+from e2e.test_whole_system import Shape, answer_is_found_again, running
+from models import families
+
+DEADLINE_S = 4.0
+VALUES = {"deepseek_v3": 1, "deepseek_v3_nextn": 1, "deepseek_v32": 2}
+"""Entries of a page in the store, also where each of two ranks has it: a latent, and an index. Keys
+and values by head are two entries a rank."""
+
+
+@pytest.fixture(scope="module")
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, Reference]]:
+    """The model of a family, and its reference."""
+    family, fp8 = request.param
+    folder = tmp_path_factory.mktemp(family)
+    model = families.build(folder / family, family)
+    page, args = NEEDS_ITS_PAGE.get(family, 1), FP8 if fp8 else ()
+    with reference_server(model, folder, 30_000, page, args) as reference:
+        yield model, reference
+
+
+def rows(runs: tuple[Run, ...]) -> Any:
+    return pytest.mark.parametrize(("served", "run"), [*map(marked, runs)], indirect=["served"])
+
+
+def prompts(model: Path, seed: int) -> list[Ids]:
+    """Four with a common prefix, and two that share nothing."""
+    tokens = prompt_maker(model, seed)
+    shared = tokens(330)
+    return [[*shared, *tokens(140 + 37 * i)] for i in range(4)] + [tokens(430), tokens(517)]
+
+
+@rows(STORED)
+def test_another_server_finds_it(served: tuple[Path, Reference], run: Run, tmp_path: Path) -> None:
+    """Guards against a latent, an index or heads that the store keeps in part or under another
+    rank's name, and against a page that comes back as another one: all whole pages of all prompts
+    are hits in a process that never saw them, and each is stored once."""
+    model, reference = served
+    asked, master = prompts(model, run.seed), Master()
+    expected = reference.answers(asked, hicache.NEW_TOKENS)
+    ranks = 2 if "prefill_tp2" in run.setup else 1
+    try:
+        both = [
+            hicache.Backend(
+                "mooncake", master.extra_config, {"MC_FORCE_TCP": "1"}, ranks=ranks,
+                args=arguments(run, model),
+            )
+            for _ in range(2)
+        ]  # fmt: skip
+        with hicache.servers(model, tmp_path, run.page, both, DEADLINE_S) as (writer, reader):
+            began = stored_values(master)
+            assert writer.generated(asked) == expected
+            writer.flush()  # waits for what is written
+            kept = (stored_values(master) - began) / VALUES.get(run.family, 2 * ranks)
+            # The last generated token has KV if the overlapped next step had begun.
+            texts = [[*one, *more] for one, more in zip(asked, expected, strict=True)]
+            least, most = (whole_pages(texts, run.page, less) for less in (1, 0))
+            assert least <= kept <= most, f"{kept} pages are stored"
+            answers = reader.answers(asked)
+            assert [answer["output_ids"] for answer in answers] == expected
+            hicache.all_from_store(asked, answers, run.page)
+            for server in (writer, reader):
+                assert server.drained().get("dropped_tokens_total", 0) == 0
+    finally:
+        master.kill()
+
+
+def arguments(run: Run, model: Path) -> tuple[str, ...]:
+    """What both servers of a row get; their ports differ."""
+    draft = drafting(model, 3, "NEXTN") if "nextn" in run.setup else ()
+    return (*common_args(run), *draft, *(dp_attention() if "prefill_dp" in run.setup else ()))
+
+
+def whole_pages(texts: list[Ids], page: int, less: int) -> int:
+    """How many different pages the texts fill without their ``less`` last tokens."""
+    return len(
+        {tuple(text[:end]) for text in texts for end in range(page, len(text) - less + 1, page)}
+    )
+
+
+def stored_values(master: Master) -> int:
+    """What the store keeps."""
+    return int(metrics.scrape(f"http://127.0.0.1:{master.metrics}")[metrics.STORE_KEYS])
+
+
+@rows(WHOLE)
+def test_prefill_finds_what_decode_wrote(
+    served: tuple[Path, Reference], run: Run, logs: Path
+) -> None:
+    """Guards against an answer or a local turn that decode writes in part, or where prefill does
+    not look."""
+    model, reference = served
+    shape = Shape(run.backend, run.page)
+    with running(shape, model, reference, logs, common_args(run)) as system:
+        answer_is_found_again(system)

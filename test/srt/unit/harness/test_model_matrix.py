@@ -1,0 +1,138 @@
+"""The matrix of models says *run* where a test runs it, and *refused* where a server refuses."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from benchmark import model_matrix
+from benchmark.harness.models import REPOSITORY
+from benchmark.model_matrix import FAMILIES, FEATURES, SETUPS, Family, Matrix, refused_here
+
+CELL = re.compile(r"run ((?:\**\d+\**(?:, )?)+)")
+
+
+@cache
+def functions(folder: str) -> dict[str, ast.FunctionDef]:
+    """All functions of the end-to-end tests of a folder, by name."""
+    found = {}
+    for path in (REPOSITORY / folder).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                found[node.name] = node
+    return found
+
+
+def reached(file: str, name: str) -> Iterator[ast.FunctionDef]:
+    """A test and the helpers that it calls, directly or not."""
+    known = functions("test/srt/e2e") | functions(file.rpartition("/")[0])
+    names, seen = [name], set[str]()
+    while names:
+        current = names.pop()
+        if current in seen or current not in known:
+            continue
+        seen.add(current)
+        yield known[current]
+        calls = (node.func for node in ast.walk(known[current]) if isinstance(node, ast.Call))
+        names += [
+            called.id if isinstance(called, ast.Name) else called.attr
+            for called in calls
+            if isinstance(called, (ast.Name, ast.Attribute))
+        ]
+
+
+def asserted(file: str, name: str) -> list[str]:
+    """The texts of all assertions that a test reaches."""
+    return [
+        ast.unparse(node.test)
+        for function in reached(file, name)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assert)
+    ]
+
+
+def numbers(cells: list[str]) -> set[int]:
+    """The tests that cells name."""
+    return {
+        int(one) for cell in cells for of in CELL.findall(cell) for one in re.findall(r"\d+", of)
+    }
+
+
+def rows(*columns: list[list[str]]) -> list[str]:
+    return [cell for table in columns for row in table for cell in row]
+
+
+def test_every_run_is_a_test_that_compares_answers_and_counts_hits() -> None:
+    """Guards against a cell that names a test which was renamed, takes other rows, or passes with
+    wrong tokens or without a hit."""
+    matrix = model_matrix.matrix()
+    cells = rows(matrix.here, matrix.setups, matrix.there)
+    named = numbers(cells)
+    assert named and named <= {*range(1, len(matrix.tests) + 1)}
+    for test in {(test.file, test.function) for test in matrix.tests}:
+        file, name = test
+        module = ast.parse((REPOSITORY / file).read_text())
+        (function,) = [each for each in module.body if getattr(each, "name", "") == name]
+        assert isinstance(function, ast.FunctionDef)
+        decorated = "".join(map(ast.unparse, function.decorator_list))
+        tables = [of for of in ("RUNS", "STORED", "WHOLE") if of in decorated]
+        assert len(tables) == 1, f"{file}::{name} is not made of a table of rows"
+        claims = asserted(file, name)
+        assert any(re.search(r"== .*(expected|answers)", one) for one in claims)
+        assert any(re.search(r"prefixes|cached_tokens|found in|'local'", one) for one in claims)
+    ids = [test.id for test in matrix.tests]
+    assert len({*ids}) == len(ids)
+
+
+def test_each_row_is_shown() -> None:
+    """Guards against a row of the tests that no cell names: of an unknown family or setup."""
+    matrix = model_matrix.matrix()
+    shown = numbers(rows(matrix.here, matrix.setups, matrix.there))
+    missing = [test.id for at, test in enumerate(matrix.tests, 1) if at not in shown]
+    assert missing == []
+
+
+def test_a_cell_without_a_row_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a cell that says *run* by a row of another part, setup or family."""
+    (only,) = [
+        test for test in model_matrix.TESTS_HERE
+        if test.run.id == "deepseek_v3-nixl-page16-radix-prefill_dp"
+    ]  # fmt: skip
+    monkeypatch.setattr(model_matrix, "TESTS_HERE", (only,))
+    monkeypatch.setattr(model_matrix, "TESTS_THERE", ())
+    matrix = Matrix(tests=(only,))
+    cells = rows(matrix.here, matrix.setups, matrix.there)
+    run = [cell.partition("<br>")[0] for cell in cells if "run" in cell]
+    assert run == ["run 1", "radix: run 1"]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.names)
+def test_what_is_run_is_not_refused(family: Family) -> None:
+    """Guards against arguments of a cell that are not those of a server: tests run what is said to
+    be refused."""
+    for test in model_matrix.TESTS_HERE:
+        others = {*test.run.setup} - {name for _, names in SETUPS.values() for name in names}
+        if test.run.family not in family.keys or others != family.always:
+            continue
+        for given, has_part in FEATURES.values():
+            of_setups = [of for of, names in SETUPS.values() if names & {*test.run.setup}]
+            if has_part(test.run):
+                assert refused_here(family, given, *of_setups) is None, test.id
+
+
+def test_refusals_of_servers_are_refusals_of_cells() -> None:
+    """Guards against a matrix that accepts all: windows, states and drafts over an index."""
+    by_name = {family.names: family for family in FAMILIES}
+    radix, _ = FEATURES["radix"]
+    store, _ = FEATURES["buffer-only"]
+    assert "sliding-window" in (refused_here(by_name["gpt-oss"], radix) or "")
+    assert "sliding-window" in (refused_here(by_name["gpt-oss"], store) or "")
+    assert "linear-attention" in (refused_here(by_name["Qwen3-Next"], store) or "")
+    drafts, _ = SETUPS["speculation"]
+    dsa = by_name["DeepSeek V3.2 and GLM-5"]
+    assert "sparse attention" in (refused_here(dsa, radix, drafts) or "")
+    assert refused_here(dsa, radix) is None
