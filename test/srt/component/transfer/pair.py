@@ -264,7 +264,7 @@ class Pair:
 
     @staticmethod
     def sent() -> int:
-        """KV bytes sent so far, by all pairs."""
+        """Bytes of KV and state sent so far, by all pairs."""
         return STATS.totals["kv_transfer_sent_bytes",]
 
     @property

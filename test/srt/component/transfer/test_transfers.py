@@ -86,7 +86,8 @@ def test_a_room_is_delivered_or_refused(pair: Pair, room: str) -> None:
     sources = [page for chunk in it.chunks for page in chunk]
     assert ended == DONE and pair.arrived(sources, list(it.targets), index=has_index)
     assert pair.decode.aux[5].tolist() == [77] * 16
-    assert pair.sent() - before == len(sources) * pair.page_bytes
+    of_index = sum(pair.prefill.manager.kv_args.state_item_lens) if has_index else 0
+    assert pair.sent() - before == len(sources) * (pair.page_bytes + of_index)
     pair.clear(sender, receiver)
 
 
