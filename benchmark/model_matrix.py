@@ -75,9 +75,15 @@ FAMILIES = (
     Family(
         ("qwen3_next",),
         "Qwen3-Next",
-        "heads, recurrent states, experts",
+        "heads, recurrent states (gated delta nets), experts",
         states=True,
         draft="NEXTN",
+    ),
+    Family(
+        ("falcon_h1", "nemotron_h"),
+        "Falcon-H1 and Nemotron-H",
+        "heads, recurrent states (Mamba2)",
+        states=True,
     ),
 )
 

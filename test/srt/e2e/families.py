@@ -15,12 +15,21 @@ Part = Literal["radix", "local", "buffer_only", "stock", "stock_prefill", "retra
 buffer. stock: no flag of this package on decode. stock_prefill: a prefill server without this
 package. retract: decode retracts some of its requests every seventh step."""
 Setup = Literal[
-    "prefill_tp2", "decode_tp2", "prefill_dp", "decode_dp", "ep", "nextn", "fp8", "no_swa_pool"
+    "prefill_tp2",
+    "decode_tp2",
+    "prefill_dp",
+    "decode_dp",
+    "ep",
+    "nextn",
+    "fp8",
+    "no_swa_pool",
+    "no_prefill_tree",
 ]
 """prefill_tp2, decode_tp2: two ranks of tensor parallelism. prefill_dp, decode_dp: two ranks of
 attention data parallelism. ep: two ranks of expert parallelism on both servers. nextn: speculation
 by the model's own MTP head. fp8: KV in fp8. no_swa_pool: ``--disable-hybrid-swa-memory`` on both
-servers."""
+servers. no_prefill_tree: ``--disable-radix-cache`` on prefill, where SGLang's tree with recurrent
+states has pages of one token."""
 
 
 NEW_TOKENS = {"deepseek_v32": 4}
@@ -67,7 +76,7 @@ DEEPSEEK_V3 = (
     Run("deepseek_v3", parts=BOTH, setup=("prefill_tp2",)),
     Run("deepseek_v3", parts=BOTH, setup=("decode_tp2",)),
     Run("deepseek_v3", setup=("prefill_dp",)),
-    Run("deepseek_v3", setup=("decode_dp",)),
+    Run("deepseek_v3", parts=BOTH, setup=("decode_dp",)),
     Run("deepseek_v3", setup=("ep",)),
     Run("deepseek_v3", parts=BOTH, setup=("fp8",)),
     Run("deepseek_v3", parts=("radix", "retract")),
@@ -102,8 +111,14 @@ WINDOWS = (
 RECURRENT = (
     Run("qwen3_next", 1, parts=("stock",)),
     Run("qwen3_next", 1, "mooncake", ("stock",)),
+    Run("qwen3_next", 1),
+    Run("qwen3_next", 1, "mooncake"),
+    Run("qwen3_next", 16, setup=("no_prefill_tree",)),
+    Run("qwen3_next", 1, parts=("radix", "retract"), setup=("prefill_tp2", "decode_tp2")),
+    Run("falcon_h1", 1, parts=("radix", "retract")),
+    Run("nemotron_h", 1, parts=("radix", "retract")),
 )
-"""Layers with a state of fixed size instead of KV."""
+"""Layers with a state of fixed size: gated delta nets, Mamba2."""
 
 RUNS: tuple[Run, ...] = (*DEEPSEEK_V3, *DSA, *HEADS, *WINDOWS, *RECURRENT)
 

@@ -42,16 +42,18 @@ from models import families
 TURNS, SHORT = 3, 21
 NEEDS_ITS_PAGE = {"deepseek_v32": 64}
 """Page sizes of the references; SGLang's index has no other one."""
+RECURRENT = ("qwen3_next", "falcon_h1", "nemotron_h")
 SERVER_ARGS: dict[str, tuple[str, ...]] = {
-    # Slots of states; SGLang's default takes gigabytes.
     # SGLang refuses ``torch_native`` by name; the stand-in puts it there. The other runner of
     # experts has its weights in another layout.
     "gpt_oss": ("--attention-backend", "triton", "--moe-runner-backend", "triton"),
-    "qwen3_next": ("--max-mamba-cache-size", "60"),
+    # SGLang's default takes gigabytes.
+    **dict.fromkeys(RECURRENT, ("--max-mamba-cache-size", "60")),
 }
 SERVER_ENV: dict[str, dict[str, str]] = {
     # By default in bfloat16, whose rounding at the end of each chunk changes answers.
-    "qwen3_next": {"SGLANG_MAMBA_CONV_DTYPE": "float32"},
+    family: {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
+    for family in RECURRENT
 }
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 
@@ -102,6 +104,8 @@ def configuration(run: Run, model: Path, logs: Path) -> PairConfig:
     if "nextn" in run.setup:
         for role in ("prefill", "decode"):
             changes[f"{role}_args"] += drafting(model, 3, "NEXTN")
+    if "no_prefill_tree" in run.setup:
+        changes["prefill_args"] += ("--disable-radix-cache",)
     make = local_config if "local" in run.parts else pair_config
     return make(model, logs, **changes)
 
@@ -127,6 +131,7 @@ def page_bytes(run: Run, model: Path) -> int:
     size = 1 if "fp8" in run.setup else 4
     layers = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
     layers -= config.get("layer_types", []).count("linear_attention")
+    layers = config.get("hybrid_override_pattern", "").count("*") or layers
     if "kv_lora_rank" in config:  # latents are whole on every rank
         of_token = size * (config["kv_lora_rank"] + config["qk_rope_head_dim"])
     else:

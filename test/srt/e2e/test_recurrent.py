@@ -140,28 +140,6 @@ def test_answers(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("model", ["falcon_h1", "nemotron_h"], indirect=True)
-def test_mamba(model: Path, reference: Reference, logs: Path) -> None:
-    """Guards against a state of another kind that is not moved or copied whole: Mamba2 beside the
-    attention of each layer, and in layers of its own, the first one among them."""
-    given = {"prefill_args": (*DOZE, *STATES), "decode_args": (*DOZE, *STATES)}
-    config = pair_config(model, logs, env=EXACT, decode_env=RETRACTS, skip_warmup=True, **given)
-    tokens = prompt_maker(model, seed=3)
-    shared = tokens(150)
-    prompts = [[*shared, *tokens(60 + 61 * i)] for i in range(3)] + [tokens(300)]
-    with Pair(config, logs) as pair:
-        more = partial(tokens, 21)
-        prompts = take_turns(pair, reference, prompts, turns=2, new_tokens=10, more=more)
-        whole = prompts[0][:-22]
-        assert pair.generate([whole], 4) == reference.answers([whole], 4)
-        settle(pair)
-        assert pair.metrics()[1][metrics.HIT_TOKENS] > 0
-        assert has_retracted(pair)
-    admitted, _ = EventLogs(logs).read()
-    assert not admitted[-1].pages and len(admitted[-1].state) == 1
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 def test_ranks_of_unequal_number(model: Path, logs: Path, backend: str) -> None:
     """Guards against a request that waits for its deadline, or is answered from slices of states at

@@ -367,19 +367,16 @@ def falcon_h1(weights: Weights) -> Config:
     return _config("FalconH1ForCausalLM", "falcon_h1", **own)
 
 
-def nemotron_h(weights: Weights, pattern: str = "M-*-M-*-") -> Config:
-    """Nemotron-H: layers of Mamba2 (M), attention (*) or an MLP (-)."""
+def nemotron_h(weights: Weights, pattern: str = "M*M*") -> Config:
+    """Nemotron-H: layers of Mamba2 (M) and of attention (*), each without an MLP."""
     sizes: Config = {}
     for index, kind in enumerate(pattern):
         layer = f"backbone.layers.{index}"
         weights.constant(f"{layer}.norm")
         if kind == "M":
             sizes = _mamba2(weights, f"{layer}.mixer")
-        elif kind == "*":
-            weights.heads(f"{layer}.mixer", index)
         else:
-            weights.matrix(f"{layer}.mixer.up_proj", MLP, HIDDEN, MLP_GAIN)
-            weights.matrix(f"{layer}.mixer.down_proj", HIDDEN, MLP)
+            weights.heads(f"{layer}.mixer", index)
     weights.ends()
     for name, of_hub in (("embed_tokens", "embeddings"), ("norm", "norm_f")):
         weights.tensors[f"backbone.{of_hub}.weight"] = weights.tensors.pop(f"model.{name}.weight")
