@@ -51,7 +51,7 @@ class Run:
     nightly: bool = True
     """False: also in the run that every change gets."""
     seed: int = 0
-    """Of the prompts. Another one than 0 has its reason beside the row."""
+    """Seed of the prompts, chosen with ``rounding.py``. A row says why it is not 0."""
 
     @property
     def id(self) -> str:
@@ -90,7 +90,7 @@ DSA = (
     Run("deepseek_v32", 64, "mooncake", BOTH, ("prefill_tp2",)),
     Run("deepseek_v32", 64, parts=("radix", "local", "retract"), setup=("decode_tp2",)),
 )
-"""Sparse attention with an index, whose pages have 64 tokens: DeepSeek V3.2, GLM-5."""
+"""Sparse attention with an index, in pages of 64 tokens: DeepSeek V3.2, GLM-5."""
 
 HEADS = (
     *chain.from_iterable(
@@ -106,7 +106,7 @@ WINDOWS = (
     Run("gpt_oss", parts=("stock",)),
     Run("gpt_oss", 1, "mooncake", ("stock",)),
 )
-"""Layers with a window, whose pool is another one unless the flag says otherwise."""
+"""Layers with a window, in a pool of their own unless the flag says otherwise."""
 
 RECURRENT = (
     Run("qwen3_next", 1, parts=("stock",)),

@@ -1,4 +1,4 @@
-"""Which seeds of a conversation in ``test_families.py`` rounding does not change.
+"""Finds seeds of a conversation of ``test_families.py`` that rounding does not change.
 
     export PYTHONPATH=.:test/srt SGLANG_CPU_STANDIN=1 SGLANG_PATCHSET=0
     python -m e2e.rounding FAMILY SEED... [-- ARGUMENTS OF A SERVER]

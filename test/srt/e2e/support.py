@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -328,6 +329,12 @@ def running(url: str) -> int:
     """Requests in the batch of a server."""
     ranks = requests.get(f"{url}/get_load", timeout=30).json()
     return sum(rank["num_reqs"] - rank["num_waiting_reqs"] for rank in ranks)
+
+
+def has_retracted(pair: Pair) -> bool:
+    """True if decode has retracted a request."""
+    log = pair.processes["decode"].log_text()
+    return re.search("#retracted_reqs: [1-9]", log) is not None
 
 
 def settle(pair: Pair) -> None:

@@ -29,6 +29,7 @@ from e2e.support import (
     Reference,
     assert_tiled,
     dp_attention,
+    has_retracted,
     pair_config,
     prompt_maker,
     prompts_that_share,
@@ -51,7 +52,7 @@ SERVER_ARGS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(RECURRENT, ("--max-mamba-cache-size", "60")),
 }
 SERVER_ENV: dict[str, dict[str, str]] = {
-    # By default in bfloat16, whose rounding at the end of each chunk changes answers.
+    # The default, bfloat16, rounds at the end of each chunk, which changes answers.
     family: {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
     for family in RECURRENT
 }
@@ -79,7 +80,7 @@ def starting(
 
 
 def configuration(run: Run, model: Path, logs: Path) -> PairConfig:
-    """The servers of a row."""
+    """Return the servers of a row."""
     stock_prefill = "stock_prefill" in run.parts
     args = (*common_args(run), *SERVER_ARGS.get(run.family, ()))
     changes: dict[str, Any] = {
@@ -111,7 +112,7 @@ def configuration(run: Run, model: Path, logs: Path) -> PairConfig:
 
 
 def common_args(run: Run) -> tuple[str, ...]:
-    """What both servers of a row get."""
+    """Return the arguments that both servers of a row get."""
     given = {
         "fp8": FP8,
         "no_swa_pool": ("--disable-hybrid-swa-memory",),
@@ -121,12 +122,12 @@ def common_args(run: Run) -> tuple[str, ...]:
 
 
 def ranks_a_room(run: Run) -> int:
-    """Decode ranks over which the KV of one request is spread."""
+    """Return the number of decode ranks over which the KV of one request is spread."""
     return 2 if {"decode_tp2", "ep"} & {*run.setup} else 1
 
 
 def page_bytes(run: Run, model: Path) -> int:
-    """Bytes of KV a page takes on one decode rank, without an index and without states."""
+    """Return the bytes of KV of a page on one decode rank, without an index and without states."""
     config = json.loads((model / "config.json").read_text())
     size = 1 if "fp8" in run.setup else 4
     layers = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
@@ -184,7 +185,7 @@ def check_hits(run: Run, pair: Pair, whole: Ids, logs: Path, page_bytes: int) ->
         return
     assert any(prefixes)
     if "retract" in run.parts:
-        assert "#retracted_reqs: " in pair.processes["decode"].log_text()
+        assert has_retracted(pair)
     if "local" in run.parts:
         counted = turns(pair)
         assert counted["remote", "long"] >= 6 and counted["local", "always"] >= 6, counted

@@ -31,7 +31,7 @@ class InProcess:
         self.runner = loaded.torch_runner
 
     def answer(self, text: Sequence[int], tokens: int) -> tuple[list[int], torch.Tensor]:
-        """Return the greedy answer of so many ``tokens``, and the logits of each."""
+        """Return the greedy answer, ``tokens`` long, and the logits of each token."""
         self.runner.req_to_token_pool.clear()
         self.runner.token_to_kv_pool_allocator.clear()
         requests = bench_one_batch.prepare_synthetic_inputs_for_latency_test(1, 0, [list(text)])
