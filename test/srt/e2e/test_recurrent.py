@@ -3,6 +3,7 @@ whatever decode holds; compared with SGLang's aggregated server. ``families.py``
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from functools import partial
@@ -19,6 +20,7 @@ from e2e.support import (
     START_METHOD,
     EventLogs,
     Reference,
+    ask_decode,
     assert_tiled,
     pair_config,
     prompt_maker,
@@ -140,6 +142,6 @@ def test_ranks_of_unequal_number(model: Path, logs: Path, backend: str) -> None:
         decode_args=(*DOZE, *STATES),
     )
     with Pair(config, logs) as pair:
-        with pytest.raises(Exception, match=r"sizes, not \(1, 1\) on prefill and \(2, 1\)"):
-            pair.generate([[20] * 30], 4)
+        (result,) = asyncio.run(ask_decode(pair, [[20] * 30], 4))
+        assert "sizes, not (1, 1) on prefill and (2, 1) on decode" in str(result.error)
         settle(pair)
