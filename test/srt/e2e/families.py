@@ -23,6 +23,11 @@ by the model's own MTP head. fp8: KV in fp8. no_swa_pool: ``--disable-hybrid-swa
 servers."""
 
 
+NEW_TOKENS = {"deepseek_v32": 4}
+"""Tokens of an answer, where they are not 10: with each further one rounding has another chance to
+change what DSA's index chooses."""
+
+
 @dataclass(frozen=True)
 class Run:
     """One pair of servers and what is asked of it."""
@@ -37,7 +42,7 @@ class Run:
     nightly: bool = True
     """False: also in the run that every change gets."""
     seed: int = 0
-    """Of the prompts. Another one than 0 has its reason beside the row."""
+    """Seed of the prompts, chosen with ``rounding.py``. A row says why it is not 0."""
 
     @property
     def id(self) -> str:
@@ -76,7 +81,7 @@ DSA = (
     Run("deepseek_v32", 64, "mooncake", BOTH, ("prefill_tp2",)),
     Run("deepseek_v32", 64, parts=("radix", "local", "retract"), setup=("decode_tp2",)),
 )
-"""Sparse attention with an index, whose pages have 64 tokens: DeepSeek V3.2, GLM-5."""
+"""Sparse attention with an index, in pages of 64 tokens: DeepSeek V3.2, GLM-5."""
 
 HEADS = (
     *chain.from_iterable(
@@ -92,7 +97,7 @@ WINDOWS = (
     Run("gpt_oss", parts=("stock",)),
     Run("gpt_oss", 1, "mooncake", ("stock",)),
 )
-"""Layers with a window, whose pool is another one unless the flag says otherwise."""
+"""Layers with a window, in a pool of their own unless the flag says otherwise."""
 
 RECURRENT = (
     Run("qwen3_next", 1, parts=("stock",)),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +20,7 @@ import pytest
 from benchmark.harness import metrics
 from benchmark.harness.fleet import Pair, PairConfig
 from e2e.drafts import drafting
-from e2e.families import RUNS, Run
+from e2e.families import NEW_TOKENS, RUNS, Run
 from e2e.support import (
     DOZE,
     RETRACTS,
@@ -39,7 +39,7 @@ from e2e.support import (
 from e2e.test_local_turns import LIMIT, local_config, turns
 from models import families
 
-NEW_TOKENS = 10
+TURNS, SHORT = 3, 21
 NEEDS_ITS_PAGE = {"deepseek_v32": 64}
 """Page sizes of the references; SGLang's index has no other one."""
 SERVER_ARGS: dict[str, tuple[str, ...]] = {
@@ -50,7 +50,7 @@ SERVER_ARGS: dict[str, tuple[str, ...]] = {
     "qwen3_next": ("--max-mamba-cache-size", "60"),
 }
 SERVER_ENV: dict[str, dict[str, str]] = {
-    # By default in bfloat16, whose rounding at the end of each chunk changes answers.
+    # The default, bfloat16, rounds at the end of each chunk, which changes answers.
     "qwen3_next": {"SGLANG_MAMBA_CONV_DTYPE": "float32"},
 }
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
@@ -77,7 +77,7 @@ def starting(
 
 
 def configuration(run: Run, model: Path, logs: Path) -> PairConfig:
-    """The servers of a row."""
+    """Return the servers of a row."""
     stock_prefill = "stock_prefill" in run.parts
     args = (*common_args(run), *SERVER_ARGS.get(run.family, ()))
     changes: dict[str, Any] = {
@@ -107,7 +107,7 @@ def configuration(run: Run, model: Path, logs: Path) -> PairConfig:
 
 
 def common_args(run: Run) -> tuple[str, ...]:
-    """What both servers of a row get."""
+    """Return the arguments that both servers of a row get."""
     given = {
         "fp8": FP8,
         "no_swa_pool": ("--disable-hybrid-swa-memory",),
@@ -116,17 +116,34 @@ def common_args(run: Run) -> tuple[str, ...]:
     return tuple(itertools.chain.from_iterable(given.get(setup, ()) for setup in run.setup))
 
 
+def ranks_a_room(run: Run) -> int:
+    """Return the number of decode ranks over which the KV of one request is spread."""
+    return 2 if {"decode_tp2", "ep"} & {*run.setup} else 1
+
+
 def page_bytes(run: Run, model: Path) -> int:
-    """Bytes of KV a page takes on one decode rank, without an index."""
+    """Return the bytes of KV of a page on one decode rank, without an index and without states."""
     config = json.loads((model / "config.json").read_text())
     size = 1 if "fp8" in run.setup else 4
     layers = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
+    layers -= config.get("layer_types", []).count("linear_attention")
     if "kv_lora_rank" in config:  # latents are whole on every rank
         of_token = size * (config["kv_lora_rank"] + config["qk_rope_head_dim"])
     else:
-        heads = config["num_key_value_heads"] // (2 if "decode_tp2" in run.setup else 1)
+        heads = config["num_key_value_heads"] // ranks_a_room(run)
         of_token = 2 * size * heads * config["head_dim"]
     return int(run.page * layers * of_token)
+
+
+def conversation(model: Path, seed: int) -> tuple[list[Ids], Ids, Callable[[], Ids]]:
+    """Return the first prompts, the last of them with another token near its start, and what each
+    next turn adds: first all turns are short enough for decode, then every other one."""
+    tokens = prompt_maker(model, seed)
+    prompts = prompts_that_share(tokens)
+    changed = [*prompts[-1]]
+    changed[5] = next(token for token in tokens(2) if token != changed[5])
+    lengths = itertools.chain([SHORT] * len(prompts), itertools.cycle([SHORT, LIMIT + 30]))
+    return prompts, changed, lambda: tokens(next(lengths))
 
 
 @pytest.mark.parametrize(("starting", "run"), [marked(run) for run in RUNS], indirect=["starting"])
@@ -137,19 +154,15 @@ def test_answers(starting: tuple[Path, Future[Reference]], logs: Path, run: Run)
     model, reference = starting
     if run.backend == "mooncake":
         pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
-    tokens = prompt_maker(model, run.seed)
-    prompts = prompts_that_share(tokens)
-    # Of turns behind the first: all are short enough for decode, then every other one.
-    lengths = itertools.chain([21] * 4, itertools.cycle([21, LIMIT + 30]))
+    prompts, changed, more = conversation(model, run.seed)
+    new_tokens = NEW_TOKENS.get(run.family, 10)
     with Pair(configuration(run, model, logs), logs) as pair:
         of_stock = reference.result()
-        changed = [*prompts[3]]
-        changed[5] = next(token for token in tokens(2) if token != changed[5])
-        one, other = of_stock.answers([prompts[3], changed], NEW_TOKENS)
+        one, other = of_stock.answers([prompts[-1], changed], new_tokens)
         assert one != other, "the model does not show wrong KV"
-        prompts = take_turns(pair, of_stock, prompts, 3, NEW_TOKENS, lambda: tokens(next(lengths)))
+        prompts = take_turns(pair, of_stock, prompts, TURNS, new_tokens, more)
         # All but what was just added, and the last token of the answer before it.
-        held = len(prompts[0]) - 21 - 1
+        held = len(prompts[0]) - SHORT - 1
         whole = prompts[0][: held // run.page * run.page]
         assert pair.generate([whole], 4) == of_stock.answers([whole], 4)
         settle(pair)
@@ -161,16 +174,15 @@ def check_hits(run: Run, pair: Pair, whole: Ids, logs: Path, page_bytes: int) ->
     hits = pair.metrics()[1].get(metrics.HIT_TOKENS, 0)
     admitted, sent = EventLogs(logs).read()
     prefixes = [event.prefix_tokens for event in admitted if event.room]
-    print(run.id, "hit", hits, "prefixes", prefixes)
     if "stock" in run.parts or "stock_prefill" in run.parts:
         assert hits == 0
         return
     assert any(prefixes)
+    if "retract" in run.parts:
+        assert "#retracted_reqs: " in pair.processes["decode"].log_text()
     if "local" in run.parts:
         counted = turns(pair)
         assert counted["remote", "long"] >= 6 and counted["local", "always"] >= 6, counted
-    else:
+    elif "decode_dp" not in run.setup:  # there each rank has its own prompts
         assert prefixes[-1] == len(whole)
-    assert_tiled(
-        admitted, sent, page_bytes, 2 if "decode_tp2" in run.setup or "ep" in run.setup else 1
-    )
+    assert_tiled(admitted, sent, page_bytes, ranks_a_room(run))

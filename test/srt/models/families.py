@@ -29,9 +29,9 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
 QUERIES, KEYS = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
 EXPERTS, EXPERT_MLP = 8, 64
 LATENT, NOPE, ROPE = 64, 32, 16
-"""Of MLA: of queries and of KV together; of a head without and with positions."""
+"""Dimensions of MLA: latents of queries and of KV; a head without and with positions."""
 VOCABULARY, EOS, PAD = 688, 2, 0
-"""Of the tokenizer of ``tiny_arith``."""
+"""The tokenizer of ``tiny_arith`` has these."""
 Config = dict[str, Any]
 Add = Callable[[str, int], None]
 """Adds a part of a layer, of the given name; also given the number of the layer."""
@@ -174,7 +174,7 @@ def _config(architecture: str, model_type: str, **more: Any) -> Config:
 
 
 def _sparse(architecture: str, model_type: str, experts: str, **more: Any) -> Config:
-    """Return the settings of a model with experts, whose number is called ``experts``."""
+    """Return the settings of a model with experts; ``experts``: the setting with their number."""
     own = {experts: EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": EXPERT_MLP}
     return _config(architecture, model_type, norm_topk_prob=True, **own, **more)
 

@@ -20,9 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from component.programs import run_scenarios
 from models.families import build
-from sglang import bench_one_batch
-from sglang.srt.layers.moe import initialize_moe_config
-from sglang.srt.server_args import PortArgs, prepare_server_args
+from models.in_process import InProcess
 
 STEPS = 10
 LENGTHS = {"deepseek_v32": 50}
@@ -49,34 +47,17 @@ def in_a_fork(check: Callable[[], None]) -> None:
 
 def compare(family: str) -> None:
     """A prompt at once, then steps of decode, each of which reads what the ones before wrote."""
-    torch.set_num_threads(1)
     folder = build(Path(tempfile.mkdtemp()), family)
-    args = prepare_server_args(
-        [
-            *("--model-path", str(folder), "--device", "cpu", "--dtype", "float32"),
-            *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-            *("--disable-cuda-graph", "--disable-piecewise-cuda-graph"),
-            *("--max-total-tokens", "4096", "--mem-fraction-static", "0.2"),
-            *("--max-running-requests", "4", "--page-size", "64", *ARGS.get(family, ())),
-        ]
-    )
-    initialize_moe_config(args)
-    ours, _ = bench_one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
     length = LENGTHS.get(family, 270)
     text = random.Random(0).choices(range(16, 688), k=length)
-    requests = bench_one_batch.prepare_synthetic_inputs_for_latency_test(1, 0, [text])
-    ids, logits, batch = bench_one_batch.extend(requests, ours.torch_runner)
-    answer, found = [*ids.tolist()], [logits]
-    for _ in range(STEPS):
-        ids, logits = bench_one_batch.decode(ids, batch, ours.torch_runner)
-        answer += ids.tolist()
-        found.append(logits)
+    ours = InProcess(folder, "--page-size", "64", *ARGS.get(family, ()))
+    answer, logits = ours.answer(text, 1 + STEPS)
     theirs = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
     with torch.no_grad():
         expected = theirs(torch.tensor([text + answer[:-1]])).logits[0, length - 1 :]
-    difference = (torch.cat(found)[:, : expected.shape[1]] - expected).abs().max()
+    difference = (logits[:, : expected.shape[1]] - expected).abs().max()
     print(f"{family}: largest difference of logits {difference:.0e}", flush=True)
     assert difference < CLOSE
     assert answer == expected.argmax(-1).tolist()

@@ -1,4 +1,4 @@
-"""Norms whose kernels are written in Triton."""
+"""Norms in torch that SGLang has only as Triton kernels."""
 
 from __future__ import annotations
 
