@@ -48,27 +48,19 @@ class Run:
 BOTH: tuple[Part, ...] = ("radix", "local")
 
 
-def _on_two_ranks(family: str, *also: Setup, page: int = 16) -> tuple[Run, ...]:
-    """Tensor parallelism of unequal sizes."""
-    return (
-        Run(family, page, parts=BOTH, setup=("prefill_tp2", *also)),
-        Run(family, page, parts=BOTH, setup=("decode_tp2", *also)),
-    )
-
-
 def _everywhere(family: str, *also: Setup) -> tuple[Run, ...]:
-    """Both transfer backends, and tensor parallelism of unequal sizes."""
+    """Both transfer backends, with more ranks on either side."""
     return (
-        Run(family, parts=BOTH, setup=also),
-        Run(family, 1, "mooncake", BOTH, also),
-        *_on_two_ranks(family, *also),
+        Run(family, 16, "nixl", BOTH, ("decode_tp2", *also)),
+        Run(family, 1, "mooncake", BOTH, ("prefill_tp2", *also)),
     )
 
 
 DEEPSEEK_V3 = (
     Run("deepseek_v3", parts=BOTH, nightly=False),
     Run("deepseek_v3", 1, "mooncake", BOTH),
-    *_on_two_ranks("deepseek_v3"),
+    Run("deepseek_v3", parts=BOTH, setup=("prefill_tp2",)),
+    Run("deepseek_v3", parts=BOTH, setup=("decode_tp2",)),
     Run("deepseek_v3", setup=("prefill_dp",)),
     Run("deepseek_v3", setup=("decode_dp",)),
     Run("deepseek_v3", setup=("ep",)),
@@ -81,9 +73,8 @@ DEEPSEEK_V3 = (
 
 DSA = (
     Run("deepseek_v32", 64, parts=BOTH, nightly=False),
-    Run("deepseek_v32", 64, "mooncake", BOTH),
-    *_on_two_ranks("deepseek_v32", page=64),
-    Run("deepseek_v32", 64, parts=("radix", "retract")),
+    Run("deepseek_v32", 64, "mooncake", BOTH, ("prefill_tp2",)),
+    Run("deepseek_v32", 64, parts=("radix", "local", "retract"), setup=("decode_tp2",)),
 )
 """Sparse attention with an index, whose pages have 64 tokens: DeepSeek V3.2, GLM-5."""
 

@@ -7,7 +7,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -78,13 +78,21 @@ def answers_with(
 
 @contextmanager
 def reference_server(
-    model: Path, logs: Path, pool_tokens: int, page_size: int = 1, args: tuple[str, ...] = ()
+    model: Path,
+    logs: Path,
+    pool_tokens: int,
+    page_size: int = 1,
+    args: tuple[str, ...] = (),
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[Reference]:
     """SGLang's own aggregated server, stock."""
     sizes = Sizes(pool_tokens, page_size=page_size, chunked_prefill_tokens=2048)
     # Between its own requests it would spin on one of the few cores.
-    args = (*DOZE, *args)
-    with Aggregated(model, logs, sizes, extra_args=args, env={START_METHOD: "fork"}) as server:
+    more: dict[str, Any] = {
+        "extra_args": (*DOZE, *args),
+        "env": {START_METHOD: "fork"} | (env or {}),
+    }
+    with Aggregated(model, logs, sizes, **more) as server:
         yield Reference(server, model)
 
 

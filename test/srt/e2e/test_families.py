@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -39,12 +39,19 @@ from e2e.support import (
 from e2e.test_local_turns import LIMIT, local_config, turns
 from models import families
 
-NEW_TOKENS = 10
+TURNS, NEW_TOKENS, SHORT = 3, 10, 21
 NEEDS_ITS_PAGE = {"deepseek_v32": 64}
 """Page sizes of the references; SGLang's index has no other one."""
 SERVER_ARGS: dict[str, tuple[str, ...]] = {
     # Slots of states; SGLang's default takes gigabytes.
+    # SGLang refuses ``torch_native`` by name; the stand-in puts it there. The other runner of
+    # experts has its weights in another layout.
+    "gpt_oss": ("--attention-backend", "triton", "--moe-runner-backend", "triton"),
     "qwen3_next": ("--max-mamba-cache-size", "60"),
+}
+SERVER_ENV: dict[str, dict[str, str]] = {
+    # By default in bfloat16, whose rounding at the end of each chunk changes answers.
+    "qwen3_next": {"SGLANG_MAMBA_CONV_DTYPE": "float32"},
 }
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 
@@ -63,7 +70,8 @@ def starting(
     folder = tmp_path_factory.mktemp(family)
     model = families.build(folder / family, family)
     args = (*SERVER_ARGS.get(family, ()), *(FP8 if fp8 else ()))
-    server = reference_server(model, folder, 20_000, NEEDS_ITS_PAGE.get(family, 1), args)
+    env, page = SERVER_ENV.get(family, {}), NEEDS_ITS_PAGE.get(family, 1)
+    server = reference_server(model, folder, 20_000, page, args, env)
     with ExitStack() as running, ThreadPoolExecutor(1) as thread:
         yield model, thread.submit(running.enter_context, server)
 
@@ -78,7 +86,10 @@ def configuration(run: Run, model: Path, logs: Path) -> PairConfig:
         "radix": "stock" not in run.parts,
         "skip_warmup": True,
         "stock_prefill": stock_prefill,
-        "env": {"MC_FORCE_TCP": "1"} if run.backend == "mooncake" else {},
+        "env": {
+            **SERVER_ENV.get(run.family, {}),
+            **({"MC_FORCE_TCP": "1"} if run.backend == "mooncake" else {}),
+        },
         "decode_env": RETRACTS if "retract" in run.parts else {},
         "prefill_args": args if stock_prefill else (*DOZE, *args),
         "decode_args": (*DOZE, *args),
@@ -118,6 +129,17 @@ def page_bytes(run: Run, model: Path) -> int:
     return int(run.page * layers * of_token)
 
 
+def conversation(model: Path, seed: int) -> tuple[list[Ids], Ids, Callable[[], Ids]]:
+    """Return the first prompts, the last of them with another token near its start, and what each
+    next turn adds: first all turns are short enough for decode, then every other one."""
+    tokens = prompt_maker(model, seed)
+    prompts = prompts_that_share(tokens)
+    changed = [*prompts[-1]]
+    changed[5] = next(token for token in tokens(2) if token != changed[5])
+    lengths = itertools.chain([SHORT] * len(prompts), itertools.cycle([SHORT, LIMIT + 30]))
+    return prompts, changed, lambda: tokens(next(lengths))
+
+
 @pytest.mark.parametrize(("starting", "run"), [marked(run) for run in RUNS], indirect=["starting"])
 def test_answers(starting: tuple[Path, Future[Reference]], logs: Path, run: Run) -> None:
     """Guards against KV, an index or a state that is missing, another text's, or that of another
@@ -126,19 +148,14 @@ def test_answers(starting: tuple[Path, Future[Reference]], logs: Path, run: Run)
     model, reference = starting
     if run.backend == "mooncake":
         pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
-    tokens = prompt_maker(model, run.seed)
-    prompts = prompts_that_share(tokens)
-    # Of turns behind the first: all are short enough for decode, then every other one.
-    lengths = itertools.chain([21] * 4, itertools.cycle([21, LIMIT + 30]))
+    prompts, changed, more = conversation(model, run.seed)
     with Pair(configuration(run, model, logs), logs) as pair:
         of_stock = reference.result()
-        changed = [*prompts[3]]
-        changed[5] = next(token for token in tokens(2) if token != changed[5])
-        one, other = of_stock.answers([prompts[3], changed], NEW_TOKENS)
+        one, other = of_stock.answers([prompts[-1], changed], NEW_TOKENS)
         assert one != other, "the model does not show wrong KV"
-        prompts = take_turns(pair, of_stock, prompts, 3, NEW_TOKENS, lambda: tokens(next(lengths)))
+        prompts = take_turns(pair, of_stock, prompts, TURNS, NEW_TOKENS, more)
         # All but what was just added, and the last token of the answer before it.
-        held = len(prompts[0]) - 21 - 1
+        held = len(prompts[0]) - SHORT - 1
         whole = prompts[0][: held // run.page * run.page]
         assert pair.generate([whole], 4) == of_stock.answers([whole], 4)
         settle(pair)

@@ -211,6 +211,7 @@ def minimax_m2(weights: Weights) -> Config:
 
     weights.model(partial(weights.heads, norms="all"), experts)
     norms = {"use_qk_norm": True, "qk_norm_type": "per_layer", "rotary_dim": 16}
+    norms |= {"partial_rotary_factor": 0.5}  # the same, as transformers reads it
     routing = {"scoring_func": "sigmoid", "use_routing_bias": True, "intermediate_size": EXPERT_MLP}
     more = norms | routing | {"attn_type_list": [1] * LAYERS}
     return _sparse("MiniMaxM2ForCausalLM", "minimax_m2", "num_local_experts", **more)
@@ -223,7 +224,7 @@ def gemma2(weights: Weights) -> Config:
     weights.model(weights.heads, weights.dense, norm=0.0, **norms)
     del weights.tensors["lm_head.weight"]
     more = {"sliding_window": 64, "query_pre_attn_scalar": HEAD_DIM, "tie_word_embeddings": True}
-    more |= dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"))
+    more |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": None}
     more |= dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
     return _config("Gemma2ForCausalLM", "gemma2", **more)
 

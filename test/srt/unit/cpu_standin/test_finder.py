@@ -203,6 +203,6 @@ def test_a_release_that_has_cpu_forms_keeps_them() -> None:
         "sglang.srt.models.deepseek_common.attention_backend_handler",
         *ADDED_ON_0_5_23,
     }
-    added = {("speculative:edit",), ("speculative:attend_drafts",)}
+    added = {("speculative:edit",), ("attention:edit",)}
     assert set(ADDED_ON_0_5_23.values()) == added
     assert {"torch", "nixl._api", "nixl_cu12._api", "nixl_cu13._api"} < set(edited)

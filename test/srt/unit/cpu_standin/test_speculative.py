@@ -91,25 +91,3 @@ def test_no_kv_is_moved() -> None:
     module.copy_all_layer_kv_cache_func(pointers, pointers, same, same, 1, 4, BYTES_PER_TILE=128)
     with pytest.raises(NotImplementedError, match="moving KV"):
         module.copy_all_layer_kv_cache_func(pointers, pointers, same, other, 1, 4)
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=3))
-def test_attention(requests: list[tuple[int, int]]) -> None:
-    """Guards against queries that see keys behind them, or those of another request: each is as if
-    it stood alone at the end of its own text."""
-    torch.manual_seed(0)
-    keys, values = torch.randn(2, 64, 2, 8)
-    table = torch.stack([torch.randperm(64)[:16] for _ in range(8)])
-    rows = torch.tensor([7, 2, 5])[: len(requests)]
-    lens, counts = [before + new for before, new in requests], [new for _, new in requests]
-    query = torch.randn(sum(counts), 4, 8)
-    found = speculative.attend(query, keys, values, table, rows, lens, counts, 0.5)
-    at = 0
-    for row, (before, new) in zip(rows.tolist(), requests, strict=True):
-        for ahead in range(new):
-            slots = table[row, : before + ahead + 1]
-            for head in range(4):
-                scores = keys[slots, head // 2] @ query[at, head] * 0.5
-                expected = scores.softmax(0) @ values[slots, head // 2]
-                assert torch.allclose(found[at, head], expected, atol=1e-5)
-            at += 1

@@ -31,33 +31,28 @@ EDITS = {
     "sglang.srt.constrained.xgrammar_backend": ("edits:mask_by_xgrammar",),
     "sglang.srt.distributed.parallel_state": ("edits:exchange_by_gloo",),
     "sglang.srt.entrypoints.engine": ("edits:start_method",),
-    "sglang.srt.layers.attention.torch_native_backend": (
-        "edits:pad_batches",
-        "families:attention",
-        "speculative:attend_drafts",
-    ),
-    "sglang.srt.layers.attention.attention_registry": ("families:torch_native_for_triton",),
-    "sglang.srt.utils.common": ("families:no_triton",),
-    "sglang.srt.models.minimax_m2": ("families:minimax_norms",),
-    "sglang.srt.layers.attention.linear.gdn_backend": ("families:gated_delta_net",),
-    "sglang.srt.layers.attention.fla.fused_norm_gate": ("families:fused_gated_norm",),
-    "sglang.srt.layers.moe.token_dispatcher.standard": ("families:experts_on_cpu",),
-    "sglang.srt.server_args": ("families:dsa_arguments",),
-    "sglang.srt.layers.attention.nsa.nsa_indexer": ("families:dsa_indexer",),
-    "sglang.srt.layers.attention.fla.layernorm_gated": ("families:gated_norm",),
-    "sglang.srt.layers.moe.fused_moe_native": ("families:experts",),
-    "sglang.srt.models.deepseek_common.attention_backend_handler": ("families:absorb_always",),
+    "sglang.srt.layers.attention.attention_registry": ("attention:instead_of_triton",),
+    "sglang.srt.layers.attention.fla.fused_norm_gate": ("norms:gated",),
+    "sglang.srt.layers.attention.linear.gdn_backend": ("recurrent:edit",),
+    "sglang.srt.layers.attention.nsa.nsa_indexer": ("sparse_index:edit",),
+    "sglang.srt.layers.attention.torch_native_backend": ("edits:pad_batches", "attention:edit"),
     "sglang.srt.layers.dp_attention": ("edits:copy_rows_in_torch",),
+    "sglang.srt.layers.moe.fused_moe_native": ("experts:edit",),
+    "sglang.srt.layers.moe.token_dispatcher.standard": ("experts:map_on_cpu",),
     "sglang.srt.lora.backend.torch_backend": ("edits:without_pinning_of_adapters",),
     "sglang.srt.mem_cache.allocator": ("allocator:edit",),
     "sglang.srt.mem_cache.memory_pool": ("speculative:edit",),
     "sglang.srt.mem_cache.memory_pool_host": ("edits:without_pinning_of_host_pools",),
     "sglang.srt.model_executor.forward_batch_info": ("edits:without_pinning",),
     "sglang.srt.model_executor.model_runner": ("edits:replicate_heads",),
+    "sglang.srt.models.deepseek_common.attention_backend_handler": ("attention:absorb_latents",),
+    "sglang.srt.models.minimax_m2": ("norms:minimax",),
+    "sglang.srt.server_args": ("sparse_index:without_device",),
     "sglang.srt.speculative.draft_utils": ("speculative:draft_backends",),
     "sglang.srt.speculative.eagle_info_v2": ("speculative:edit",),
     "sglang.srt.speculative.eagle_utils": ("speculative:edit",),
     "sglang.srt.speculative.spec_utils": ("speculative:edit",),
+    "sglang.srt.utils.common": ("attention:without_triton",),
 }
 
 #: Where SGLang 0.5.23 has what speculation needs.
@@ -72,7 +67,7 @@ ADDED_ON_0_5_23 = dict.fromkeys(
         "sglang.srt.mem_cache.allocation",
     ),
     ("speculative:edit",),
-) | {"sglang.srt.layers.attention.torch_native_backend": ("speculative:attend_drafts",)}
+) | {"sglang.srt.layers.attention.torch_native_backend": ("attention:edit",)}
 
 #: That release has CPU forms of the rest: of ``EDITS`` it needs these.
 EDITED_ON_0_5_23 = (

@@ -1,0 +1,23 @@
+"""What the stand-in computes for each family of models."""
+
+import pytest
+
+from component.programs import passed, run
+from models.families import FAMILIES
+from sglang.srt.hardware_backend.cpu_standin import gpu_device_node
+
+pytestmark = pytest.mark.skipif(gpu_device_node() is not None, reason="refused beside a GPU")
+
+
+@pytest.fixture(scope="module")
+def output() -> str:
+    """What one program prints, which imports SGLang once for all families."""
+    return run(__file__, "program_families.py", *FAMILIES)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_those_of_transformers(output: str, family: str) -> None:
+    """Guards against a form that is wrong in the same way on all servers, which then agree with
+    each other: an argument in another's place, attention that is flat, a state that is rounded."""
+    passed(output, family)
