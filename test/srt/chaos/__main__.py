@@ -24,7 +24,7 @@ from benchmark.harness.process import ServerFailed
 from chaos.arms import BACKENDS, WHOLE, make_arms
 from chaos.bank import ask_aggregated
 from chaos.families import DENSE, FAMILIES, make_model
-from chaos.plan import CURRENT_EVERY_S, make_plans
+from chaos.plan import CURRENT_EVERY_S, HEAVY_EVERY_S, make_plans
 from chaos.report import print_account, print_plan, print_summary
 from chaos.run import run_arm
 from current.environment import RELEASE, environment
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
     out = args.out or REPOSITORY / "out" / "chaos" / f"{seed}" / "events.jsonl"
     served = FAMILIES.get(args.family, DENSE)
-    every_s = CURRENT_EVERY_S if args.current else served.fault_every_s
+    every_s = CURRENT_EVERY_S if args.current or args.family else HEAVY_EVERY_S
     console = Console()
     began = time.monotonic()
     models = [make_model(out.parent / "model", args.family)]

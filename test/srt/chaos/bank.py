@@ -7,6 +7,7 @@ be sent at any time, whatever became of those before it.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from pathlib import Path
 from benchmark.harness.fleet import Aggregated
 from benchmark.harness.models import token_range
 from benchmark.harness.servers import Sizes
-from chaos.families import DENSE, Served
+from chaos.families import DENSE, Served, rounded
 from e2e.support import START_METHOD, post
 
 Ids = list[int]
@@ -85,8 +86,35 @@ def ask_aggregated(
     sizes = Sizes(60_000, page_size=served.page_size, chunked_prefill_tokens=2048)
     banks, args, env = [], served.arguments, {START_METHOD: "fork"}
     with Aggregated(models[0], logs, sizes, extra_args=args, env=env) as server:
+
+        def load(model: Path) -> None:
+            post(server.config.url, "/update_weights_from_disk", model_path=str(model))
+
         for model in models:
             if model != models[0]:
-                post(server.config.url, "/update_weights_from_disk", model_path=str(model))
-            banks.append(make_bank(model, seed, server.generate))
+                load(model)
+            others = [
+                rounded(model, logs / f"{model.name}.{trial}", trial)
+                for trial in range(served.roundings)
+            ]
+            banks.append(make_bank(model, seed, agreed(server.generate, load, model, others)))
     return banks
+
+
+def agreed(ask: Ask, load: Callable[[Path], object], model: Path, others: Sequence[Path]) -> Ask:
+    """Return ``ask`` with answers as far as ``others`` agree with ``model``, one token at least.
+
+    Because where rounding decides about a token, each server may be right with another one.
+    """
+
+    def answers(prompts: Sequence[Ids], new_tokens: int) -> list[Ids]:
+        found = ask(prompts, new_tokens)
+        for other in others:
+            load(other)
+            for i, again in enumerate(ask(prompts, new_tokens)):
+                found[i] = found[i][: max(1, len(os.path.commonprefix([found[i], again])))]
+        if others:
+            load(model)
+        return found
+
+    return answers

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmark.harness.fleet import PairConfig
 from benchmark.harness.models import random_qwen3
-from chaos.plan import CURRENT_EVERY_S, HEAVY_EVERY_S
 from e2e.support import dp_attention
+
+WEIGHTS = "model.safetensors"
+ROUNDING = 1e-6
+"""Relative. A float32 rounds by 6e-8, and a sum rounds often."""
 
 
 @dataclass(frozen=True)
@@ -20,15 +24,16 @@ class Served:
     """Of all servers, the aggregated one included."""
     has_decode_dp: bool = False
     """Decode has two ranks of attention data parallelism."""
-    fault_every_s: float = HEAVY_EVERY_S
+    roundings: int = 0
+    """Models with other rounding that must agree on a token for it to be expected."""
 
 
 DENSE = Served(1)
 """``models.random_qwen3``, of any page size."""
 FAMILIES = {
-    # Three schedulers on few cores: a restart takes 24 s.
-    "deepseek_v3": Served(16, has_decode_dp=True, fault_every_s=CURRENT_EVERY_S),
-    "deepseek_v32": Served(64),
+    "deepseek_v3": Served(16, has_decode_dp=True),
+    # The last bit decides which tokens its index, in fp8, chooses.
+    "deepseek_v32": Served(64, roundings=3),
     # Fewer states than requests at once; SGLang's default takes gigabytes.
     "qwen3_next": Served(1, ("--max-mamba-cache-size", "12")),
 }
@@ -42,6 +47,21 @@ def make_model(folder: Path, family: str, seed: int = 0) -> Path:
     from models.families import build  # torch, which the rest does without
 
     return build(folder, family, seed)
+
+
+def rounded(model: Path, folder: Path, trial: int) -> Path:
+    """Write ``model`` with weights that differ by some float32 roundings. Return its folder."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    generator = torch.Generator().manual_seed(trial)
+    weights = {
+        name: weight * (1 + ROUNDING * torch.randn(weight.shape, generator=generator))
+        for name, weight in load_file(model / WEIGHTS).items()
+    }
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    return folder
 
 
 def serve(config: PairConfig, family: str) -> PairConfig:

@@ -70,7 +70,7 @@ FIRST_HEAVY_S = 8.0
 HEAVY_EVERY_S = 25.0
 """A restart takes about half of it on a busy machine of two cores; the rest is time to recover."""
 CURRENT_EVERY_S = 60.0
-"""The same where servers start more slowly, as on SGLang 0.5.23."""
+"""The same where servers start more slowly: on SGLang 0.5.23, and with families of models."""
 STOP_S = {
     FaultKind.STOP_PREFILL: (13.0, 18.0),
     FaultKind.STOP_PREFILL_SCHEDULER: (5.0, 14.0),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from chaos.arms import BACKENDS, WHOLE, make_arms
-from chaos.families import FAMILIES, make_model, serve
+from chaos.bank import agreed
+from chaos.families import FAMILIES, make_model, rounded, serve
 from chaos.plan import (
     CURRENT_EVERY_S,
     HEAVY,
@@ -105,5 +107,25 @@ def test_the_model_of_a_family(tmp_path: Path, family: str) -> None:
     """Guards against a family that there is no model of, and against new weights that are the old
     ones."""
     made = [make_model(tmp_path / str(seed), family, seed) for seed in (0, 1)]
-    old, new = ((folder / "model.safetensors").read_bytes() for folder in made)
-    assert old != new
+    made.append(rounded(made[0], tmp_path / "rounded", 0))
+    old, new, near = ((folder / "model.safetensors").read_bytes() for folder in made)
+    assert old != new != near != old and len(old) == len(near)
+
+
+def test_a_token_that_rounding_decides_is_not_expected(tmp_path: Path) -> None:
+    """Guards against answers called wrong that another order of additions makes right, and against
+    a server that is left with weights of no bank."""
+    says = {"model": [1, 2, 3, 4], "near": [1, 2, 9, 9], "nearer": [1, 2, 3, 9], "far": [8, 8]}
+    loaded = ["model"]
+
+    def ask(prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
+        return [says[loaded[-1]][:new_tokens] for _ in prompts]
+
+    def expected(*others: str) -> list[list[int]]:
+        paths = [Path(name) for name in others]
+        return agreed(ask, lambda path: loaded.append(path.name), Path("model"), paths)([[5]], 4)
+
+    assert expected() == [[1, 2, 3, 4]] and loaded == ["model"]
+    assert expected("nearer", "near") == [[1, 2]]
+    assert expected("far") == [[1]]
+    assert loaded[-1] == "model"
