@@ -84,7 +84,7 @@ def ask_aggregated(
     """Makes a bank of each model with SGLang's own aggregated server, stock, which runs meanwhile
     only, and takes the weights of one after the other."""
     sizes = Sizes(60_000, page_size=served.page_size, chunked_prefill_tokens=2048)
-    banks, args, env = [], served.arguments, {START_METHOD: "fork"}
+    banks, args, env = [], served.arguments, {START_METHOD: "fork", **dict(served.env)}
     with Aggregated(models[0], logs, sizes, extra_args=args, env=env) as server:
 
         def load(model: Path) -> None:

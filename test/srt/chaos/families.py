@@ -22,6 +22,8 @@ class Served:
     page_size: int
     arguments: tuple[str, ...] = ()
     """Of all servers, the aggregated one included."""
+    env: tuple[tuple[str, str], ...] = ()
+    """Likewise."""
     has_decode_dp: bool = False
     """Decode has two ranks of attention data parallelism."""
     roundings: int = 0
@@ -35,7 +37,12 @@ FAMILIES = {
     # The last bit decides which tokens its index, in fp8, chooses.
     "deepseek_v32": Served(64, roundings=3),
     # Fewer states than requests at once; SGLang's default takes gigabytes.
-    "qwen3_next": Served(1, ("--max-mamba-cache-size", "12")),
+    "qwen3_next": Served(
+        1,
+        ("--max-mamba-cache-size", "12"),
+        # The default, bfloat16, rounds at the end of each chunk, which changes answers.
+        (("SGLANG_MAMBA_CONV_DTYPE", "float32"),),
+    ),
 }
 """Of ``models.families``."""
 
@@ -73,4 +80,5 @@ def serve(config: PairConfig, family: str) -> PairConfig:
         decode_tp=2 if served.has_decode_dp else 1,
         prefill_args=(*config.prefill_args, *served.arguments),
         decode_args=(*config.decode_args, *served.arguments, *own),
+        env={**config.env, **dict(served.env)},
     )
