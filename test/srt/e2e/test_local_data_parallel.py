@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,8 @@ from e2e.support import (
 from e2e.test_local_turns import LIMIT, turns
 from models import families
 
-SECONDS = float(os.environ.get("LOCAL_DP_SECONDS", "40"))
-"""Of requests."""
+ROUNDS = int(os.environ.get("LOCAL_DP_ROUNDS", "6"))
+"""Of one turn of each talk at the same time; more for a longer run by hand."""
 TALKS, NEW_TOKENS = 8, 24
 
 
@@ -77,8 +76,8 @@ def test_talks_on_both_ranks(tmp_path: Path, logs: Path) -> None:
     with stock as server, Pair(config_of(model, logs), logs) as pair:
         reference = Reference(server, model)
         talks: list[Ids] = []
-        ends, answered, left = time.monotonic() + SECONDS, 0, 0
-        while time.monotonic() < ends:
+        answered = left = 0
+        for _ in range(ROUNDS):
             while len(talks) < TALKS:
                 talks.append(tokens(rng.randrange(20, 400)))
             expected = reference.answers(talks, NEW_TOKENS)
@@ -96,6 +95,6 @@ def test_talks_on_both_ranks(tmp_path: Path, logs: Path) -> None:
             talks = [talk for talk in following if len(talk) < 1500]
         counted = turns(pair)
         print(f"{answered} answered, {left} left, {counted}")
-        assert answered > 20 and left > 5
+        assert answered > 20 and left > 0
         assert counted["local", "always"] > 10
         settle(pair)
