@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from benchmark.harness.client import Request
 from benchmark.harness.fleet import Aggregated, Pair
 from benchmark.harness.ports import allocate_ports
 from benchmark.harness.servers import Sizes
-from e2e.drafts import drafting
 from e2e.support import (
     DOZE,
     START_METHOD,
@@ -31,26 +29,23 @@ from e2e.support import (
 from e2e.test_local_turns import LIMIT, turns
 from models import families
 
-SECONDS = float(os.environ.get("LOCAL_DP_SECONDS", "40"))
-"""Of requests."""
+ROUNDS = int(os.environ.get("LOCAL_DP_ROUNDS", "6"))
+"""Of one turn of each talk at the same time; more for a longer run by hand."""
 TALKS, NEW_TOKENS = 8, 24
 
 
-def config_of(model: Path, logs: Path, drafts: bool) -> Any:
-    """Decode of two ranks; ``drafts``: with the model's own draft layer on both servers."""
+def config_of(model: Path, logs: Path) -> Any:
+    """Decode of two ranks."""
     # From its own port on it would take others that a server beside it may have; see test_ranks.py.
     first_port = allocate_ports(14, in_a_row=True)[0]
-    both = drafting(model, 2, "NEXTN") if drafts else ()
     return pair_config(
         model,
         logs,
         page_size=16,
         decode_tp=2,
         skip_warmup=True,
-        prefill_args=(*DOZE, *both),
         # Not ``DOZE``: the other rank would wait for one that sleeps.
         decode_args=(
-            *both,
             *("--dp-size", "2", "--enable-dp-attention", "--ep-size", "2"),
             *("--dist-init-addr", f"127.0.0.1:{first_port}"),
             *("--disaggregation-decode-local-tokens", str(LIMIT)),
@@ -63,13 +58,12 @@ def config_of(model: Path, logs: Path, drafts: bool) -> Any:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v3_nextn"])
-def test_talks_on_both_ranks(family: str, tmp_path: Path, logs: Path) -> None:
+def test_talks_on_both_ranks(tmp_path: Path, logs: Path) -> None:
     """Guards against a rank that is not in a step in which the other one computes a chunk, which
     would stop the server, and against a chunk whose experts get the tokens of another rank. Clients
     leave at any time. In every run ``component/decode/test_local_data_parallel.py`` has the loop of
     two ranks."""
-    model = families.build(tmp_path / family, family)
+    model = families.build(tmp_path / "deepseek_v3", "deepseek_v3")
     rng = random.Random(7)
     tokens = prompt_maker(model, seed=7)
     stock = Aggregated(
@@ -79,11 +73,11 @@ def test_talks_on_both_ranks(family: str, tmp_path: Path, logs: Path) -> None:
         extra_args=DOZE,
         env={START_METHOD: "fork"},
     )
-    with stock as server, Pair(config_of(model, logs, "nextn" in family), logs) as pair:
+    with stock as server, Pair(config_of(model, logs), logs) as pair:
         reference = Reference(server, model)
         talks: list[Ids] = []
-        ends, answered, left = time.monotonic() + SECONDS, 0, 0
-        while time.monotonic() < ends:
+        answered = left = 0
+        for _ in range(ROUNDS):
             while len(talks) < TALKS:
                 talks.append(tokens(rng.randrange(20, 400)))
             expected = reference.answers(talks, NEW_TOKENS)
@@ -101,6 +95,6 @@ def test_talks_on_both_ranks(family: str, tmp_path: Path, logs: Path) -> None:
             talks = [talk for talk in following if len(talk) < 1500]
         counted = turns(pair)
         print(f"{answered} answered, {left} left, {counted}")
-        assert answered > 20 and left > 5
+        assert answered > 20 and left > 0
         assert counted["local", "always"] > 10
         settle(pair)

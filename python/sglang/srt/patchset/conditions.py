@@ -75,6 +75,10 @@ def dispatches_decode_steps_only(args: Any) -> bool:
     return args.moe_a2a_backend in ("mooncake", "nixl")
 
 
+def drafts_on_data_parallel_ranks(args: Any) -> bool:
+    return bool(args.enable_dp_attention and args.speculative_algorithm)
+
+
 def drafts_behind_a_cache(args: Any) -> bool:
     loads_prompts = args.disaggregation_mode == "prefill" or is_given(args, ON)
     return loads_prompts and bool(args.speculative_algorithm)

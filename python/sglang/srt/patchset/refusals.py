@@ -259,6 +259,12 @@ AS_GIVEN: tuple[Refusal, ...] = (
     ),
     Refusal(
         TURNS,
+        "--enable-dp-attention with --speculative-algorithm",
+        "a decode server with both ended at its first requests where it was run",
+        when=conditions.drafts_on_data_parallel_ranks,
+    ),
+    Refusal(
+        TURNS,
         "SGLANG_SCHEDULER_SKIP_ALL_GATHER=1",
         "data parallel ranks then do not learn that one of them runs a chunk",
     ),

@@ -310,6 +310,10 @@ LOCAL_TURNS = {"disaggregation_decode_local_tokens": 512}
         # Without the flag nothing is asked of the rest.
         ({"disaggregation_decode_enable_radix_cache": False}, flags.FLAG),
         ({"enable_dp_attention": True}, None),
+        (
+            {"enable_dp_attention": True, "speculative_algorithm": "EAGLE"},
+            "--enable-dp-attention with --speculative-algorithm",
+        ),
         ({"moe_a2a_backend": "deepep", "enable_two_batch_overlap": True}, None),
         ({"moe_a2a_backend": "deepep", "deepep_mode": "low_latency"}, "--deepep-mode low_latency"),
         ({"moe_a2a_backend": "mooncake"}, "--moe-a2a-backend mooncake or nixl"),
