@@ -16,9 +16,9 @@ from benchmark.harness import metrics
 from component.buffer_only.masters import Master
 from e2e import hicache
 from e2e.drafts import drafting
-from e2e.families import STORED, WHOLE, Run
+from e2e.families import NEW_TOKENS, STORED, WHOLE, Run
 from e2e.support import Ids, Reference, dp_attention, prompt_maker, reference_server
-from e2e.test_families import FP8, NEEDS_ITS_PAGE, common_args, marked
+from e2e.test_families import FP8, NEEDS_ITS_PAGE, SERVER_ARGS, common_args, marked
 from e2e.test_whole_system import Shape, answer_is_found_again, running
 from models import families
 
@@ -36,7 +36,8 @@ def served(
     family, fp8 = request.param
     folder = tmp_path_factory.mktemp(family)
     model = families.build(folder / family, family)
-    page, args = NEEDS_ITS_PAGE.get(family, 1), FP8 if fp8 else ()
+    page, args = NEEDS_ITS_PAGE.get(family, 1), SERVER_ARGS.get(family, ())
+    args += FP8 if fp8 else ()
     with reference_server(model, folder, 30_000, page, args) as reference:
         yield model, reference
 
@@ -61,6 +62,11 @@ def test_another_server_finds_it(served: tuple[Path, Reference], run: Run, tmp_p
     asked, master = prompts(model, run.seed), Master()
     expected = reference.answers(asked, hicache.NEW_TOKENS)
     ranks = 2 if "prefill_tp2" in run.setup else 1
+    compared = NEW_TOKENS.get(run.family, hicache.NEW_TOKENS)
+
+    def shortened(answers: list[Ids]) -> list[Ids]:
+        return [answer[:compared] for answer in answers]
+
     try:
         both = [
             hicache.Backend(
@@ -71,7 +77,7 @@ def test_another_server_finds_it(served: tuple[Path, Reference], run: Run, tmp_p
         ]  # fmt: skip
         with hicache.servers(model, tmp_path, run.page, both, DEADLINE_S) as (writer, reader):
             began = stored_values(master)
-            assert writer.generated(asked) == expected
+            assert shortened(writer.generated(asked)) == shortened(expected)
             writer.flush()  # waits for what is written
             kept = (stored_values(master) - began) / VALUES.get(run.family, 2 * ranks)
             # The last generated token has KV if the overlapped next step had begun.
@@ -79,7 +85,8 @@ def test_another_server_finds_it(served: tuple[Path, Reference], run: Run, tmp_p
             least, most = (whole_pages(texts, run.page, less) for less in (1, 0))
             assert least <= kept <= most, f"{kept} pages are stored"
             answers = reader.answers(asked)
-            assert [answer["output_ids"] for answer in answers] == expected
+            found = [answer["output_ids"] for answer in answers]
+            assert shortened(found) == shortened(expected)
             hicache.all_from_store(asked, answers, run.page)
             for server in (writer, reader):
                 assert server.drained().get("dropped_tokens_total", 0) == 0
@@ -90,7 +97,8 @@ def test_another_server_finds_it(served: tuple[Path, Reference], run: Run, tmp_p
 def arguments(run: Run, model: Path) -> tuple[str, ...]:
     """What both servers of a row get; their ports differ."""
     draft = drafting(model, 3, "NEXTN") if "nextn" in run.setup else ()
-    return (*common_args(run), *draft, *(dp_attention() if "prefill_dp" in run.setup else ()))
+    data_parallel = dp_attention() if "prefill_dp" in run.setup else ()
+    return (*common_args(run), *SERVER_ARGS.get(run.family, ()), *draft, *data_parallel)
 
 
 def whole_pages(texts: list[Ids], page: int, less: int) -> int:
@@ -113,5 +121,6 @@ def test_prefill_finds_what_decode_wrote(
     not look."""
     model, reference = served
     shape = Shape(run.backend, run.page)
-    with running(shape, model, reference, logs, common_args(run)) as system:
+    new_tokens = NEW_TOKENS.get(run.family, hicache.NEW_TOKENS)
+    with running(shape, model, reference, logs, common_args(run), new_tokens) as system:
         answer_is_found_again(system)

@@ -76,16 +76,21 @@ class System:
     shape: Shape
     tokens: Any
     """A function that returns random ordinary tokens."""
+    new_tokens: int = NEW_TOKENS
 
     @property
     def urls(self) -> tuple[str, str]:
         return self.pair.prefill_url, self.pair.decode_url
 
+    def answer(self, prompt: Ids) -> Ids:
+        return self.reference.answers([prompt], self.new_tokens)[0]
+
     def stored_tokens(self, prompt: Ids, expected: Ids | None = None) -> int:
         """Ask for the answer, which must be ``expected`` (by default the reference's); return the
         tokens of the prompt that prefill loaded from the store."""
-        there, here = (answer.json() for answer in ask_both(self.pair, prompt, GREEDY))
-        assert here["output_ids"] == (expected or self.reference.answers([prompt], NEW_TOKENS)[0])
+        greedy = {**GREEDY, "max_new_tokens": self.new_tokens}
+        there, here = (answer.json() for answer in ask_both(self.pair, prompt, greedy))
+        assert here["output_ids"] == (expected or self.answer(prompt))
         # There are none where nothing was found, or where decode computed the turn.
         details = there["meta_info"].get("cached_tokens_details") or {}
         assert not details.get("host")
@@ -122,13 +127,13 @@ def answer_is_found_again(system: System) -> None:
     pair, tokens = system.pair, system.tokens
     before = turns(pair)
     first = tokens(333)
-    second = [*first, *system.reference.answers([first], NEW_TOKENS)[0], *tokens(50)]
+    second = [*first, *system.answer(first), *tokens(50)]
     for prompt in (first, second):
         system.stored_tokens(prompt)
     counted = turns(pair, before)
     assert (counted["remote", "long"], counted["local", "always"]) == (1, 1)
     system.empty()
-    answered = [*second, *system.reference.answers([second], NEW_TOKENS)[0]]
+    answered = [*second, *system.answer(second)]
     found, page = system.stored_tokens([*answered, *tokens(70)]), system.shape.page
     if system.shape.writes:
         # The last generated token has KV if the overlapped next step had begun.
@@ -140,7 +145,12 @@ def answer_is_found_again(system: System) -> None:
 
 @contextmanager
 def running(
-    shape: Shape, model: Path, reference: Reference, logs: Path, args: tuple[str, ...] = ()
+    shape: Shape,
+    model: Path,
+    reference: Reference,
+    logs: Path,
+    args: tuple[str, ...] = (),
+    new_tokens: int = NEW_TOKENS,
 ) -> Iterator[System]:
     """Start a system. ``args``: of both servers, beside those of the shape."""
     if shape.backend == "mooncake":
@@ -171,7 +181,7 @@ def running(
     )
     try:
         with Pair(config, logs) as pair:
-            yield System(pair, master, reference, shape, prompt_maker(model, seed=19))
+            yield System(pair, master, reference, shape, prompt_maker(model, seed=19), new_tokens)
     finally:
         master.kill()
 
