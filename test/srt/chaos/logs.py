@@ -18,7 +18,7 @@ _KILLED_PEER = re.compile(
 )
 """Of SGLang 0.5.23: a worker found its peer dead, and ends the room."""
 
-_NO_VOCABULARY = re.compile(r"initialize OpenAIServingResponses.*?HarmonyError", re.DOTALL)
+NO_VOCABULARY = re.compile(r"initialize OpenAIServingResponses.*?HarmonyError", re.DOTALL)
 """Of gpt-oss: the vocabulary of another API is not on this machine."""
 
 
@@ -34,7 +34,7 @@ def log_problems(log: Path, killed_at: int | None = None) -> list[str]:
     """
     text = log.read_bytes()[:killed_at].decode(errors="replace")
     text = _KILLED_PEER.sub(r"\1", _FAILED_STORE.sub(r"\1", text))
-    text = _NO_VOCABULARY.sub("", text)
+    text = NO_VOCABULARY.sub("", text)
     problems = []
     for mark in _MARKS:
         at = text.find(mark)
