@@ -192,8 +192,7 @@ def test_a_window_pool_on_one_side_fails_the_rooms_at_once(
 
 @both
 def test_a_rank_whose_registration_was_refused_registers_again(say: Dialect) -> None:
-    """Guards against a decode rank that is refused for ever because of an earlier registration, and
-    against a table that a stranger can fill."""
+    """Guards against a decode rank that is refused for ever because of an earlier registration."""
     manager, reader = say.listener()
     reader.handle(say.registration(kv_buffers=1))
     reader.handle(say.registration())
