@@ -108,7 +108,8 @@ class LocalTurnsScheduler(Scheduler):
             STATS.count("decode_local_tokens", sum(len(t.req.fill_ids) - t.done for t in chosen))
             batch = self.chunk_batch(chosen)
             turns.launch(chosen, batch)
-        if chosen or not self.spec_algorithm.is_none():
+        parallel = self.server_args.enable_dp_attention
+        if chosen or (parallel and not self.spec_algorithm.is_none()):
             # As for each batch that SGLang runs: experts in parallel are told how long it is. With
             # a draft model, data parallel ranks do not run a chunk and a decode step together, as
             # in SGLang's own scheduler: the other ranks run an empty batch beside a chunk.
@@ -120,7 +121,7 @@ class LocalTurnsScheduler(Scheduler):
             turns.shown(self.waiting_queue)
         if batch is not None and not chosen:
             turns.stepped(batch)
-        turns.others_run = self.server_args.enable_dp_attention and batch is not None
+        turns.others_run = parallel and batch is not None
         return batch
 
     def _join(self) -> None:
