@@ -159,7 +159,9 @@ def conversation(model: Path, seed: int) -> tuple[list[Ids], Ids, Callable[[], I
     return prompts, changed, lambda: tokens(next(lengths))
 
 
-@pytest.mark.parametrize(("starting", "run"), [marked(run) for run in RUNS], indirect=["starting"])
+@pytest.mark.parametrize(
+    ("starting", "run"), [marked(run) for run in RUNS], indirect=["starting"], scope="module"
+)
 def test_answers(starting: tuple[Path, Future[Reference]], logs: Path, run: Run) -> None:
     """Guards against KV, an index or a state that is missing, another text's, or that of another
     layer: behind a prefix from decode's tree, in chunks of prefill, in a chunk that decode computes

@@ -38,7 +38,8 @@ def served(
 
 
 def rows(runs: tuple[Run, ...]) -> Any:
-    return pytest.mark.parametrize(("served", "run"), [*map(marked, runs)], indirect=["served"])
+    of_runs = [*map(marked, runs)]
+    return pytest.mark.parametrize(("served", "run"), of_runs, indirect=["served"], scope="module")
 
 
 def prompts(model: Path, seed: int) -> list[Ids]:

@@ -419,8 +419,8 @@ def test_a_chunk_that_does_not_fit_runs_in_one_of_a_hundred_gaps() -> None:
 
 
 def test_a_turn_does_not_starve_behind_the_chunks_of_other_ranks() -> None:
-    """Guards a rank that is out of slack, on which no request runs, beside ranks that compute chunks
-    all the time. None of its chunks follows another rank's directly."""
+    """Guards a rank that is out of slack and runs no request, beside ranks that compute chunks all
+    the time. None of its chunks follows another rank's directly."""
     pace, allowed = Pace(0.5), []
     for step in range(1, 1001):
         if pace.may_run(running=1, fits=False):
