@@ -14,13 +14,13 @@ import pytest
 
 from benchmark.harness.client import Request
 from benchmark.harness.fleet import Aggregated, Pair
-from benchmark.harness.ports import allocate_ports
 from benchmark.harness.servers import Sizes
 from e2e.support import (
     DOZE,
     START_METHOD,
     Ids,
     Reference,
+    dp_attention,
     pair_config,
     prompt_maker,
     send_and_leave,
@@ -30,14 +30,12 @@ from e2e.test_local_turns import LIMIT, turns
 from models import families
 
 ROUNDS = int(os.environ.get("LOCAL_DP_ROUNDS", "6"))
-"""Of one turn of each talk at the same time; more for a longer run by hand."""
+"""Number of rounds; in each, all talks ask for one turn at the same time."""
 TALKS, NEW_TOKENS = 8, 24
 
 
 def config_of(model: Path, logs: Path) -> Any:
-    """Decode of two ranks."""
-    # From its own port on it would take others that a server beside it may have; see test_ranks.py.
-    first_port = allocate_ports(14, in_a_row=True)[0]
+    """Return the configuration of a pair whose decode server has two ranks."""
     return pair_config(
         model,
         logs,
@@ -46,8 +44,8 @@ def config_of(model: Path, logs: Path) -> Any:
         skip_warmup=True,
         # Not ``DOZE``: the other rank would wait for one that sleeps.
         decode_args=(
-            *("--dp-size", "2", "--enable-dp-attention", "--ep-size", "2"),
-            *("--dist-init-addr", f"127.0.0.1:{first_port}"),
+            *dp_attention(),
+            *("--ep-size", "2"),
             *("--disaggregation-decode-local-tokens", str(LIMIT)),
         ),
         decode_env={
@@ -60,7 +58,7 @@ def config_of(model: Path, logs: Path) -> Any:
 @pytest.mark.nightly
 def test_talks_on_both_ranks(tmp_path: Path, logs: Path) -> None:
     """Guards against a rank that is not in a step in which the other one computes a chunk, which
-    would stop the server, and against a chunk whose experts get the tokens of another rank. Clients
+    would hang the server, and against a chunk whose experts get the tokens of another rank. Clients
     leave at any time. In every run ``component/decode/test_local_data_parallel.py`` has the loop of
     two ranks."""
     model = families.build(tmp_path / "deepseek_v3", "deepseek_v3")

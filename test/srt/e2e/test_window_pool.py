@@ -14,7 +14,7 @@ from models import families
 
 FLAG = "--disable-hybrid-swa-memory"
 GPT_OSS = ("--attention-backend", "triton", "--moe-runner-backend", "triton")
-"""SGLang refuses the backends of the stand-in by name; it runs in place of these."""
+"""SGLang refuses the stand-in's own backends for this model, which run instead of these."""
 AT_ONCE_S = 5.0
 
 
@@ -28,8 +28,8 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("on", ["decode", "prefill"])
 def test_the_flag_on_one_server(gpt_oss: Path, logs: Path, backend: Any, on: str) -> None:
     """Guards against requests that fail with a text about page numbers, or wait for minutes on both
-    servers. With the flag on prefill alone a decode server has no radix cache; over NIXL it cannot
-    be told, and waits. In every run ``component/transfer/test_announcements.py``."""
+    servers. With the flag on prefill alone, decode runs without the radix cache; over NIXL it
+    cannot be notified, and waits. In every run ``component/transfer/test_announcements.py``."""
     if backend == "mooncake":
         pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
     args = {

@@ -46,7 +46,7 @@ _MAX_DIGITS = 18
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _CONTROL: msgspec.msgpack.Decoder[wire.Message] = msgspec.msgpack.Decoder(wire.Message)
 
-#: Decode ranks whose registration was refused: so many are remembered.
+#: Maximum number of decode ranks to remember whose registration was refused.
 _MOST_REFUSED = 256
 
 
@@ -228,7 +228,7 @@ class Announcements:
         self._decode_ranks = decode_ranks
         self._registered = registered
         self._keep = register
-        #: Why the registration of a decode rank was refused, by its name: the answer to its rooms.
+        #: Name of a decode rank -> why its registration was refused; sent for each of its rooms.
         self._refused: dict[str, str] = {}
 
     #: Under which attribute an announcement has the name that its decode rank registered under.
@@ -269,8 +269,8 @@ class Announcements:
             raise
 
     def _announce(self, info: Any) -> None:
-        """Record one decode rank's announcement; the last one of a room makes it ready. The room of
-        one whose registration was refused fails, with the reason on both sides."""
+        """Record one decode rank's announcement; the last one of a room makes it ready. If the
+        registration of the rank was refused, its room fails, with the reason on both sides."""
         peer = str(getattr(info, self.peer_name))
         check_announcement(info)
         refused = self._refused.get(peer)

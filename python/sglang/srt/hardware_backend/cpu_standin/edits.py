@@ -213,8 +213,8 @@ def copy_rows(dst: Any, src: Any, dim: int, offset: Any, sz: Any, offset_src: bo
 
 
 def empty_drafts(module: Any) -> None:
-    """After ``eagle_info``: the drafts of a data parallel rank without requests, which SGLang makes
-    on a GPU."""
+    """After ``eagle_info``: make the empty drafts of a data parallel rank without requests on the
+    CPU; SGLang names a GPU."""
     from torch.overrides import TorchFunctionMode
 
     class OnCpu(TorchFunctionMode):

@@ -109,14 +109,14 @@ class LocalTurnsScheduler(Scheduler):
             batch = self.chunk_batch(chosen)
             turns.launch(chosen, batch)
         if chosen or not self.spec_algorithm.is_none():
-            # As for each batch that SGLang runs: experts in parallel are told how long it is. With
-            # a draft model, data parallel ranks do not run a chunk and a decode step together, as
-            # in SGLang's own scheduler: the other ranks run an empty batch beside a chunk.
+            # Expert parallel ranks exchange the sizes of their batches, as for each batch that
+            # SGLang runs. With a draft model, data parallel ranks run no decode step beside a
+            # chunk, as in SGLang's own scheduler: the other ranks run an empty batch.
             batch = self.maybe_prepare_mlp_sync_batch(batch)
         if batch is None:
             batch = super().get_next_disagg_decode_batch_to_run()
-            # Who found no place waits for others' answers from here on, as one that is computed
-            # locally would: that is no time of its prefill server's.
+            # A request without a place waits for other requests from here on, as a local turn
+            # would, so this time must not count for its prefill server.
             turns.shown(self.waiting_queue)
         if batch is not None and not chosen:
             turns.stepped(batch)
