@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ if (TESTS := str(REPOSITORY / "test/srt")) not in sys.path:
 
 from current import families as current  # noqa: E402
 from e2e import families as rows  # noqa: E402
-from e2e.families import Run  # noqa: E402
+from e2e.families import Part, Run  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,14 @@ class Family:
     names: str
     """On the hub."""
     kv: str
-    always: frozenset[str] = frozenset()
-    """Of the setups of a row: those without which this family is another row of the matrix."""
-    window_pool: bool = False
-    states: bool = False
-    index: bool = False
-    draft: str = "EAGLE"
-    """``--speculative-algorithm``."""
+    one_pool: bool = False
+    """With ``--disable-hybrid-swa-memory`` on both servers."""
+    beside: str = ""
+    """The kind of pool beside the KV, as ``lead.settings`` names it."""
+
+    def has(self, run: Run) -> bool:
+        """True if ``run`` serves such a model."""
+        return run.family in self.keys and ("no_swa_pool" in run.setup) == self.one_pool
 
 
 FAMILIES = (
@@ -51,17 +52,15 @@ FAMILIES = (
         ("deepseek_v3", "deepseek_v3_nextn"),
         "DeepSeek V3, R1 and Kimi K2",
         "latent (MLA), experts",
-        draft="NEXTN",
     ),
     Family(
         ("deepseek_v32",),
         "DeepSeek V3.2 and GLM-5",
         "latent and index (DSA), experts",
-        index=True,
-        draft="NEXTN",
+        beside=settings.SPARSE,
     ),
     Family(("qwen3_moe",), "Qwen3-MoE", "heads, experts"),
-    Family(("glm4_moe",), "GLM-4.5", "heads, experts", draft="NEXTN"),
+    Family(("glm4_moe",), "GLM-4.5", "heads, experts"),
     Family(("minimax_m2",), "MiniMax M2", "heads, experts"),
     Family(("llama",), "Llama 3", "heads"),
     Family(("gemma2",), "Gemma 2", "heads, windows in one pool"),
@@ -69,29 +68,35 @@ FAMILIES = (
         ("gpt_oss",),
         "gpt-oss with `--disable-hybrid-swa-memory` on both servers",
         "heads, windows in one pool, experts",
-        always=frozenset({"no_swa_pool"}),
+        one_pool=True,
     ),
-    Family(("gpt_oss",), "gpt-oss", "heads, a second pool for windows, experts", window_pool=True),
+    Family(
+        ("gpt_oss",),
+        "gpt-oss",
+        "heads, a second pool for windows, experts",
+        beside=settings.WINDOWS,
+    ),
     Family(
         ("qwen3_next",),
         "Qwen3-Next",
         "heads, recurrent states (gated delta nets), experts",
-        states=True,
-        draft="NEXTN",
+        beside=settings.STATES,
     ),
     Family(
         ("falcon_h1", "nemotron_h"),
         "Falcon-H1 and Nemotron-H",
         "heads, recurrent states (Mamba2)",
-        states=True,
+        beside=settings.STATES,
     ),
 )
 
 # ---- what a cell stands for ----
 
+BACKENDS = ("nixl", "mooncake")
 Args = Mapping[str, Any]
 
 _DECODE: Args = {
+    "num_reserved_decode_tokens": 512,
     "disaggregation_mode": "decode",
     "disaggregation_transfer_backend": "nixl",
     "disaggregation_decode_enable_radix_cache": True,
@@ -101,20 +106,20 @@ _STAGED: Args = {
     "hicache_storage_backend": "mooncake",
     "hicache_write_policy": "write_through",
 }
-#: Feature -> arguments of the server that has its flag, and the part of a row that runs it.
-FEATURES: Mapping[str, tuple[Args, Callable[[Run], bool]]] = {
-    "radix": (_DECODE, lambda run: "radix" in run.parts),
+#: Feature -> arguments of the server that has its flag, and the parts of a row that run it.
+FEATURES: Mapping[str, tuple[Args, frozenset[Part]]] = {
+    "radix": (_DECODE, frozenset({"radix"})),
     "local turns": (
         {**_DECODE, "disaggregation_decode_local_tokens": 256},
-        lambda run: "local" in run.parts,
+        frozenset({"local"}),
     ),
     "buffer-only": (
         {**_STAGED, "disaggregation_mode": "prefill", "enable_hierarchical_cache": True},
-        lambda run: "buffer_only" in run.parts,
+        frozenset({"buffer_only"}),
     ),
     "decode writes": (
         {**_DECODE, **_STAGED, "disaggregation_decode_enable_offload_kvcache": True},
-        lambda run: {"radix", "buffer_only"} <= {*run.parts},
+        frozenset({"radix", "buffer_only"}),
     ),
 }
 #: Column -> arguments, and the setups of rows that run it.
@@ -126,13 +131,11 @@ SETUPS: Mapping[str, tuple[Args, frozenset[str]]] = {
     ),
     "expert parallelism": ({"tp_size": 2, "ep_size": 2}, frozenset({"ep"})),
     "speculation": (
-        {"speculative_eagle_topk": 1, "speculative_num_draft_tokens": 3},
+        {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1},
         frozenset({"nextn"}),
     ),
     "fp8 KV": ({"kv_cache_dtype": "fp8_e4m3"}, frozenset({"fp8"})),
 }
-#: Setups of rows without a column: how prefill keeps its own KV.
-_WITHOUT_COLUMN = frozenset({"no_prefill_tree"})
 
 
 class _Arguments(SimpleNamespace):
@@ -142,28 +145,21 @@ class _Arguments(SimpleNamespace):
         return None
 
 
-def _arguments(family: Family, *given: Args) -> Any:
-    merged: dict[str, Any] = {"num_reserved_decode_tokens": 512}
-    for each in given:
-        merged |= each
-    if "speculative_num_draft_tokens" in merged:
-        merged["speculative_algorithm"] = family.draft
-    return _Arguments(**merged)
+def _arguments(*given: Args) -> Any:
+    return _Arguments(**{name: value for each in given for name, value in each.items()})
 
 
 def _config(family: Family) -> Any:
     """As much of ``ModelConfig`` as the checks read."""
-    hf_config = type("HfConfig", (), {"mamba2_cache_params": None} if family.states else {})()
-    if family.index:
-        hf_config.index_topk = 2048
-    return SimpleNamespace(
-        model_path="MODEL", is_hybrid_swa=family.window_pool, hf_config=hf_config
-    )
+    kinds = {settings.STATES: "mamba2_cache_params", settings.SPARSE: "index_topk"}
+    has = {kinds[family.beside]: 2048} if family.beside in kinds else {}
+    hf_config, has_window_pool = type("HfConfig", (), has)(), family.beside == settings.WINDOWS
+    return SimpleNamespace(model_path="MODEL", is_hybrid_swa=has_window_pool, hf_config=hf_config)
 
 
 def refused_here(family: Family, *given: Args) -> str | None:
     """Return the error of a server of 0.5.10.post1, or None."""
-    args = _arguments(family, *given)
+    args = _arguments(*given)
     try:
         refusals.check_given(args)
         refusals.check_model(args, _config(family))
@@ -174,17 +170,9 @@ def refused_here(family: Family, *given: Args) -> str | None:
 
 def refused_there(family: Family, *given: Args) -> str | None:
     """The same on 0.5.23, with the group ``lead``."""
-    kinds = {
-        settings.WINDOWS: family.window_pool,
-        settings.STATES: family.states,
-        settings.SPARSE: family.index,
-    }
-    for kind, holds in kinds.items():
-        if holds:
-            return f"0.5.23: {kind}: {settings.OTHER_POOLS}."
-    args = _arguments(family, *given)
-    if args.speculative_algorithm == "NEXTN":  # SGLang reads it so
-        args.speculative_algorithm = "EAGLE"
+    if family.beside:
+        return f"0.5.23: {family.beside}: {settings.OTHER_POOLS}."
+    args = _arguments(*given)
     for setting, why in (settings.ON_BOTH | settings.ON_DECODE).items():
         if settings.is_given(args, setting):
             return f"0.5.23: {setting}: {why}."
@@ -243,66 +231,57 @@ class Matrix:
             self.there.append([family.names, *self._on_current(family)])
 
     def _base(self, family: Family) -> Iterator[str]:
-        without = self._ran(TESTS_HERE, family, lambda run: "stock" in run.parts, None)
-        yield without or "accepted"
+        yield self._ran(TESTS_HERE, family, {"stock"}) or "accepted"
         for feature in ("radix", "local turns"):
-            for backend in ("nixl", "mooncake"):
-                yield self._cell(family, feature, backend, None) or "accepted"
+            for backend in BACKENDS:
+                yield self._cell(family, feature, backend=backend) or "accepted"
         for feature in ("buffer-only", "decode writes"):
-            yield self._cell(family, feature, None, None) or "accepted"
+            yield self._cell(family, feature) or "accepted"
 
     def _with_setups(self, family: Family, served: list[str]) -> Iterator[str]:
         for setup in SETUPS:
             parts: dict[str, list[str]] = {}
             for feature in served:
-                parts.setdefault(self._cell(family, feature, None, setup), []).append(feature)
+                parts.setdefault(self._cell(family, feature, setup), []).append(feature)
             parts.pop("", None)
             lines = [f"{', '.join(of)}: {cell}" for cell, of in parts.items()]
             yield "<br>".join(lines) or "accepted"
 
-    def _cell(self, family: Family, feature: str, backend: str | None, setup: str | None) -> str:
-        """Tests, or the letter of a refusal; empty for an accepted setting."""
-        given, has_part = FEATURES[feature]
-
-        def covers(run: Run) -> bool:
-            return has_part(run) and backend in (None, run.backend)
-
+    def _cell(
+        self, family: Family, feature: str, setup: str = "", backend: str = "", later: bool = False
+    ) -> str:
+        """Tests, or the letter of a refusal; empty if accepted. ``later``: on 0.5.23."""
+        given, parts = FEATURES[feature]
         of_backend = {"disaggregation_transfer_backend": backend} if backend else {}
         of_setup = SETUPS[setup][0] if setup else {}
-        why = refused_here(family, given, of_backend, of_setup)
-        return self._refused(why) or self._ran(TESTS_HERE, family, covers, setup)
+        why = (refused_there if later else refused_here)(family, given, of_backend, of_setup)
+        tests = TESTS_THERE if later else TESTS_HERE
+        return self._refused(why) or self._ran(tests, family, parts, setup, backend)
 
     def _on_current(self, family: Family) -> Iterator[str]:
-        given, has_part = FEATURES["local turns"]
-        for of_backend in ("nixl", "mooncake"):
-            why = refused_there(family, given, {"disaggregation_transfer_backend": of_backend})
-
-            def covers(run: Run, backend: str = of_backend) -> bool:
-                return has_part(run) and run.backend == backend
-
-            yield self._refused(why) or self._ran(TESTS_THERE, family, covers, None) or "accepted"
-        for setup, (of_setup, _) in SETUPS.items():
-            why = refused_there(family, given, of_setup)
-            ran = self._ran(TESTS_THERE, family, has_part, setup)
-            yield self._refused(why) or ran or "accepted"
+        for backend in BACKENDS:
+            yield self._cell(family, "local turns", backend=backend, later=True) or "accepted"
+        for setup in SETUPS:
+            yield self._cell(family, "local turns", setup, later=True) or "accepted"
 
     def _ran(
         self,
         tests: Iterable[Test],
         family: Family,
-        covers: Callable[[Run], bool],
-        setup: str | None,
+        parts: Set[Part],
+        setup: str = "",
+        backend: str = "",
     ) -> str:
         """Numbers of the tests; bold: in every run."""
         known = frozenset[str]().union(*(names for _, names in SETUPS.values()))
         of_family = [
             test
             for test in tests
-            if test.run.family in family.keys
-            and {*test.run.setup} - known - _WITHOUT_COLUMN == family.always
-            and covers(test.run)
+            if family.has(test.run)
+            and parts <= {*test.run.parts}
+            and backend in ("", test.run.backend)
         ]
-        if setup is not None:
+        if setup:
             found = [test for test in of_family if SETUPS[setup][1] & {*test.run.setup}]
         else:  # with other settings where no test is without
             found = [test for test in of_family if not known & {*test.run.setup}] or of_family

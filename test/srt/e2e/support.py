@@ -27,6 +27,7 @@ from benchmark.harness.ports import allocate_ports
 from benchmark.harness.process import ServerProcess
 from benchmark.harness.servers import HOST, ServerConfig, Sizes
 from chaos.faults import scheduler_of, signal_all, wait_stopped
+from chaos.logs import NO_VOCABULARY
 from sglang.srt.disaggregation.delta.observability import Admitted, Event, Sent
 from sglang.srt.patchset.environment import EVENT_LOG
 
@@ -337,14 +338,10 @@ def has_retracted(pair: Pair) -> bool:
     return re.search("#retracted_reqs: [1-9]", log) is not None
 
 
-#: For gpt-oss SGLang wants to download a vocabulary at its start, and goes on without.
-_NO_VOCABULARY = re.compile(r"initialize OpenAIServingResponses.*?HarmonyError", re.DOTALL)
-
-
 def settle(pair: Pair) -> None:
     """Both servers idle and balanced: SGLang's strict memory check and our invariants passed."""
     pair.check()
     for role in ("prefill", "decode"):
-        log = _NO_VOCABULARY.sub("", pair.processes[role].log_text())
+        log = NO_VOCABULARY.sub("", pair.processes[role].log_text())
         assert "InvariantError" not in log
         assert "Traceback" not in log, log[log.index("Traceback") :][:3000]

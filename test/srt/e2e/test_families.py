@@ -11,7 +11,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -64,17 +64,24 @@ def marked(run: Run) -> Any:
     return pytest.param((run.family, "fp8" in run.setup), run, id=run.id, marks=marks)
 
 
+def prepare(
+    param: tuple[str, bool], factory: pytest.TempPathFactory
+) -> tuple[Path, AbstractContextManager[Reference]]:
+    """Return the model of a family, and its reference; ``param``: as in ``marked``."""
+    family, fp8 = param
+    folder = factory.mktemp(family)
+    model = families.build(folder / family, family)
+    args = (*SERVER_ARGS.get(family, ()), *(FP8 if fp8 else ()))
+    env, page = SERVER_ENV.get(family, {}), NEEDS_ITS_PAGE.get(family, 1)
+    return model, reference_server(model, folder, 20_000, page, args, env)
+
+
 @pytest.fixture(scope="module")
 def starting(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Path, Future[Reference]]]:
     """The model of a family, and its reference, which starts beside the first pair."""
-    family, fp8 = request.param
-    folder = tmp_path_factory.mktemp(family)
-    model = families.build(folder / family, family)
-    args = (*SERVER_ARGS.get(family, ()), *(FP8 if fp8 else ()))
-    env, page = SERVER_ENV.get(family, {}), NEEDS_ITS_PAGE.get(family, 1)
-    server = reference_server(model, folder, 20_000, page, args, env)
+    model, server = prepare(request.param, tmp_path_factory)
     with ExitStack() as running, ThreadPoolExecutor(1) as thread:
         yield model, thread.submit(running.enter_context, server)
 

@@ -17,10 +17,9 @@ from component.buffer_only.masters import Master
 from e2e import hicache
 from e2e.drafts import drafting
 from e2e.families import NEW_TOKENS, STORED, WHOLE, Run
-from e2e.support import Ids, Reference, dp_attention, prompt_maker, reference_server
-from e2e.test_families import FP8, NEEDS_ITS_PAGE, SERVER_ARGS, common_args, marked
+from e2e.support import Ids, Reference, dp_attention, prompt_maker
+from e2e.test_families import SERVER_ARGS, common_args, marked, prepare
 from e2e.test_whole_system import Shape, answer_is_found_again, running
-from models import families
 
 DEADLINE_S = 4.0
 VALUES = {"deepseek_v3": 1, "deepseek_v3_nextn": 1, "deepseek_v32": 2}
@@ -33,12 +32,8 @@ def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Path, Reference]]:
     """The model of a family, and its reference."""
-    family, fp8 = request.param
-    folder = tmp_path_factory.mktemp(family)
-    model = families.build(folder / family, family)
-    page, args = NEEDS_ITS_PAGE.get(family, 1), SERVER_ARGS.get(family, ())
-    args += FP8 if fp8 else ()
-    with reference_server(model, folder, 30_000, page, args) as reference:
+    model, server = prepare(request.param, tmp_path_factory)
+    with server as reference:
         yield model, reference
 
 

@@ -13,16 +13,13 @@ from typing import Any
 import pytest
 
 from benchmark.harness.client import Request
-from benchmark.harness.fleet import Aggregated, Pair
-from benchmark.harness.servers import Sizes
+from benchmark.harness.fleet import Pair
 from e2e.support import (
-    DOZE,
-    START_METHOD,
     Ids,
-    Reference,
     dp_attention,
     pair_config,
     prompt_maker,
+    reference_server,
     send_and_leave,
     settle,
 )
@@ -45,8 +42,7 @@ def config_of(model: Path, logs: Path) -> Any:
         # Not ``DOZE``: the other rank would wait for one that sleeps.
         decode_args=(
             *dp_attention(),
-            *("--ep-size", "2"),
-            *("--disaggregation-decode-local-tokens", str(LIMIT)),
+            *("--ep-size", "2", "--disaggregation-decode-local-tokens", str(LIMIT)),
         ),
         decode_env={
             "SGLANG_DISAGGREGATION_DECODE_LOCAL_CHUNK": "48",
@@ -64,15 +60,8 @@ def test_talks_on_both_ranks(tmp_path: Path, logs: Path) -> None:
     model = families.build(tmp_path / "deepseek_v3", "deepseek_v3")
     rng = random.Random(7)
     tokens = prompt_maker(model, seed=7)
-    stock = Aggregated(
-        model,
-        logs,
-        Sizes(20_000, chunked_prefill_tokens=2048),
-        extra_args=DOZE,
-        env={START_METHOD: "fork"},
-    )
-    with stock as server, Pair(config_of(model, logs), logs) as pair:
-        reference = Reference(server, model)
+    stock = reference_server(model, logs, 20_000)
+    with stock as reference, Pair(config_of(model, logs), logs) as pair:
         talks: list[Ids] = []
         answered = left = 0
         for _ in range(ROUNDS):

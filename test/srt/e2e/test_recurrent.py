@@ -13,29 +13,26 @@ from typing import Any
 import pytest
 
 from benchmark.harness import metrics
-from benchmark.harness.fleet import Aggregated, Pair
-from benchmark.harness.servers import Sizes
+from benchmark.harness.fleet import Pair
+from e2e.families import Run
 from e2e.support import (
     DOZE,
-    START_METHOD,
     EventLogs,
     Reference,
     ask_decode,
     assert_tiled,
     pair_config,
     prompt_maker,
+    reference_server,
     settle,
     take_turns,
 )
+from e2e.test_families import SERVER_ARGS, SERVER_ENV, page_bytes
 from models import families
 
 FAMILY = "qwen3_next"
 REQUESTED_BYTES = "sglang:kv_transfer_requested_bytes_total"
-#: By default SGLang keeps the convolution's state in bfloat16. A chunk of prefill that ends
-#: elsewhere than the reference's then rounds at another place, and ties of the experts tip over.
-EXACT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
-#: SGLang's default takes gigabytes.
-STATES = ("--max-mamba-cache-size", "40")
+STATES, EXACT = SERVER_ARGS[FAMILY], SERVER_ENV[FAMILY]
 #: SGLang's tree with states has pages of one token; on a GPU --mamba-scheduler-strategy
 #: extra_buffer has others.
 NO_TREE = ("--disable-radix-cache",)
@@ -49,10 +46,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
     """SGLang's own aggregated server of such a model."""
-    logs, sizes = tmp_path_factory.mktemp("reference"), Sizes(20_000, chunked_prefill_tokens=2048)
-    args, env = (*DOZE, *STATES), {START_METHOD: "fork", **EXACT}
-    with Aggregated(model, logs, sizes, extra_args=args, env=env) as server:
-        yield Reference(server, model)
+    logs = tmp_path_factory.mktemp("reference")
+    with reference_server(model, logs, 20_000, args=STATES, env=EXACT) as found:
+        yield found
 
 
 def state_bytes(model: Path) -> int:
@@ -66,20 +62,11 @@ def state_bytes(model: Path) -> int:
     return int(4 * layers * (window + matrices))
 
 
-def page_bytes(model: Path, page: int) -> int:
-    """Bytes of KV of a page."""
-    config = json.loads((model / "config.json").read_text())
-    heads = config["num_key_value_heads"]
-    layers = config["layer_types"].count("full_attention")
-    return int(page * layers * 2 * heads * config["head_dim"] * 4)
-
-
 @pytest.mark.nightly
 @pytest.mark.hazard("full-hit-without-state")
 @pytest.mark.parametrize(
     ("page", "changes"),
     [
-        pytest.param(1, {"backend": "mooncake"}, id="mooncake"),
         pytest.param(16, {"prefill_args": NO_TREE, "backend": "mooncake"}, id="mooncake-page16"),
         pytest.param(1, {"decode_tokens": 900}, id="small-pool"),
         pytest.param(1, {"decode_args": ("--max-mamba-cache-size", "2")}, id="two-state-slots"),
@@ -114,12 +101,13 @@ def test_answers(
         settle(pair)
         prefill, decode = pair.metrics()
     admitted, sent = EventLogs(logs).read()
-    assert_tiled(admitted, sent, page_bytes(model, page))
+    of_page = page_bytes(Run(FAMILY, page), model)
+    assert_tiled(admitted, sent, of_page)
     rooms = [event for event in admitted if event.room]
     if "decode_tokens" not in changes:  # else it was evicted
         assert not rooms[-1].pages and len(rooms[-1].state) == 1
     assert decode[metrics.HIT_TOKENS] > 0
-    moved = sum(len(event.pages) for event in rooms) * page_bytes(model, page)
+    moved = sum(len(event.pages) for event in rooms) * of_page
     moved += len(rooms) * state_bytes(model)
     assert prefill[metrics.SENT_BYTES] == decode[REQUESTED_BYTES] == moved
 

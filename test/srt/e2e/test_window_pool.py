@@ -10,11 +10,10 @@ import pytest
 
 from benchmark.harness.fleet import Pair
 from e2e.support import DOZE, ask_both, pair_config, prompt_maker
+from e2e.test_families import SERVER_ARGS
 from models import families
 
 FLAG = "--disable-hybrid-swa-memory"
-GPT_OSS = ("--attention-backend", "triton", "--moe-runner-backend", "triton")
-"""SGLang refuses the stand-in's own backends for this model, which run instead of these."""
 AT_ONCE_S = 5.0
 
 
@@ -33,7 +32,7 @@ def test_the_flag_on_one_server(gpt_oss: Path, logs: Path, backend: Any, on: str
     if backend == "mooncake":
         pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
     args = {
-        f"{role}_args": (*DOZE, *GPT_OSS, *((FLAG,) if role == on else ()))
+        f"{role}_args": (*DOZE, *SERVER_ARGS["gpt_oss"], *((FLAG,) if role == on else ()))
         for role in ("prefill", "decode")
     }
     waits = (backend, on) == ("nixl", "prefill")

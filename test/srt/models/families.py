@@ -1,6 +1,6 @@
 """Makes tiny models of random weights of the families that fleets run.
 
-    cd test/srt; python -m models.families FAMILY FOLDER [--seed N]
+    cd test/srt; python -m models.families FAMILY FOLDER
 
 Names of weights and settings are those of the checkpoints on the hub. The gains are those of
 ``random_qwen3.py``, and for its reason: the answer depends on every token before it, so that wrong
@@ -21,16 +21,13 @@ from safetensors.torch import save_file
 
 from models.random_qwen3 import ATTENTION_GAIN, MLP_GAIN, SHARPNESS, TOKENIZER, TOKENIZER_FILES
 
-VERSION = 1
-"""Raise it where the weights or the settings of a family change."""
-STAMP = "family.json"
-"""Written last: what a finished build was made from."""
 HIDDEN, LAYERS, MLP = 128, 4, 256
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
 QUERIES, KEYS = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
 EXPERTS, EXPERT_MLP = 8, 64
 LATENT, NOPE, ROPE = 64, 32, 16
 """Dimensions of MLA: latents of queries and of KV; a head without and with positions."""
+MAMBA_HEADS, MAMBA_HEAD_DIM, STATE, KERNEL = 4, 32, 16, 4
 VOCABULARY, EOS, PAD = 688, 2, 0
 """The tokenizer of ``tiny_arith`` has these."""
 Config = dict[str, Any]
@@ -327,29 +324,26 @@ def qwen3_next(weights: Weights) -> Config:
     return _sparse("Qwen3NextForCausalLM", "qwen3_next", "num_experts", **net, **more)
 
 
-def _mamba2(weights: Weights, name: str) -> Config:
-    """Add Mamba2 of four heads, and return its sizes."""
-    heads, width, state, kernel = 4, 32, 16, 4
-    inner = heads * width
-    weights.matrix(f"{name}.in_proj", 2 * inner + 2 * state + heads, HIDDEN)
-    weights.random(f"{name}.conv1d.weight", inner + 2 * state, 1, kernel, spread=0.5)
-    weights.random(f"{name}.conv1d.bias", inner + 2 * state, spread=0.1)
+def _mamba2(weights: Weights, name: str) -> None:
+    """Add Mamba2."""
+    inner = MAMBA_HEADS * MAMBA_HEAD_DIM
+    weights.matrix(f"{name}.in_proj", 2 * inner + 2 * STATE + MAMBA_HEADS, HIDDEN)
+    weights.random(f"{name}.conv1d.weight", inner + 2 * STATE, 1, KERNEL, spread=0.5)
+    weights.random(f"{name}.conv1d.bias", inner + 2 * STATE, spread=0.1)
     # Slow decay, as above.
-    weights.tensors[f"{name}.A_log"] = torch.linspace(0.005, 0.05, heads).log()
+    weights.tensors[f"{name}.A_log"] = torch.linspace(0.005, 0.05, MAMBA_HEADS).log()
     for each in ("dt_bias", "D"):
-        weights.tensors[f"{name}.{each}"] = torch.ones(heads)
+        weights.tensors[f"{name}.{each}"] = torch.ones(MAMBA_HEADS)
     weights.constant(f"{name}.norm", inner)
     weights.matrix(f"{name}.out_proj", HIDDEN, inner, ATTENTION_GAIN[1])
-    return {"heads": heads, "width": width, "state": state, "kernel": kernel, "inner": inner}
 
 
 def falcon_h1(weights: Weights) -> Config:
     """Falcon-H1: attention and Mamba2 side by side in each layer."""
-    sizes: Config = {}
 
     def attention(name: str, index: int) -> None:
         weights.heads(name, index)
-        sizes.update(_mamba2(weights, name.replace("self_attn", "mamba")))
+        _mamba2(weights, name.replace("self_attn", "mamba"))
 
     def mlp(name: str, index: int) -> None:
         weights.dense(name.replace("mlp", "feed_forward"), index)
@@ -360,33 +354,32 @@ def falcon_h1(weights: Weights) -> Config:
 
     weights.model(attention, mlp)
     weights.tensors["model.final_layernorm.weight"] = weights.tensors.pop("model.norm.weight")
-    mamba = {"d_ssm": sizes["inner"], "n_heads": sizes["heads"], "d_head": sizes["width"]}
-    mamba |= {"d_state": sizes["state"], "d_conv": sizes["kernel"], "n_groups": 1}
+    mamba = {"d_ssm": MAMBA_HEADS * MAMBA_HEAD_DIM, "n_heads": MAMBA_HEADS, "n_groups": 1}
+    mamba |= {"d_head": MAMBA_HEAD_DIM, "d_state": STATE, "d_conv": KERNEL}
     mamba |= {"chunk_size": 64, "conv_bias": True, "proj_bias": False}
     mamba |= {"rms_norm": True, "norm_before_gate": False}
     own = {f"mamba_{name}": value for name, value in mamba.items()}
     return _config("FalconH1ForCausalLM", "falcon_h1", **own)
 
 
-def nemotron_h(weights: Weights, pattern: str = "M*M*") -> Config:
+def nemotron_h(weights: Weights) -> Config:
     """Nemotron-H: layers of Mamba2 (M) and of attention (*), each without an MLP."""
-    sizes: Config = {}
+    pattern = "M*M*"
     for index, kind in enumerate(pattern):
         layer = f"backbone.layers.{index}"
         weights.constant(f"{layer}.norm")
         if kind == "M":
-            sizes = _mamba2(weights, f"{layer}.mixer")
+            _mamba2(weights, f"{layer}.mixer")
         else:
             weights.heads(f"{layer}.mixer", index)
     weights.ends()
     for name, of_hub in (("embed_tokens", "embeddings"), ("norm", "norm_f")):
         weights.tensors[f"backbone.{of_hub}.weight"] = weights.tensors.pop(f"model.{name}.weight")
-    mamba = {"mamba_num_heads": sizes["heads"], "mamba_head_dim": sizes["width"]}
-    mamba |= {"ssm_state_size": sizes["state"], "conv_kernel": sizes["kernel"], "n_groups": 1}
+    mamba = {"mamba_num_heads": MAMBA_HEADS, "mamba_head_dim": MAMBA_HEAD_DIM}
+    mamba |= {"ssm_state_size": STATE, "conv_kernel": KERNEL, "n_groups": 1}
     mamba |= {"mamba_n_groups": 1, "mamba_chunk_size": 64}
-    layers = {"num_hidden_layers": len(pattern), "hybrid_override_pattern": pattern}
-    more = {"mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-6} | mamba | layers
-    return _config("NemotronHForCausalLM", "nemotron_h", **more)
+    more = {"mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-6} | mamba
+    return _config("NemotronHForCausalLM", "nemotron_h", hybrid_override_pattern=pattern, **more)
 
 
 FAMILIES = {
@@ -400,13 +393,9 @@ FAMILIES = {
 
 
 def build(folder: str | Path, family: str, seed: int = 0) -> Path:
-    """Write a model of ``family`` in float32, unless it is there already. Return the folder."""
+    """Write a model of ``family`` in float32. Return the folder."""
     folder = Path(folder)
-    stamp, wanted = folder / STAMP, json.dumps([VERSION, family, seed])
-    if stamp.exists() and stamp.read_text() == wanted:
-        return folder
     folder.mkdir(parents=True, exist_ok=True)
-    stamp.unlink(missing_ok=True)
     weights = Weights(seed)
     config = FAMILIES[family](weights)
     generation = {"do_sample": False, "eos_token_id": EOS, "pad_token_id": PAD}
@@ -415,7 +404,6 @@ def build(folder: str | Path, family: str, seed: int = 0) -> Path:
     (folder / "generation_config.json").write_text(json.dumps(generation))
     for name in TOKENIZER_FILES:
         shutil.copyfile(TOKENIZER / name, folder / name)
-    stamp.write_text(wanted)
     return folder
 
 
@@ -423,5 +411,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
     print(build(**vars(parser.parse_args())))

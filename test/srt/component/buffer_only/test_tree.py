@@ -181,6 +181,24 @@ def test_an_idle_prefill_server_checks_its_invariants(monkeypatch: pytest.Monkey
     assert len(checks) == 2
 
 
+def test_an_idle_server_with_another_tree_checks_its_rows_and_slots(monkeypatch):
+    """Guards prefill servers of models with recurrent state, whose tree is another one of SGLang's:
+    what that does not count must not be left, and that it was checked must be said."""
+    monkeypatch.setattr(invariants, "idle_rooms", lambda manager: [])
+    server = SimpleNamespace(
+        disagg_prefill_bootstrap_queue=SimpleNamespace(kv_manager=None), tree_cache=object(),
+        token_to_kv_pool_allocator=None, max_total_num_tokens=0, _checked=None,
+        req_to_token_pool=SimpleNamespace(size=2, free_slots=[1, 0]), _leftover_since=None,
+        req_to_metadata_buffer_idx_allocator=SimpleNamespace(size=2, free_slots=[0]),
+    )  # fmt: skip
+    check = invariants.BalancedScheduler.check_invariants
+    with pytest.raises(invariants.InvariantError, match="1 of 2 metadata slots are free"):
+        check(server)
+    server.req_to_metadata_buffer_idx_allocator.free_slots.append(1)
+    check(server)
+    assert server._checked is not None
+
+
 def test_without_the_mode_everything_is_sglangs():
     """The patch set is installed on servers that do not ask for it."""
     args = server_arguments(hicache_host_memory_mode="cache", hicache_buffer_pages=None)

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from component.decode.overlapped import Ahead, Overlapped, random_talks
+from component.decode.overlapped import Overlapped, random_talks
 from component.decode.pair import RANKS, Exchange
 from component.decode.steps import ids
 from sglang.srt.batch_overlap import two_batch_overlap
@@ -34,8 +34,8 @@ from sglang.srt.patchset import environment
 CHUNK, STEP, IDLE = "chunk", "step", "idle"
 
 
-class Together:
-    """Part of a rank. SGLang's own agreement between the ranks runs, over an ``Exchange``."""
+class Rank(Overlapped):
+    """SGLang's own agreement between the ranks runs, over an ``Exchange``."""
 
     rank: int
     exchange: Exchange
@@ -47,7 +47,7 @@ class Together:
         #: rank had anything to run.
         self.ran: list[Any] = []
         self.agreed: list[Any] = []
-        choose = self.get_next_disagg_decode_batch_to_run  # type: ignore[attr-defined]
+        choose = self.get_next_disagg_decode_batch_to_run
         self.get_next_disagg_decode_batch_to_run = partial(self.watched, choose)
         self.__dict__.update(
             require_mlp_sync=True,
@@ -67,7 +67,7 @@ class Together:
 
     def enqueue(self, req: Any, **options: Any) -> Any:
         req.logprob_start_len = -1  # as SGLang does
-        return super().enqueue(req, **options)  # type: ignore[misc]
+        return super().enqueue(req, **options)
 
     def watched(self, choose: Callable[[], Any]) -> Any:
         """``get_next_disagg_decode_batch_to_run`` of a rank, which calls ``choose``."""
@@ -89,15 +89,7 @@ class Together:
     def run_batch(self, batch: Any, *arguments: Any) -> Any:
         if batch.forward_mode.is_idle():
             return SimpleNamespace(copy_done=None, delay_sample_func=None)
-        return super().run_batch(batch, *arguments)  # type: ignore[misc]
-
-
-class Rank(Together, Overlapped):
-    """Decode steps and chunks may run together."""
-
-
-class DraftRank(Together, Ahead):
-    """The same with speculation (spec v2)."""
+        return super().run_batch(batch, *arguments)
 
 
 def to_the_end(rank: Any, script: Iterator[None], turns: int) -> Iterator[None]:
@@ -161,26 +153,20 @@ def nothing(rank: Any) -> Iterator[None]:
     yield from ()
 
 
-def ranks(kind: Any, **options: Any) -> list[Any]:
-    return [kind(16, 2048, local=100, chunk=32, **options) for _ in RANKS]
+def ranks() -> list[Any]:
+    return [Rank(16, 2048, local=100, chunk=32) for _ in RANKS]
 
 
 @pytest.mark.hazard("ranks-disagree-on-prefix")
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("kind", [Rank, DraftRank])
-def test_random_requests_on_both_ranks(
-    kind: Any, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_requests_on_both_ranks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a rank that is not in the step in which another one computes a chunk, and
-    against slots or answers that are wrong because of its empty batch. With a draft model a chunk
-    and a decode step never run together: the ranks would call different collectives."""
-    options = {"steps": 3} if kind is DraftRank else {}
-    pair = ranks(kind, **options)
+    against slots or answers that are wrong because of its empty batch."""
+    pair = ranks()
     scripts = [partial(random_talks, seed=10 * seed + number) for number in RANKS]
     play(monkeypatch, pair, scripts, 500)
     ran = {frozenset(step) for step in pair[0].ran}
-    assert {CHUNK, IDLE} in ran and {STEP, IDLE} in ran
-    assert ({CHUNK, STEP} in ran) == (kind is Rank)
+    assert {CHUNK, IDLE} in ran and {STEP, IDLE} in ran and {CHUNK, STEP} in ran
     assert all(rank.local_turns.telemetry.by("decode_turns")["local", "always"] for rank in pair)
 
 
@@ -188,7 +174,7 @@ def test_a_chunk_of_one_rank_is_one_for_all(monkeypatch: pytest.MonkeyPatch) -> 
     """Guards against chunks of several ranks in step after step, which together would hold up the
     requests that run on all of them, and against one of a rank without requests that counts as if
     it delayed none."""
-    pair = ranks(Rank)
+    pair = ranks()
 
     def late(rank: Any) -> Iterator[None]:
         yield
@@ -204,7 +190,7 @@ def test_a_chunk_of_one_rank_is_one_for_all(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_rank_that_is_alone_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against chunks that wait for decode steps of ranks that have nothing to run: only one
     turn of the loop without a batch lies between them."""
-    pair = ranks(Rank)
+    pair = ranks()
 
     def script(rank: Any) -> Iterator[None]:
         yield from talk(1, 0, new=2)(rank)
@@ -219,7 +205,7 @@ def test_a_rank_that_is_alone_waits_for_nothing(monkeypatch: pytest.MonkeyPatch)
 def test_a_delay_by_another_rank_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against gaps between tokens that look as if no chunk ran in them, so that no breach of
     the bound is counted, and against decode steps that look as long as a chunk of another rank."""
-    pair = ranks(Rank)
+    pair = ranks()
     turns = pair[0].local_turns
     gaps, steps = list[bool](), list[int]()
     monkeypatch.setattr(
@@ -242,7 +228,7 @@ def test_a_pause_on_both_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a pause between a chunk and its result, of which one rank has a chunk and the
     other an empty batch: requests that were retracted would not come back, or one rank would wait
     for the other."""
-    pair = ranks(Rank)
+    pair = ranks()
 
     def script(rank: Any) -> Iterator[None]:
         rng = random.Random(3)
@@ -267,7 +253,7 @@ def test_two_batch_overlap_and_deepep(overlap: bool, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(two_batch_overlap, "is_tbo_enabled", lambda: overlap)
     monkeypatch.setattr(two_batch_overlap, "get_moe_a2a_backend", lambda: MoeA2ABackend.DEEPEP)
     monkeypatch.setattr(two_batch_overlap, "get_deepep_mode", lambda: DeepEPMode.AUTO)
-    pair = ranks(Rank)
+    pair = ranks()
     play(monkeypatch, pair, [talk(1, 3, new=20), talk(2, 3, new=7)], 500)
     found = set()
     for ran, (first, second) in zip(pair[0].ran, pair[0].agreed, strict=True):
@@ -290,7 +276,7 @@ def test_ranks_that_do_not_gather_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Why ``SGLANG_SCHEDULER_SKIP_ALL_GATHER=1`` is refused: of two ranks in one step, the one with
     a chunk sends tokens to experts as for a prompt and the other as for a decode step."""
     monkeypatch.setenv("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "1")
-    pair = ranks(Rank)
+    pair = ranks()
     play(monkeypatch, pair, [talk(1, 3, new=20), talk(2, 3, new=7)], 300)
     steps = zip(pair[0].ran, pair[0].agreed, strict=True)
     both = [(ran, agreed) for ran, agreed in steps if set(ran) == {CHUNK, STEP}]

@@ -49,6 +49,28 @@ def test_each_batch_is_prepared() -> None:
     finish(decoder)
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+def test_ranks_agree_once_a_turn(steps: int) -> None:
+    """Guards against a second collective in each step with a draft model and experts in parallel.
+    Only data parallel ranks have to know of chunks before they choose a decode step."""
+    decoder = Decoder(16, 1024, local=200, chunk=32, steps=steps)
+    serve(decoder, PROMPT)
+    calls: list[Any] = []
+
+    def prepare(batch: Any) -> Any:
+        calls.append(batch)
+        return batch
+
+    decoder.require_mlp_sync, decoder.prepare_mlp_sync_batch = True, prepare
+    decoder.server_args.enable_dp_attention = False
+    decoder.submit(PROMPT + NEW)
+    for _ in range(4):
+        before = len(calls)
+        turn(decoder)
+        assert len(calls) == before + 1
+    finish(decoder)
+
+
 # ---- places in the running batch ----
 
 

@@ -27,8 +27,6 @@ from component.decode.steps import (
 )
 from sglang.srt.disaggregation.decode import HybridMambaDecodeReqToTokenPool
 from sglang.srt.disaggregation.delta.decode.record import REASONS, record_of
-from sglang.srt.managers import schedule_batch
-from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 
 PAGES = pytest.mark.parametrize("page", [1, 16])
 
@@ -130,8 +128,6 @@ def test_stock_cannot_retract() -> None:
         decoder.pool.__dict__.pop(name)
     with pytest.raises(NotImplementedError):
         decoder.retract()
-    assert "get_cpu_copy" not in vars(HybridLinearKVPool)
-    assert "mamba" not in schedule_batch.Req.offload_kv_cache.__code__.co_names
 
 
 @PAGES

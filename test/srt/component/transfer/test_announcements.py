@@ -16,6 +16,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import INTERVAL_S
+from sglang.srt.disaggregation.delta.peer_messages import BadMessage
 
 LOGGER = "sglang.srt.disaggregation.delta.peer_messages"
 
@@ -192,14 +193,43 @@ def test_a_window_pool_on_one_side_fails_the_rooms_at_once(
 
 @both
 def test_a_rank_whose_registration_was_refused_registers_again(say: Dialect) -> None:
-    """Guards against a decode rank that is refused for ever because of an earlier registration, and
-    against a table that a stranger can fill."""
+    """Guards against a decode rank that is refused for ever because of an earlier registration."""
     manager, reader = say.listener()
     reader.handle(say.registration(kv_buffers=1))
     reader.handle(say.registration())
     reader.handle(say.announcement())
     assert [m.reason for _, _, m in manager.sockets.sent] == []
     assert len(bare.destinations(manager, 7)) == 1
+
+
+@both
+def test_a_refused_registration_under_another_name_ends_no_room(say: Dialect) -> None:
+    """Guards against one bad message, which names a decode rank that is served, after which each of
+    its rooms fails: it does not register again."""
+    manager, reader = say.acquainted()
+    manager.rooms.on_stopped = manager.room_stopped
+    frames = say.registration(kv_buffers=1)
+    reader.handle(frames)  # as if it came from that rank
+    reader.handle([b"10.9.9.9" if frame == b"10.0.0.2" else frame for frame in frames])
+    reader.handle(say.announcement())
+    assert manager.sockets.sent == [] and len(bare.destinations(manager, 7)) == 1
+
+
+@both
+def test_refused_registrations_are_small(say: Dialect) -> None:
+    """Guards against a stranger who fills the memory with names of 64 MB each, and against as many
+    strangers as there may be."""
+    manager, reader = say.listener()
+    announcements = manager.announcements()
+    for number in range(600):
+        frames = say.registration(kv_buffers=1)
+        at = frames.index(say.peer.encode())
+        name = b"%d:%d" % (number, 4001)
+        frames[at] = name if number % 2 else name.rjust(100_000, b"x")
+        with pytest.raises(BadMessage):
+            announcements.take(frames)
+    assert 0 < len(announcements._refused) <= 256
+    assert sum(len(text) for text in announcements._refused.values()) < 1 << 18
 
 
 @both

@@ -273,15 +273,6 @@ class Sent(msgspec.Struct, frozen=True, tag="sent", kw_only=True):
     bytes: int
 
 
-class StateSent(msgspec.Struct, frozen=True, tag="state_sent", kw_only=True):
-    """Prefill posted the state of a room, its index or its recurrent state, to one decode rank."""
-
-    at: float
-    room: int
-    peer: str
-    bytes: int
-
-
 class Announced(msgspec.Struct, frozen=True, tag="announced", kw_only=True):
     """Every decode rank of a room has announced its pages to this prefill rank."""
 
@@ -317,7 +308,7 @@ class Arrived(msgspec.Struct, frozen=True, tag="arrived", kw_only=True):
     room: int
 
 
-Event = Admitted | Sent | StateSent | Announced | Moved | Arrived
+Event = Admitted | Sent | Announced | Moved | Arrived
 
 
 @functools.cache
@@ -355,10 +346,3 @@ def count_sent(room: int, peer: str, source: Pages, destination: Pages, moved: i
             bytes=moved,
         ),
     )
-
-
-@best_effort
-def count_state_sent(room: int, peer: str, moved: int) -> None:
-    """Count ``moved`` bytes of state that were posted to ``peer``."""
-    STATS.count("kv_transfer_sent_bytes", moved)
-    record("prefill", lambda: StateSent(at=now(), room=room, peer=peer, bytes=moved))

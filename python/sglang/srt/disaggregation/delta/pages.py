@@ -197,7 +197,8 @@ def moved_state(
     so a full hit moves none. Recurrent state is moved whole, for a full hit too.
     """
     if hasattr(pool, RECURRENT):
-        return np.asarray(_state_slot(rows, req).cpu(), np.int32)
+        # Copied as it lies, for the reason that ``prefill.scheduler.page_indices`` gives.
+        return _state_slot(rows, req).cpu().numpy().astype(np.int32)
     pages = delta() if index_buffers(pool) else None
     return pages if pages is not None and len(pages) else None
 
@@ -212,7 +213,7 @@ def copy_state(
     the index of another text, or continue from the state of another request.
     """
     if hasattr(pool, RECURRENT):
-        slot = _state_slot(rows, req)
+        slot = _state_slot(rows, req).long()
         return [part[:, slot].cpu() for part in _state_parts(pool)]
     pages = _pages(pool, slots)
     return [buffer[pages].cpu() for buffer in index_buffers(pool)] or None
@@ -225,7 +226,7 @@ def load_state(
     """Load the result of ``copy_state``. For an index: the part behind ``shared`` tokens (whole
     pages), into the pages of ``slots`` (1-D, whole pages, except the last)."""
     if hasattr(pool, RECURRENT):
-        slot = _state_slot(rows, req)
+        slot = _state_slot(rows, req).long()
         for part, saved in zip(_state_parts(pool), copy, strict=True):
             part[:, slot] = saved.to(part.device)
         return
@@ -246,6 +247,7 @@ def _state_parts(pool: Any) -> list[torch.Tensor]:
 
 
 def _state_slot(rows: Any, req: Req) -> torch.Tensor:
-    """Return the state slot of ``req``, shape (1,), as the model's layers look it up."""
-    slot: torch.Tensor = rows.get_mamba_indices([req.req_pool_idx])
-    return slot.long()
+    """Return the state slot of ``req``, a view of shape (1,), as the model's layers look it up."""
+    row = req.req_pool_idx
+    slot: torch.Tensor = rows.get_mamba_indices(slice(row, row + 1))
+    return slot

@@ -46,8 +46,8 @@ _MAX_DIGITS = 18
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _CONTROL: msgspec.msgpack.Decoder[wire.Message] = msgspec.msgpack.Decoder(wire.Message)
 
-#: Maximum number of decode ranks to remember whose registration was refused.
-_MOST_REFUSED = 256
+#: Maximum number of decode ranks to remember whose registration was refused, and length of a name.
+_MOST_REFUSED, _LONGEST_NAME = 256, 256
 
 
 class BadMessage(ValueError):
@@ -228,8 +228,9 @@ class Announcements:
         self._decode_ranks = decode_ranks
         self._registered = registered
         self._keep = register
-        #: Name of a decode rank -> why its registration was refused; sent for each of its rooms.
-        self._refused: dict[str, str] = {}
+        #: Name and address of a decode rank -> why its registration was refused; sent for each of
+        #: its rooms. The address, because another rank could use its name.
+        self._refused: dict[tuple[str, str, int], str] = {}
 
     #: Under which attribute an announcement has the name that its decode rank registered under.
     peer_name = ""
@@ -259,11 +260,14 @@ class Announcements:
             )
         info = conn.KVArgsRegisterInfo.from_zmq(frames)
         peer = str(getattr(info, self.peer_name))
-        self._refused.pop(peer, None)
+        self._refused.pop(_named(peer, info), None)
         try:
             register(info)
         except BadMessage as error:
-            self._refused[peer] = f"the registration of decode rank {peer} was refused: {error}"
+            known, name = self._registered.get(peer), _named(peer, info)
+            is_registered = known is not None and _named(peer, known) == name
+            if not is_registered and len(peer) + len(info.endpoint) <= _LONGEST_NAME:
+                self._refused[name] = f"the registration of decode rank {peer} was refused: {error}"
             for oldest in [*self._refused][:-_MOST_REFUSED]:
                 del self._refused[oldest]
             raise
@@ -273,7 +277,7 @@ class Announcements:
         registration of the rank was refused, its room fails, with the reason on both sides."""
         peer = str(getattr(info, self.peer_name))
         check_announcement(info)
-        refused = self._refused.get(peer)
+        refused = self._refused.get(_named(peer, info))
         if refused is None and peer not in self._registered:
             self._decode_ranks.refuse_stranger(info)
             raise BadMessage(f"room {info.room}: decode rank {peer!r} never registered")
@@ -281,6 +285,11 @@ class Announcements:
         room = self._rooms.room(info.room)
         if refused is not None and is_taken and room is not None:
             self._rooms.fail(room, Reason.MISMATCH, f"room {info.room}: {refused}")
+
+
+def _named(peer: str, info: Any) -> tuple[str, str, int]:
+    """A decode rank and where it listens, of its registration or of an announcement."""
+    return peer, info.endpoint, info.dst_port
 
 
 def check_registration(

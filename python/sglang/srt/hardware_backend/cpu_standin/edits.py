@@ -210,24 +210,3 @@ def copy_rows(dst: Any, src: Any, dim: int, offset: Any, sz: Any, offset_src: bo
         dst[: end - start].copy_(src[start:end])
     else:
         dst[start:end].copy_(src[: end - start])
-
-
-def empty_drafts(module: Any) -> None:
-    """After ``eagle_info``: make the empty drafts of a data parallel rank without requests on the
-    CPU; SGLang names a GPU."""
-    from torch.overrides import TorchFunctionMode
-
-    class OnCpu(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            kwargs = kwargs or {}
-            return func(*args, **(kwargs | {"device": "cpu"} if "device" in kwargs else kwargs))
-
-    stock = module.EagleVerifyInput.create_idle_input
-
-    def create_idle_input(*args: Any, **kwargs: Any) -> Any:
-        with OnCpu():
-            return stock(*args, **kwargs)
-
-    module.EagleVerifyInput.create_idle_input = create_idle_input

@@ -51,7 +51,6 @@ EDITS = {
     "sglang.srt.models.minimax_m2": ("norms:minimax",),
     "sglang.srt.server_args": ("sparse_index:without_device",),
     "sglang.srt.speculative.draft_utils": ("speculative:draft_backends",),
-    "sglang.srt.speculative.eagle_info": ("edits:empty_drafts",),
     "sglang.srt.speculative.eagle_info_v2": ("speculative:edit",),
     "sglang.srt.speculative.eagle_utils": ("speculative:edit",),
     "sglang.srt.speculative.spec_utils": ("speculative:edit",),

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang.srt.disaggregation.delta.pages import RECURRENT, moved_state
 from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaPrefill, page_indices
 from sglang.srt.disaggregation.utils import kv_to_page_indices
 
@@ -60,6 +61,18 @@ def test_same_pages_as_stock(page: int, dtype: torch.dtype, data: st.DataObject)
 def test_an_end_before_the_start() -> None:
     """Guards against pages for a chunk of which decode holds more than was computed."""
     assert page_indices(row_of([4, 5, 6], 16, torch.int32), 32, 16, 16).tolist() == []
+
+
+def test_the_index_of_a_recurrent_state_is_copied_as_it_lies() -> None:
+    """Guards against a list of rows or a conversion on the device, behind what is queued there; and
+    against an index that changes with the table when the row gets another request."""
+    copied: list[int] = []
+    table = torch.tensor([7, 5, 9], dtype=torch.int32)
+    rows = SimpleNamespace(get_mamba_indices=OnDevice(table, copied).__getitem__)
+    pool: Any = SimpleNamespace(**{RECURRENT: None})
+    found = moved_state(pool, rows, SimpleNamespace(req_pool_idx=1), lambda: None)
+    table[1] = 8
+    assert found.tolist() == [5] and found.dtype == np.int32 and copied == [1]
 
 
 class Stock:

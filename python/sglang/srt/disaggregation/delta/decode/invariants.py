@@ -97,12 +97,15 @@ def pool_problems(
 
 
 def idle_problems(scheduler: Scheduler) -> list[str]:
-    """What an idle prefill or decode server must not have left: locks, rows, metadata slots."""
+    """What an idle prefill or decode server must not have left: locks, rows, metadata slots; of
+    another tree of SGLang's, such as that with recurrent states, its own memory check says it."""
     tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
     pool = scheduler.req_to_token_pool
     total = scheduler.max_total_num_tokens
-    problems = tree_problems(tree, [])
-    problems += pool_problems(tree, allocator, pool.req_to_token, [], total)
+    problems, is_plain = list[str](), hasattr(tree, "inserts")
+    if is_plain:
+        problems += tree_problems(tree, [])
+        problems += pool_problems(tree, allocator, pool.req_to_token, [], total)
     claims = getattr(tree, "claims", None)
     if claims is not None and (len(claims) or claims.pinned or claims.reserved):
         problems.append(
@@ -117,7 +120,7 @@ def idle_problems(scheduler: Scheduler) -> list[str]:
     ):
         if sorted(free) != list(range(size)):
             problems.append(f"{len(free)} of {size} {what} are free, or some are listed twice")
-    states = getattr(pool, RECURRENT, None)
+    states = getattr(pool, RECURRENT, None) if is_plain else None
     if states is not None and sorted(states.free_slots.tolist()) != list(range(1, states.size + 1)):
         problems.append(f"state slots {states.free_slots.tolist()} are free, of {states.size}")
     return problems
@@ -154,9 +157,10 @@ class BalancedScheduler(Scheduler):
         queue = getattr(self, "disagg_decode_prealloc_queue", None) or getattr(
             self, "disagg_prefill_bootstrap_queue", None
         )
-        if queue is None or not hasattr(self.tree_cache, "inserts"):
+        if queue is None:
             return
-        state = (sum(STATS.totals.values()), self.tree_cache.inserts, self.tree_cache.generation)
+        tree = getattr(self.tree_cache, "inserts", 0), getattr(self.tree_cache, "generation", 0)
+        state = (sum(STATS.totals.values()), *tree)
         if state == self._checked:
             return
         rooms = idle_rooms(queue.kv_manager)

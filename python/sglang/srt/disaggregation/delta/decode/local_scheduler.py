@@ -103,23 +103,21 @@ class LocalTurnsScheduler(Scheduler):
                 group = self.disagg_decode_prealloc_queue.gloo_group
                 turns.agree(minimum(turns.votes(()), group))
             chosen = turns.next_turns()
-        batch: ScheduleBatch | None = None
+        batch: ScheduleBatch | None
         if chosen:
             STATS.count("decode_local_tokens", sum(len(t.req.fill_ids) - t.done for t in chosen))
             batch = self.chunk_batch(chosen)
             turns.launch(chosen, batch)
-        if chosen or not self.spec_algorithm.is_none():
             # Expert parallel ranks exchange the sizes of their batches, as for each batch that
-            # SGLang runs. With a draft model, data parallel ranks run no decode step beside a
-            # chunk, as in SGLang's own scheduler: the other ranks run an empty batch.
+            # SGLang runs.
             batch = self.maybe_prepare_mlp_sync_batch(batch)
-        if batch is None:
+        else:
             batch = super().get_next_disagg_decode_batch_to_run()
             # A request without a place waits for other requests from here on, as a local turn
             # would, so this time must not count for its prefill server.
             turns.shown(self.waiting_queue)
-        if batch is not None and not chosen:
-            turns.stepped(batch)
+            if batch is not None:
+                turns.stepped(batch)
         turns.others_run = self.server_args.enable_dp_attention and batch is not None
         return batch
 

@@ -27,7 +27,7 @@ from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.mooncake.backend import Batch, Callers, MooncakeBackend, Part
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.nixl.layout import Layout
-from sglang.srt.disaggregation.delta.observability import count_sent, count_state_sent
+from sglang.srt.disaggregation.delta.observability import STATS, count_sent
 from sglang.srt.disaggregation.delta.pages import INDEX_TYPE, RECURRENT_TYPE, DeltaMismatch
 from sglang.srt.disaggregation.delta.peer_messages import (
     Announcements,
@@ -237,7 +237,7 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
             ):
                 moved += int(batch[:, 2].sum())
                 yield "state", batch
-            count_state_sent(info.room, info.mooncake_session_id, moved)
+            STATS.count("kv_transfer_sent_bytes", moved)
         for batch in self._described_by(
             self.send_aux, info, part.metadata_slot, target.dst_aux_ptrs
         ):

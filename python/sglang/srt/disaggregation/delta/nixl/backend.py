@@ -39,7 +39,6 @@ from sglang.srt.disaggregation.delta.observability import (
     STATS,
     Moved,
     count_sent,
-    count_state_sent,
     now,
     record,
 )
@@ -155,7 +154,7 @@ class NixlBackend:
                 yield from self._pages(
                     pair, load.state_pages, to.state_pages, "VRAM", known, transfer, False
                 )
-                count_state_sent(chunk.room, peer, transfer.bytes - before)
+                STATS.count("kv_transfer_sent_bytes", transfer.bytes - before)
             if chunk.is_last and not self._is_in_note(to):
                 ours, theirs = (
                     np.array([slot], np.int32) for slot in (load.metadata_slot, to.metadata_slot)
