@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +31,6 @@ from e2e.support import (
     take_turns,
 )
 
-TURNS = "sglang:decode_turns_total"
 LIMIT = 256
 WHEN_LOST = 500
 """New tokens of a turn that decode computes itself: always, and where prefill is lost."""
@@ -58,21 +56,15 @@ def local_config(model: Path, logs: Path, **changes: Any) -> Any:
     return pair_config(model, logs, decode_args=args, decode_env=env, **changes)
 
 
-Turns = dict[tuple[str, str], float]
+Turns = dict[tuple[str, ...], float]
 
 
 def turns(pair: Pair, before: Turns | None = None) -> Turns:
-    """Turns by side and reason so far, or since ``before``."""
-    found = re.findall(
-        rf'^{TURNS}\{{.*reason="(\w+)".*where="(\w+)".*\}} (\S+)$',
-        metrics.page(pair.decode_url),
-        re.MULTILINE,
-    )
+    """Turns by side and reason so far, or since ``before``; of all ranks."""
+    page = metrics.page(pair.decode_url)
+    counted = metrics.by_labels(page, metrics.TURNS, "where", "reason")
     earlier = before or {}
-    return {
-        (where, reason): float(count) - earlier.get((where, reason), 0.0)
-        for reason, where, count in found
-    }
+    return {key: count - earlier.get(key, 0.0) for key, count in counted.items()}
 
 
 @pytest.fixture(scope="module")

@@ -416,3 +416,18 @@ def test_a_chunk_that_does_not_fit_runs_in_one_of_a_hundred_gaps() -> None:
         pace.step()
     assert chunks == 1000 // STEPS_BEFORE_BREACH
     assert pace.may_run(0, fits=False)
+
+
+def test_a_turn_does_not_starve_behind_the_chunks_of_other_ranks() -> None:
+    """Guards a rank that is out of slack, on which no request runs, beside ranks that compute chunks
+    all the time. None of its chunks follows another rank's directly."""
+    pace, allowed = Pace(0.5), []
+    for step in range(1, 1001):
+        if pace.may_run(running=1, fits=False):
+            allowed.append(step)
+            pace.chunk(48, running=1)
+        pace.step()
+        if step % 5 == 0:
+            pace.others_chunk()
+            assert not pace.may_run(running=1, fits=True)
+    assert len(allowed) == 1000 // STEPS_BEFORE_BREACH

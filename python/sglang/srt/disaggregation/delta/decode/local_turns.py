@@ -272,7 +272,7 @@ class LocalTurns:
         empty batch while other ranks run. A chunk of another rank delays requests here as one of
         this rank does, so no chunk follows in the next step."""
         if batch.is_extend_in_batch:
-            self.pace.chunk(0, running=0)
+            self.pace.others_chunk()
         else:
             self.pace.step()
         is_step = batch.forward_mode.is_decode()

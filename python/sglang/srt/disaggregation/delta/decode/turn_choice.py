@@ -200,13 +200,16 @@ class Pace:
         #: Seconds of chunks that decode steps have not made up for.
         self.debt = 0.0
         self._steps = MOST_STEPS_BETWEEN
+        self._is_behind_chunk = False
 
     def may_run(self, running: int, fits: bool = True) -> bool:
         """Whether a chunk may run now, beside ``running`` requests; ``fits``: into the bound on
         inter-token latency."""
         if not running:
             return True
-        if fits and self._steps and self.debt <= 0:
+        if self._is_behind_chunk:
+            return False
+        if fits and self.debt <= 0:
             return True
         return self._steps >= (MOST_STEPS_BETWEEN if fits else STEPS_BEFORE_BREACH)
 
@@ -215,10 +218,17 @@ class Pace:
         if running:
             self.debt += self.costs.chunks(1, tokens) or 0.0
         self._steps = 0
+        self._is_behind_chunk = True
+
+    def others_chunk(self) -> None:
+        """Another data parallel rank launched a chunk: none follows here in the next step. It does
+        not count as this rank's, whose turn could starve behind the chunks of several ranks."""
+        self._is_behind_chunk = True
 
     def step(self) -> None:
         """A decode step was launched."""
         self._steps += 1
+        self._is_behind_chunk = False
         made_up = (self.costs.step or 0.0) * self._share
         left = self.debt * (1 - self._share) - made_up
         self.debt = left / (1 - self._share) if left > 0 else 0.0
