@@ -59,7 +59,7 @@ FAMILIES = (
         "latent and index (DSA), experts",
         beside=settings.SPARSE,
     ),
-    Family(("qwen3_moe", "qwen3_moe_sharp"), "Qwen3-MoE", "heads, experts"),
+    Family(("qwen3_moe",), "Qwen3-MoE", "heads, experts"),
     Family(("glm4_moe",), "GLM-4.5", "heads, experts"),
     Family(("minimax_m2",), "MiniMax M2", "heads, experts"),
     Family(("llama",), "Llama 3", "heads"),

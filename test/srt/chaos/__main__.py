@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--family",
         choices=FAMILIES,
         default="",
-        help="a family of models in the place of the dense one, on plain pairs if not told else",
+        help="serve a family of models instead of the dense one; by default on plain pairs",
     )
     current = parser.add_mutually_exclusive_group()
     current.add_argument(

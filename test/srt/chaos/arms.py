@@ -31,7 +31,7 @@ class Arm:
     current: str = ""
     """On SGLang 0.5.23: "lead", or "stock"."""
     family: str = ""
-    """Of ``chaos.families``. Empty: a dense model."""
+    """A key of ``chaos.families.FAMILIES``. Empty: a dense model."""
 
     @property
     def name(self) -> str:
@@ -62,7 +62,7 @@ def make_arms(
         page_size: a number, or "both".
         parts: of all arms. None gives each backend an arm of a plain pair and one of the whole
             system; with a family, of a plain pair alone.
-        family: of ``FAMILIES``, whose page size takes the place of "both".
+        family: a key of ``FAMILIES``, or empty. Its page size replaces "both".
     """
     if family:
         parts = {**(parts or {}), "family": family}

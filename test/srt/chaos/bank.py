@@ -104,7 +104,7 @@ def ask_aggregated(
 def agreed(ask: Ask, load: Callable[[Path], object], model: Path, others: Sequence[Path]) -> Ask:
     """Return ``ask`` with answers as far as ``others`` agree with ``model``, one token at least.
 
-    Because where rounding decides about a token, each server may be right with another one.
+    If rounding decides about a token, servers may answer with different ones, and none is wrong.
     """
 
     def answers(prompts: Sequence[Ids], new_tokens: int) -> list[Ids]:

@@ -12,7 +12,7 @@ from e2e.support import dp_attention
 
 WEIGHTS = "model.safetensors"
 ROUNDING = 1e-6
-"""Relative. A float32 rounds by 6e-8, and a sum rounds often."""
+"""Relative change of a weight. A float32 rounds by 6e-8, and a sum rounds often."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,13 @@ class Served:
 
     page_size: int
     arguments: tuple[str, ...] = ()
-    """Of all servers, the aggregated one included."""
+    """Arguments of all servers, including the aggregated one."""
     env: tuple[tuple[str, str], ...] = ()
-    """Likewise."""
+    """Variables of all servers, including the aggregated one."""
     has_decode_dp: bool = False
-    """Decode has two ranks of attention data parallelism."""
+    """True if decode has two ranks of attention data parallelism."""
     roundings: int = 0
-    """Models with other rounding that must agree on a token for it to be expected."""
+    """Number of rounded models that must agree on a token for it to be expected."""
 
 
 DENSE = Served(1)
@@ -44,7 +44,7 @@ FAMILIES = {
         (("SGLANG_MAMBA_CONV_DTYPE", "float32"),),
     ),
 }
-"""Of ``models.families``."""
+"""Name in ``models.families`` -> its servers."""
 
 
 def make_model(folder: Path, family: str, seed: int = 0) -> Path:

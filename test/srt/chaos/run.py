@@ -220,7 +220,7 @@ class Chaos:
         waiting = [life for life in self._lives if not life.answered]
         sent = len(self._lives)
         await clients.abort(session, self._addresses, [role], waiting, everything=True)
-        for life in self._lives[sent:]:  # sent meanwhile, so it may be hit or not
+        for life in self._lives[sent:]:  # sent during the abort, so it may be hit or not
             life.aborted_on.append(role)
             life.aborted_at = life.aborted_at or time.monotonic()
 

@@ -244,7 +244,7 @@ class Servers:
 
     @property
     def abort_reach_s(self) -> float:
-        """For how long after an abort of all requests decode may abort later ones too.
+        """Seconds after an abort of all requests in which decode may abort later ones too.
 
         With attention data parallelism SGLang's schedulers handle the requests that a step received
         before the aborts (``Scheduler.recv_requests``).

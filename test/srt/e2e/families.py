@@ -33,18 +33,18 @@ states has pages of one token."""
 
 
 NEW_TOKENS = {"deepseek_v32": 4}
-"""Tokens of an answer, where they are not 10: with each further one rounding has another chance to
-change what DSA's index chooses."""
+"""Tokens of an answer, if not 10. With each further token rounding may change which tokens DSA's
+index chooses."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One pair of servers and what is asked of it."""
+    """One pair of servers, and the parts of the package that it runs."""
 
     family: str
-    """Of ``models.families``."""
+    """Name in ``models.families``."""
     page: int = 16
-    """Tokens a page."""
+    """Tokens of a page."""
     backend: Literal["nixl", "mooncake"] = "nixl"
     parts: tuple[Part, ...] = ("radix",)
     setup: tuple[Setup, ...] = ()
@@ -106,7 +106,7 @@ WINDOWS = (
     Run("gpt_oss", parts=("stock",)),
     Run("gpt_oss", 1, "mooncake", ("stock",)),
 )
-"""Layers with a window, in a pool of their own unless the flag says otherwise."""
+"""Layers with a window, which have a second pool without ``--disable-hybrid-swa-memory``."""
 
 RECURRENT = (
     Run("qwen3_next", 1, parts=("stock",)),

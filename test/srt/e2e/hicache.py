@@ -48,7 +48,7 @@ class Backend:
     ranks: int = 1
     """Tensor parallel."""
     args: tuple[str, ...] = ()
-    """Of the server, beside those of HiCache."""
+    """More arguments of the server, beside those of HiCache."""
 
 
 @dataclass(frozen=True)

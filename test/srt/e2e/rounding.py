@@ -3,9 +3,9 @@
     export PYTHONPATH=.:test/srt SGLANG_CPU_STANDIN=1 SGLANG_PATCHSET=0
     python -m e2e.rounding FAMILY SEED... [-- ARGUMENTS OF A SERVER]
 
-Two servers add the same numbers in another order: by chunks, by batches, by ranks. Where the last
-bit decides which expert, which token of an index or which value of fp8 is taken, their answers
-differ, and neither is wrong. Here weights are changed by about that much, ``TRIALS`` times.
+Two servers add the same numbers in another order: by chunks, by batches, by ranks. If the last bit
+decides which expert, which token of an index or which value of fp8 is taken, their answers differ,
+and neither is wrong. This script changes weights by about that much, ``TRIALS`` times.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from models.in_process import InProcess
 
 TRIALS = 8
 ROUNDING = 2e-7
-"""Relative; that of float32 is 6e-8, and a sum rounds often."""
+"""Relative change of a weight. A float32 rounds by 6e-8, and a sum rounds often."""
 
 
 def main() -> None:

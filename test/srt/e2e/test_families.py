@@ -42,7 +42,7 @@ from models import families
 
 TURNS, SHORT = 3, 21
 NEEDS_ITS_PAGE = {"deepseek_v32": 64}
-"""Page sizes of the references; SGLang's index has no other one."""
+"""Page size of the reference, if not 1: SGLang's index supports this one only."""
 RECURRENT = ("qwen3_next", "falcon_h1", "nemotron_h")
 SERVER_ARGS: dict[str, tuple[str, ...]] = {
     # SGLang refuses ``torch_native`` by name; the stand-in puts it there. The other runner of
@@ -176,7 +176,7 @@ def test_answers(starting: tuple[Path, Future[Reference]], logs: Path, run: Run)
         one, other = of_stock.answers([prompts[-1], changed], new_tokens)
         assert one != other, "the model does not show wrong KV"
         prompts = take_turns(pair, of_stock, prompts, TURNS, new_tokens, more)
-        # All but what was just added, and the last token of the answer before it.
+        # All tokens except those just added and the last token of the answer before them.
         held = len(prompts[0]) - SHORT - 1
         whole = prompts[0][: held // run.page * run.page]
         ranks = 2 if "decode_dp" in run.setup else 1

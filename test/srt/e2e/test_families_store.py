@@ -43,7 +43,7 @@ def rows(runs: tuple[Run, ...]) -> Any:
 
 
 def prompts(model: Path, seed: int) -> list[Ids]:
-    """Four with a common prefix, and two that share nothing."""
+    """Return four prompts with a common prefix, and two that share nothing."""
     tokens = prompt_maker(model, seed)
     shared = tokens(330)
     return [[*shared, *tokens(140 + 37 * i)] for i in range(4)] + [tokens(430), tokens(517)]
@@ -91,21 +91,21 @@ def test_another_server_finds_it(served: tuple[Path, Reference], run: Run, tmp_p
 
 
 def arguments(run: Run, model: Path) -> tuple[str, ...]:
-    """What both servers of a row get; their ports differ."""
+    """Return the arguments of one server of a row. Each call has other ports."""
     draft = drafting(model, 3, "NEXTN") if "nextn" in run.setup else ()
     data_parallel = dp_attention() if "prefill_dp" in run.setup else ()
     return (*common_args(run), *SERVER_ARGS.get(run.family, ()), *draft, *data_parallel)
 
 
 def whole_pages(texts: list[Ids], page: int, less: int) -> int:
-    """How many different pages the texts fill without their ``less`` last tokens."""
+    """Return the number of different pages of the texts without their ``less`` last tokens."""
     return len(
         {tuple(text[:end]) for text in texts for end in range(page, len(text) - less + 1, page)}
     )
 
 
 def stored_values(master: Master) -> int:
-    """What the store keeps."""
+    """Return the number of values in the store."""
     return int(metrics.scrape(f"http://127.0.0.1:{master.metrics}")[metrics.STORE_KEYS])
 
 

@@ -27,12 +27,12 @@ from e2e.test_local_turns import LIMIT, turns
 from models import families
 
 ROUNDS = int(os.environ.get("LOCAL_DP_ROUNDS", "6"))
-"""Of one turn of each talk at the same time; more for a longer run by hand."""
+"""Number of rounds; in each, all talks ask for one turn at the same time."""
 TALKS, NEW_TOKENS = 8, 24
 
 
 def config_of(model: Path, logs: Path) -> Any:
-    """Decode of two ranks."""
+    """Return the configuration of a pair whose decode server has two ranks."""
     return pair_config(
         model,
         logs,
@@ -54,7 +54,7 @@ def config_of(model: Path, logs: Path) -> Any:
 @pytest.mark.nightly
 def test_talks_on_both_ranks(tmp_path: Path, logs: Path) -> None:
     """Guards against a rank that is not in a step in which the other one computes a chunk, which
-    would stop the server, and against a chunk whose experts get the tokens of another rank. Clients
+    would hang the server, and against a chunk whose experts get the tokens of another rank. Clients
     leave at any time. In every run ``component/decode/test_local_data_parallel.py`` has the loop of
     two ranks."""
     model = families.build(tmp_path / "deepseek_v3", "deepseek_v3")

@@ -27,8 +27,8 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("on", ["decode", "prefill"])
 def test_the_flag_on_one_server(gpt_oss: Path, logs: Path, backend: Any, on: str) -> None:
     """Guards against requests that fail with a text about page numbers, or wait for minutes on both
-    servers. With the flag on prefill alone a decode server has no radix cache; over NIXL it cannot
-    be told, and waits. In every run ``component/transfer/test_announcements.py``."""
+    servers. With the flag on prefill alone, decode runs without the radix cache; over NIXL it
+    cannot be notified, and waits. In every run ``component/transfer/test_announcements.py``."""
     if backend == "mooncake":
         pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
     args = {

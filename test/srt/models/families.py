@@ -4,7 +4,8 @@
 
 Names of weights and settings are those of the checkpoints on the hub. The gains are those of
 ``random_qwen3.py``, and for its reason: the answer depends on every token before it, so that wrong
-KV shows. Each model has 4 layers, and 8 experts of which a token takes two, or none.
+KV shows. Each model has 4 layers (an MTP head is one more). A model with experts has 8, of which a
+token takes two.
 """
 
 import argparse

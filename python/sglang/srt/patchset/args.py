@@ -63,9 +63,9 @@ class DisaggArgs(_Base):
             refusals.check_model(self, self.get_model_config())
         super()._handle_model_specific_adjustments()
         if flags.wants_radix_cache(self) and conditions.has_state_layers(self.get_model_config()):
-            # SGLang turns trees off where it has none with states: decode's has no states. With
-            # overlap scheduling the state of a retracted request would be one token ahead of its
-            # text, because the step in flight has consumed its last token.
+            # SGLang turns the tree off for models for which it has no tree with states; decode's
+            # tree needs no states. With overlap scheduling the state of a retracted request would
+            # be one token ahead of its text, because the step in flight consumed its last token.
             self.disable_radix_cache, self.disable_overlap_schedule = False, True
 
     @override

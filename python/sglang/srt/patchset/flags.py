@@ -21,8 +21,8 @@ MODES = ("cache", "buffer_only")
 ON = f"{MODE} buffer_only"
 PAGES = settings.PAGES_FLAG
 SIZE = settings.SIZE_FLAG
-#: Of SGLang. With it the layers with a sliding window are in the one pool of KV. Without it they
-#: have a pool of their own, which a pair transfers as state.
+#: SGLang's flag. With it, layers with a sliding window have their KV in the pool of all layers.
+#: Without it they have a second pool, which a pair transfers as state.
 NO_WINDOW_POOL = "--disable-hybrid-swa-memory"
 
 #: The fields of ``ServerArgs`` that are not named as their flags.

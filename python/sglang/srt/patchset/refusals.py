@@ -260,7 +260,7 @@ AS_GIVEN: tuple[Refusal, ...] = (
     Refusal(
         TURNS,
         "--enable-dp-attention with --speculative-algorithm",
-        "a decode server with both ended at its first requests where it was run",
+        "a two-rank decode server with both terminated at its first requests, cause unknown",
         when=conditions.drafts_on_data_parallel_ranks,
     ),
     Refusal(
@@ -309,7 +309,7 @@ _STOCK_HOST = (
 )
 _ONE_POOL = (
     f"Add {NO_WINDOW_POOL}, in a pair to both servers: all layers are then in one pool, which "
-    "holds 10 to 17 % fewer tokens at SGLang's --swa-full-tokens-ratio. Or: "
+    "holds 10 to 15 % fewer tokens at SGLang's --swa-full-tokens-ratio. Or: "
 )
 #: Models, by their configuration.
 MODELS: tuple[Refusal, ...] = (

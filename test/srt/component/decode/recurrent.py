@@ -101,8 +101,8 @@ def expected(req: Any) -> int:
 
 
 def problems(rows: Any, held: list[Any], arrived: list[Any]) -> list[str]:
-    """What is wrong with the state slots. ``held``: requests that own one; ``arrived``: those whose
-    state somebody reads."""
+    """What is wrong with the state slots. ``held``: requests that own one; ``arrived``: requests
+    whose state has arrived."""
     free, size = rows.mamba_pool.free_slots.tolist(), rows.mamba_pool.size
     used = [slot_of(rows, req) for req in held]
     found = []

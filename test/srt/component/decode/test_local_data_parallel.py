@@ -84,7 +84,7 @@ class Rank(Overlapped):
         return batch
 
     def stream_output_generation(self, *arguments: Any, **options: Any) -> None:
-        """The load of a rank with an empty batch; nobody asks."""
+        """Stream nothing: there is no tokenizer."""
 
     def run_batch(self, batch: Any, *arguments: Any) -> Any:
         if batch.forward_mode.is_idle():

@@ -178,7 +178,7 @@ def test_ranks_stay_in_step(
 
 def test_ranks_with_recurrent_state(two_ranks: None) -> None:
     """Guards against ranks of which one has a state slot free and the other does not: one would
-    admit a request that the other leaves in line."""
+    admit a request that the other keeps queued."""
     lives = live(1, 400, states=4, retract=3)
     assert lives[0].seen["resumed"] and any(life.seen["transfer_failed"] for life in lives)
     ours, theirs = (life.decoder.telemetry.by("decode_admission_refused") for life in lives)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor import model_runner_kv_cache_mixin
 from sglang.srt.patchset import flags, refusals
 from sglang.srt.server_args import ServerArgs, prepare_server_args
@@ -212,11 +213,11 @@ def test_recurrent_state_turns_overlap_off(model_config, model, flag):
 
 
 @pytest.mark.parametrize(
-    ("full", "windows", "less"), [(12, 12, 0.10), (12, 36, 0.15), (9, 39, 0.1625)]
+    ("full", "windows", "less"), [(12, 12, 0.10), (18, 18, 0.10), (12, 36, 0.15), (12, 33, 0.14667)]
 )
 def test_what_one_pool_for_all_layers_costs(full, windows, less, monkeypatch):
     """Guards the numbers of the page and of the refusal, with SGLang's own division of memory into
-    a pool of full attention and one of windows: gpt-oss, Llama 4, and 9 to 39."""
+    a pool of full attention and one of windows: gpt-oss-20b and -120b, Llama 4 and Step-3.5."""
     mixin = model_runner_kv_cache_mixin
     monkeypatch.setattr(mixin, "get_attention_tp_size", lambda: 1)
     runner = SimpleNamespace(
@@ -237,6 +238,16 @@ def test_what_one_pool_for_all_layers_costs(full, windows, less, monkeypatch):
     one_pool = 1_000_000
     tokens, *_ = mixin.ModelRunnerKVCacheMixin._resolve_hybrid_swa_tokens(runner, one_pool)
     assert one_pool / tokens == pytest.approx(1 - less, abs=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "value_dim"), [(4, 128), (8, 192)])
+def test_one_pool_does_not_fit_mimo_v2(heads, value_dim):
+    """Guards the page: values of MiMo-V2 are shorter than keys, and its Flash has more KV heads in
+    layers with a window. SGLang makes its one pool of the heads of full attention and one width."""
+    pool = MHATokenToKVPool(8, 1, torch.float32, 4, 192, 1, "cpu", False)
+    key, value = torch.ones(3, heads, 192), torch.ones(3, heads, value_dim)
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        pool.set_kv_buffer(SimpleNamespace(layer_id=0), torch.arange(3), key, value)
 
 
 def test_sglang_refuses_pdmux_in_a_pair():

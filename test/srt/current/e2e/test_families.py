@@ -49,6 +49,6 @@ def test_answers(talks_of_family: Callable[[str], Talks], tmp_path: Path, run: R
     )
     count, found = len(talks.prompts[0]), turns(page)
     assert found.get(("local", "always"), 0) >= 2 * count, found
-    # The reasons of the first ones differ: prefill is asked what it can do meanwhile.
+    # First turns may be remote for different reasons.
     assert sum(found[key] for key in found if key[0] == "remote") >= count, found
     assert any(metrics.by_labels(page, RETRACTED).values()) == ("retract" in run.parts)

@@ -117,7 +117,7 @@ _DECLARED = (
         {
             "decode_prefix_prompt_tokens": "Prompt tokens of requests admitted by a decode server",
             "decode_prefix_hit_tokens": "Prompt tokens found in the decode radix tree at admission",
-            "kv_transfer_requested_bytes": "Bytes of KV and state that decode requested of prefill",
+            "kv_transfer_requested_bytes": "KV and state bytes that decode requested from prefill",
             "decode_local_tokens": "Prompt tokens that a decode server computed itself",
             "decode_itl_breaches": "Gaps between decode steps, with a chunk of local prefill in "
             "them, that took longer than --disaggregation-decode-local-max-itl-ms",

@@ -168,11 +168,11 @@ def of_one_shape(item_lens: Sequence[int], *, latent: bool) -> bool:
 
 # ---- state beside the KV ----
 
-#: Where SGLang's pools have the index: a list of the layers' buffers. Others lack the attribute.
+#: Attribute of SGLang's pools with an index: a list of the layers' buffers.
 INDEX = "index_k_with_scale_buffer"
-#: Where they have the pool of recurrent states.
+#: Attribute of SGLang's pools with recurrent state: the pool of states.
 RECURRENT = "mamba_pool"
-#: What ``KVArgs.state_type`` says of a pool with either.
+#: Values of ``KVArgs.state_type`` for them.
 INDEX_TYPE, RECURRENT_TYPE = "nsa", "mamba"
 
 
@@ -193,8 +193,8 @@ def moved_state(
 ) -> Pages | None:
     """Return the indices of the state that is moved with the last page of ``req``, or None.
 
-    ``delta`` returns the pages that are moved for ``req``: of an index only theirs, and none for a
-    full hit. Recurrent state is moved whole, for a full hit too.
+    ``delta`` returns the pages that are moved for ``req``. An index is moved for these pages only,
+    so a full hit moves none. Recurrent state is moved whole, for a full hit too.
     """
     if hasattr(pool, RECURRENT):
         # Copied as it lies, for the reason that ``prefill.scheduler.page_indices`` gives.
@@ -223,8 +223,8 @@ def load_state(
     pool: KVCache, rows: ReqToTokenPool, req: Req, copy: Sequence[torch.Tensor],
     slots: torch.Tensor, shared: int,
 ) -> None:  # fmt: skip
-    """Load the result of ``copy_state``. Of an index: what is behind ``shared`` tokens (whole
-    pages) into the pages of ``slots`` (1-D, whole pages, but for the last)."""
+    """Load the result of ``copy_state``. For an index: the part behind ``shared`` tokens (whole
+    pages), into the pages of ``slots`` (1-D, whole pages, except the last)."""
     if hasattr(pool, RECURRENT):
         slot = _state_slot(rows, req).long()
         for part, saved in zip(_state_parts(pool), copy, strict=True):

@@ -46,7 +46,7 @@ _MAX_DIGITS = 18
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _CONTROL: msgspec.msgpack.Decoder[wire.Message] = msgspec.msgpack.Decoder(wire.Message)
 
-#: Decode ranks whose registration was refused: so many are remembered, with names so long at most.
+#: Maximum number of decode ranks to remember whose registration was refused, and length of a name.
 _MOST_REFUSED, _LONGEST_NAME = 256, 256
 
 
@@ -228,8 +228,8 @@ class Announcements:
         self._decode_ranks = decode_ranks
         self._registered = registered
         self._keep = register
-        #: Why the registration of a decode rank was refused, by its name and the address where it
-        #: listens: the answer to its rooms. Others can use its name, but are not there.
+        #: Name and address of a decode rank -> why its registration was refused; sent for each of
+        #: its rooms. The address, because another rank could use its name.
         self._refused: dict[tuple[str, str, int], str] = {}
 
     #: Under which attribute an announcement has the name that its decode rank registered under.
@@ -273,8 +273,8 @@ class Announcements:
             raise
 
     def _announce(self, info: Any) -> None:
-        """Record one decode rank's announcement; the last one of a room makes it ready. The room of
-        one whose registration was refused fails, with the reason on both sides."""
+        """Record one decode rank's announcement; the last one of a room makes it ready. If the
+        registration of the rank was refused, its room fails, with the reason on both sides."""
         peer = str(getattr(info, self.peer_name))
         check_announcement(info)
         refused = self._refused.get(_named(peer, info))

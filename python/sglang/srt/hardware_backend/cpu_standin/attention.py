@@ -48,7 +48,7 @@ def attend(
         if window >= 0:
             visible = visible.triu(length - count - window)
         if chosen is not None:
-            # One more column takes what is none.
+            # An additional column takes the -1 entries.
             listed = torch.zeros(count, length + 1, dtype=torch.bool)
             listed.scatter_(1, chosen[part].long() % (length + 1), True)
             visible &= listed[:, :length]
@@ -82,12 +82,12 @@ def lengths(batch: Any) -> tuple[list[int], list[int]]:
         return [length + drafts for length in lens], [drafts] * len(lens)
     if mode.is_decode_or_idle():
         return lens, [1] * len(lens)
-    # ``extend_prefix_lens`` is what prefill left there.
+    # Not ``extend_prefix_lens``, which are still those of prefill.
     return lens, batch.extend_seq_lens.tolist()
 
 
 def edit(module: Any) -> None:
-    """After ``torch_native_backend``: what it lacks, in both of its passes."""
+    """After ``torch_native_backend``: the forms that it lacks, in both of its passes."""
     backend, is_later = module.TorchNativeAttnBackend, hasattr(module, "KVWriteLoc")
     # SGLang 0.5.23 has windows, keeps the pools in the backend, and makes an object of a place.
     place = module.KVWriteLoc if is_later else lambda slots: slots

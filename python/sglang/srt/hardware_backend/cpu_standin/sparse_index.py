@@ -17,7 +17,8 @@ FP8_MAX = 448.0
 
 
 class IndexPages:
-    """The keys of one layer's index, by slot. On a CPU torch does not index fp8, but bytes."""
+    """The keys of one layer's index, by slot. Accessed as bytes, since torch cannot index fp8 on a
+    CPU."""
 
     def __init__(self, buffer: Tensor, page: int, dim: int) -> None:
         """``buffer``: [pages, bytes of a page]."""

@@ -108,12 +108,13 @@ class LocalTurnsScheduler(Scheduler):
             STATS.count("decode_local_tokens", sum(len(t.req.fill_ids) - t.done for t in chosen))
             batch = self.chunk_batch(chosen)
             turns.launch(chosen, batch)
-            # As for each batch that SGLang runs: experts in parallel are told how long it is.
+            # Expert parallel ranks exchange the sizes of their batches, as for each batch that
+            # SGLang runs.
             batch = self.maybe_prepare_mlp_sync_batch(batch)
         else:
             batch = super().get_next_disagg_decode_batch_to_run()
-            # Who found no place waits for others' answers from here on, as one that is computed
-            # locally would: that is no time of its prefill server's.
+            # A request without a place waits for other requests from here on, as a local turn
+            # would, so this time must not count for its prefill server.
             turns.shown(self.waiting_queue)
             if batch is not None:
                 turns.stepped(batch)

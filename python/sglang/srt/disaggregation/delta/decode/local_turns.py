@@ -112,8 +112,8 @@ class LocalTurns:
         #: Computed batches whose requests have their first token and wait for a place.
         self.computed: list[ScheduleBatch] = []
         self._there: Sequence[int] = ()
-        #: Whether other data parallel ranks may run requests, which a chunk here delays: they ran
-        #: in the last step, or this rank ran a chunk in it and does not know.
+        #: True if other data parallel ranks may run requests, which a chunk here would delay: they
+        #: ran a batch in the last step, or this rank ran a chunk in it and cannot tell.
         self.others_run = False
 
     @property
@@ -268,9 +268,9 @@ class LocalTurns:
         self.times.launched(batch.extend_num_tokens, self._clock())
 
     def stepped(self, batch: ScheduleBatch) -> None:
-        """``batch``, which is no chunk of this rank, is about to run: a decode step, or with data
-        parallel attention an empty batch while other ranks run. A chunk of another rank delays
-        requests here as one of this rank does, so that none follows in the next step."""
+        """Note that ``batch`` is about to run: a decode step, or with data parallel attention an
+        empty batch while other ranks run. A chunk of another rank delays requests here as one of
+        this rank does, so no chunk follows in the next step."""
         if batch.is_extend_in_batch:
             self.pace.others_chunk()
         else:

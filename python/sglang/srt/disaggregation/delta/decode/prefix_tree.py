@@ -337,7 +337,7 @@ class DecodeRadixTree(RadixCache):
         own = rows[req.req_pool_idx, req.cache_protected_len : req.kv_allocated_len]
         record.slots_at_end = own.to(torch.int64, copy=True)
         if hasattr(req, "kv_cache_cpu"):
-            # SGLang has copied the target's KV; of the draft's, and of state, it copies nothing.
+            # SGLang has copied the target's KV, and neither the draft model's nor any state.
             record.enter(Stage.RETRACTED)
             slots = rows[req.req_pool_idx, : req.kv_committed_len]
             pool = self.token_to_kv_pool_allocator.get_kvcache()

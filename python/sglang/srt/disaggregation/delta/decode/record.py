@@ -250,7 +250,7 @@ def restore_private(
     draft_pool: KVCache | None = None,
 ) -> None:
     """Copy what is not shared from the request's CPU copy to ``slots``, and drop the copy; with a
-    draft model also its KV, which has the same slots, and where the model has one also the state.
+    draft model also its KV, which has the same slots, and for a model with state also the state.
 
     Shared pages are never written: other requests read them, and their content is the same.
     """

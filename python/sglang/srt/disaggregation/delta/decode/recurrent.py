@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 def serve_states(pool: Any, rows: Any) -> None:
     """Prepare the pools of a model with recurrent state: as many rows as state slots, and copies of
     a retracted request's KV."""
-    # SGLang maps as many rows as there are state slots, and fails an assertion if a row has none.
-    # Admission waits for a row.
+    # SGLang fails an assertion for a row without a state slot, so there are as many rows as slots,
+    # and admission waits for a row.
     rows.pre_alloc_size = rows.mamba_pool.size - rows.size
     rows.clear()
-    # SGLang's pool copies nothing to the CPU: the first retraction would end the server. The state
-    # is copied by ``pages.copy_state``.
+    # SGLang's pool has no copy to the CPU, so the first retraction would terminate the server.
+    # ``pages.copy_state`` copies the state.
     kv = pool.full_kv_pool
     pool.get_cpu_copy, pool.load_cpu_copy = kv.get_cpu_copy, kv.load_cpu_copy
     pool.cpu_offloading_chunk_size = kv.cpu_offloading_chunk_size

@@ -121,7 +121,7 @@ class DisaggScheduler(NamespacedScheduler):
 
     @is_hybrid_ssm.setter
     def is_hybrid_ssm(self, value: bool) -> None:
-        """Ignore what SGLang finds out."""
+        """Ignore the value that SGLang assigns."""
 
     @override
     def init_req_max_new_tokens(self, req: Req) -> None:

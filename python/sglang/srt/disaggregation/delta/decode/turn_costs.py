@@ -254,7 +254,7 @@ class Measured:
         return _vote(self.there(address, tokens), _MICRO)
 
 
-#: Instead of the tokens of a step: its time counts for nothing, or another data parallel rank
+#: In place of a step's number of tokens: the step is not measured, or another data parallel rank
 #: computes a chunk in it.
 NOT_MEASURED, OTHERS_CHUNK = -1, -2
 
@@ -273,8 +273,8 @@ class StepTimes:
         self._ended_at = float("-inf")
 
     def launched(self, tokens: int, at: float) -> None:
-        """A step was handed to the loop: a chunk of ``tokens``, or with 0 a decode step;
-        ``NOT_MEASURED``, ``OTHERS_CHUNK``: another one."""
+        """Note that a step was launched: a chunk of ``tokens``, with 0 a decode step, else
+        ``NOT_MEASURED`` or ``OTHERS_CHUNK``."""
         self._launched.append((tokens, at))
 
     def hook(self, at: float) -> None:

@@ -129,8 +129,8 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
         prefix: int | None = getattr(sender, "decode_prefix_len", None)
         pool = self.token_to_kv_pool_allocator.get_kvcache()
         if prefix is None or (last_chunk and has_other_state(pool)):
-            # The backend is SGLang's own; or the model has a window pool, of which SGLang says what
-            # is sent. Such models never have a prefix on decode.
+            # The backend is SGLang's own; or the model has a window pool, for which SGLang chooses
+            # what to send. Such models never have a prefix on decode.
             super().send_kv_chunk(req, last_chunk, end_idx)
             return
         page: int = self.token_to_kv_pool_allocator.page_size
