@@ -309,7 +309,8 @@ _STOCK_HOST = (
 )
 _ONE_POOL = (
     f"Add {NO_WINDOW_POOL}, in a pair to both servers: all layers are then in one pool, which "
-    "holds 10 to 15 % fewer tokens at SGLang's --swa-full-tokens-ratio. Or: "
+    "holds 10 to 15 % fewer tokens at SGLang's --swa-full-tokens-ratio (MiMo-V2 does not fit in "
+    "it). Or: "
 )
 #: Models, by their configuration.
 MODELS: tuple[Refusal, ...] = (
