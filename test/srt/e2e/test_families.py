@@ -57,6 +57,9 @@ SERVER_ENV: dict[str, dict[str, str]] = {
     for family in RECURRENT
 }
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
+#: Between unequal numbers of ranks each head of each token is a transfer of its own. Mooncake's TCP
+#: transport fails the batch if its queue for a peer is full.
+OVER_TCP = {"MC_FORCE_TCP": "1", "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65536"}
 
 
 def marked(run: Run) -> Any:
@@ -98,7 +101,7 @@ def configuration(run: Run, model: Path, logs: Path) -> PairConfig:
         "stock_prefill": stock_prefill,
         "env": {
             **SERVER_ENV.get(run.family, {}),
-            **({"MC_FORCE_TCP": "1"} if run.backend == "mooncake" else {}),
+            **(OVER_TCP if run.backend == "mooncake" else {}),
         },
         "decode_env": RETRACTS if "retract" in run.parts else {},
         "prefill_args": args if stock_prefill else (*DOZE, *args),
