@@ -59,7 +59,7 @@ SERVER_ENV: dict[str, dict[str, str]] = {
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 #: Between unequal numbers of ranks each head of each token is a transfer of its own. Mooncake's TCP
 #: transport fails the batch if its queue for a peer is full.
-OVER_TCP = {"MC_FORCE_TCP": "1", "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65536"}
+OVER_TCP = {"MC_FORCE_TCP": "1", "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535"}
 
 
 def marked(run: Run) -> Any:
