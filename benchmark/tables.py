@@ -163,7 +163,7 @@ def refused_by(rows: Mapping[str, str]) -> str:
 
 def _refused(flag: str) -> dict[str, str]:
     """The settings, as they are written, each with the reason."""
-    rows = (*refusals.AS_GIVEN, *refusals.ALWAYS, *refusals.MODELS)
+    rows = (*refusals.AS_GIVEN, *refusals.ALWAYS, *refusals.MODELS, *refusals.DRAFTED)
     return {_code(row.other): _code(row.why) for row in rows if flag in row.flags}
 
 

@@ -341,6 +341,24 @@ MODELS: tuple[Refusal, ...] = (
     ),
 )
 
+#: Models with ``--speculative-algorithm``, by their configuration.
+DRAFTED: tuple[Refusal, ...] = (
+    Refusal(
+        RADIX,
+        "--speculative-algorithm for a model with sparse attention (DSA)",
+        "SGLang transfers the target's index only, so the draft model would use the index of "
+        "another text",
+        when=conditions.has_index,
+    ),
+    Refusal(
+        RADIX,
+        "--speculative-algorithm for a model with recurrent state",
+        "the states behind drafts have buffers of their own, and a decode server with them was not "
+        "tested",
+        when=conditions.has_state_layers,
+    ),
+)
+
 #: Not refused, but slower than who asked for it may think: nothing else would show it.
 WARNED: tuple[Refusal, ...] = (
     Refusal(
@@ -390,27 +408,9 @@ def check_filled_in(args: Any) -> None:
 
 def check_model(args: Any, config: Any) -> None:
     """Raise ``ValueError`` for a model that our flags do not support."""
-    for text in _texts(MODELS, args, config):
+    drafts = DRAFTED if args.speculative_algorithm is not None else ()
+    for text in _texts((*MODELS, *drafts), args, config):
         raise ValueError(text)
-    if not (is_given(args, FLAG) and args.speculative_algorithm is not None):
-        return
-    for has_it, of in (
-        (
-            conditions.has_index(config),
-            "sparse attention (DSA): SGLang transfers the target's index only, so the draft model "
-            "would use the index of another text",
-        ),
-        (
-            conditions.has_state_layers(config),
-            "recurrent state: the states behind drafts have buffers of their own, and a decode "
-            "server with them was not tested",
-        ),
-    ):
-        if has_it:
-            raise ValueError(
-                f"{FLAG} cannot be combined with --speculative-algorithm "
-                f"{args.speculative_algorithm} for a model with {of}. Remove one of them."
-            )
 
 
 def _texts(rows: Iterable[Refusal], args: Any, subject: Any) -> Iterator[str]:

@@ -194,15 +194,15 @@ SPARSE = model(SimpleNamespace(index_topk=2048))
         (SPARSE, None, None),
         (model(is_hybrid_swa=True), None, "Add --disable-hybrid-swa-memory, in a pair to both"),
         (model(StateSpaceConfig()), None, None),
-        (model(StateSpaceConfig()), "NEXTN", "--speculative-algorithm NEXTN"),
+        (model(StateSpaceConfig()), "NEXTN", "--speculative-algorithm for a model with recurrent"),
         (
             model(is_multimodal=True, model_impl="transformers"),
             None,
             "--model-impl transformers",
         ),
         # SGLang sends no index of a draft model.
-        (SPARSE, "NEXTN", "--speculative-algorithm NEXTN"),
-        (SPARSE, "EAGLE", "--speculative-algorithm EAGLE"),
+        (SPARSE, "NEXTN", "--speculative-algorithm for a model with sparse"),
+        (SPARSE, "EAGLE", "--speculative-algorithm for a model with sparse"),
     ],
     ids=name_of,
 )
