@@ -115,6 +115,7 @@ RECURRENT = (
     Run("qwen3_next", 1, "mooncake"),
     Run("qwen3_next", 16, setup=("no_prefill_tree",)),
     Run("qwen3_next", 1, parts=("radix", "retract"), setup=("prefill_tp2", "decode_tp2")),
+    Run("qwen3_next", 1, setup=("decode_dp",)),
     Run("falcon_h1", 1, parts=("radix", "retract")),
     Run("nemotron_h", 1, parts=("radix", "retract")),
 )
