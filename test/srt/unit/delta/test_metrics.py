@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import prometheus_client
 import pytest
@@ -13,7 +17,7 @@ import pytest
 from sglang.srt.disaggregation.delta import observability
 from sglang.srt.disaggregation.delta.decode.record import record_of
 from sglang.srt.disaggregation.delta.decode.scheduler import speculated
-from sglang.srt.disaggregation.delta.metrics import METRICS, Reason
+from sglang.srt.disaggregation.delta.metrics import METRICS, Metric, Reason
 from sglang.srt.disaggregation.delta.observability import (
     STATS,
     Telemetry,
@@ -67,6 +71,26 @@ def test_gauges() -> None:
         assert shown("kv_evictable_tokens") == value
     help_of = {each.name: each.documentation for each in prometheus_client.REGISTRY.collect()}
     assert help_of["sglang:kv_evictable_tokens"] == METRICS["kv_evictable_tokens"].help
+
+
+def test_two_workers_measure_first_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against two threads that register one metric: Prometheus refuses the second one, and
+    its first value is lost."""
+    stats, shown = Telemetry(), of_model("test_two_workers")
+    metric = Metric("of_two_workers", "histogram", "prefill", "help", buckets=(1.0,))
+    monkeypatch.setitem(METRICS, metric.name, metric)
+    stats.bind({"model_name": "test_two_workers"})
+    both, histogram = threading.Barrier(2), prometheus_client.Histogram
+
+    def register(*args: Any, **options: Any) -> prometheus_client.Histogram:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.3)  # until the other thread registers too, where nothing keeps it out
+        return histogram(*args, **options)
+
+    monkeypatch.setattr(prometheus_client, "Histogram", register)
+    with ThreadPoolExecutor(2) as workers:
+        list(workers.map(lambda size: stats.observe(metric.name, size), (1, 2)))
+    assert shown("of_two_workers_count") == 2
 
 
 def test_drafts_are_counted_by_prefix() -> None:

@@ -164,9 +164,12 @@ class Telemetry:
 
     def _child(self, name: str, own: Mapping[str, str]) -> Any:
         key = (name, *own.values())
-        if key not in self._children:
-            self._children[key] = METRICS[name].child(self._labels, **own)
-        return self._children[key]
+        child = self._children.get(key)
+        if child is None:
+            # Otherwise two transfer workers register one metric, which Prometheus refuses.
+            with self._lock:
+                child = self._children[key] = METRICS[name].child(self._labels, **own)
+        return child
 
 
 #: One for each process: a scheduler process has one transfer manager.
