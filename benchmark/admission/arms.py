@@ -21,7 +21,7 @@ import torch.distributed as dist
 from benchmark.harness import without_engine
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.decode import DecodeReqToTokenPool, DecodeRequest
-from sglang.srt.disaggregation.delta.decode.record import Stage, record_of
+from sglang.srt.disaggregation.delta.decode.request import Stage, record_of
 from sglang.srt.disaggregation.delta.observability import Telemetry
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams

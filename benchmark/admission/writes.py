@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from benchmark.admission.arms import PROMPT, PROMPTS, VOCABULARY, Arm, Load, Ours
 from benchmark.harness import without_engine
-from sglang.srt.disaggregation.delta.decode.claims import page_ceil
 from sglang.srt.disaggregation.delta.decode.offload import ROUND_INTERVAL_STEPS, TREE
-from sglang.srt.disaggregation.delta.decode.prefix_tree import PrefixLease, tree_nodes
-from sglang.srt.disaggregation.delta.decode.record import Stage, record_of
+from sglang.srt.disaggregation.delta.decode.request import Stage, record_of
+from sglang.srt.disaggregation.delta.decode.tree import PrefixLease, tree_nodes
+from sglang.srt.disaggregation.policy.memory import page_ceil
 from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage

@@ -118,7 +118,7 @@ _DELTA = (
     Replacement(
         module=f"{_DISAGG}.common.conn",
         name="CommonKVReceiver",
-        mixin=f"{_DISAGG}.delta.decode.receiver:DeltaReceiver",
+        mixin=f"{_DISAGG}.delta.decode.connection:DeltaReceiver",
         why="decode announces its prefix in an additional frame",
     ),
     Replacement(
@@ -222,7 +222,7 @@ _NIXL_ASYNC = (
     Replacement(
         module=f"{_DISAGG}.nixl.conn",
         name="NixlKVReceiver",
-        mixin=f"{_DISAGG}.delta.decode.receiver:RoomReceiver",
+        mixin=f"{_DISAGG}.delta.decode.connection:RoomReceiver",
         why="a finished or failed room leaves no table entries",
     ),
 )
@@ -248,7 +248,7 @@ _MOONCAKE_DELTA = (
     Replacement(
         module=f"{_DISAGG}.mooncake.conn",
         name="MooncakeKVReceiver",
-        mixin=f"{_DISAGG}.delta.decode.receiver:RoomReceiver",
+        mixin=f"{_DISAGG}.delta.decode.connection:RoomReceiver",
         why="a finished or failed room leaves no table entries",
     ),
 )
@@ -268,7 +268,7 @@ _DECODE_RADIX = (
     Replacement(
         module="sglang.srt.managers.scheduler",
         name="RadixCache",
-        mixin=f"{_DISAGG}.delta.decode.prefix_tree:DecodeRadixTree",
+        mixin=f"{_DISAGG}.delta.decode.tree:DecodeRadixTree",
         why="only committed KV enters the tree; admission's match is final",
     ),
     Replacement(
@@ -288,25 +288,25 @@ _DECODE_RADIX = (
     Replacement(
         module=f"{_DISAGG}.decode",
         name="DecodeRequest",
-        mixin=f"{_DISAGG}.delta.decode.prealloc_queue:CountedEntry",
+        mixin=f"{_DISAGG}.delta.decode.queue:CountedEntry",
         why="statistics by priority, which crash a stock decode server",
     ),
     Replacement(
         module=f"{_DISAGG}.decode",
         name="DecodePreallocQueue",
-        mixin=f"{_DISAGG}.delta.decode.prealloc_queue:RadixPreallocQueue",
+        mixin=f"{_DISAGG}.delta.decode.queue:RadixPreallocQueue",
         why="match, lock, budget, delta pages, announcement",
     ),
     Replacement(
         module=f"{_DISAGG}.decode",
         name="DecodeTransferQueue",
-        mixin=f"{_DISAGG}.delta.decode.transfer_queue:RadixTransferQueue",
+        mixin=f"{_DISAGG}.delta.decode.transfer:RadixTransferQueue",
         why="a committed transfer enters the tree",
     ),
     Replacement(
         module=f"{_DISAGG}.decode_schedule_batch_mixin",
         name="ScheduleBatchDisaggregationDecodeMixin",
-        mixin=f"{_DISAGG}.delta.decode.prefix_tree:RadixPrebuiltBatch",
+        mixin=f"{_DISAGG}.delta.decode.tree:RadixPrebuiltBatch",
         why="the prebuilt batch continues after the shared prefix",
     ),
 )

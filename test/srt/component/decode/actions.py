@@ -14,10 +14,10 @@ from component.decode.checks import check, check_idle
 from component.decode.decoder import Decoder
 from component.decode.peer import Room
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.decode.claims import page_floor
 from sglang.srt.disaggregation.delta.decode.invariants import tree_nodes
-from sglang.srt.disaggregation.delta.decode.prefix_tree import Retired
+from sglang.srt.disaggregation.delta.decode.tree import Retired
 from sglang.srt.disaggregation.delta.observability import STATS
+from sglang.srt.disaggregation.policy.memory import page_floor
 from sglang.srt.managers.io_struct import (
     ContinueGenerationReqInput,
     FlushCacheReqInput,

@@ -10,17 +10,17 @@ import torch
 from component.decode import drafting, kv, recurrent
 from component.decode.peer import WarmUpRoom
 from sglang.srt.disaggregation.delta.decode import invariants
-from sglang.srt.disaggregation.delta.decode.claims import (
+from sglang.srt.disaggregation.delta.decode.claims import upwards
+from sglang.srt.disaggregation.delta.decode.request import Stage, is_fake, record_of
+from sglang.srt.disaggregation.delta.decode.tree import Retired
+from sglang.srt.disaggregation.policy.memory import (
     Claim,
     entering,
     expected_length,
     final_length,
     growth,
     page_ceil,
-    upwards,
 )
-from sglang.srt.disaggregation.delta.decode.prefix_tree import Retired
-from sglang.srt.disaggregation.delta.decode.record import Stage, is_fake, record_of
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 
@@ -109,8 +109,8 @@ def claims_problems(
     claims.recount()  # as a step does
     problems = []
     page, cap = claims.page, claims.cap
-    reserved = sum(growth(_claim(req, claims.step), cap, page) for req in running) + sum(
-        growth(entering(_claim(req, claims.step), claims.step), claims.entry_cap, page)
+    reserved = sum(growth(_claim(req, claims.step_tokens), cap, page) for req in running) + sum(
+        growth(entering(_claim(req, claims.step_tokens), claims.step_tokens), claims.entry_cap, page)
         for req in waiting
     )
     if claims.reserved != reserved:
@@ -128,7 +128,7 @@ def claims_problems(
     needs = [0]
     for req in (*running, *waiting):
         shared = sum(pinned_nodes.get(node.id, 0) for node in upwards(req.last_node))
-        whole = page_ceil(expected_length(req, req.kv_allocated_len, claims.step), page)
+        whole = page_ceil(expected_length(req, req.kv_allocated_len, claims.step_tokens), page)
         needs.append(whole - shared - private.get(id(req), 0))
     for size in (total, total // 2, pinned + max(needs), pinned + max(needs) - 1):
         found = claims.everyone_can_finish(None, 0, 0, size)

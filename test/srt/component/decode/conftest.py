@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from component.one_rank import one_rank
-from sglang.srt.disaggregation.delta.decode import record
-from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree
+from sglang.srt.disaggregation.delta.decode import request
+from sglang.srt.disaggregation.delta.decode.tree import DecodeRadixTree
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,7 +26,7 @@ def _steps_are_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     def raises(text: str, *values: Any) -> None:
         raise AssertionError(text % values)
 
-    monkeypatch.setattr(record.logger, "error", raises)
+    monkeypatch.setattr(request.logger, "error", raises)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from sglang.srt.disaggregation.decode import (
     DecodeReqToTokenPool,
     DecodeRequest,
 )
-from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
+from sglang.srt.disaggregation.delta.decode.request import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
 from sglang.srt.disaggregation.delta.decode.turn_costs import UNKNOWN, Limits
 from sglang.srt.disaggregation.delta.observability import Telemetry

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from component.decode import kv
-from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
+from sglang.srt.disaggregation.delta.decode.request import is_fake, record_of
 
 #: What draft slots hold between a draft and its verification, when they are nobody's yet.
 TRANSIENT = -9

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from component.decode import drafting, kv, recurrent
-from sglang.srt.disaggregation.delta.decode.record import record_of
+from sglang.srt.disaggregation.delta.decode.request import record_of
 
 
 class ForwardPasses:

@@ -24,7 +24,7 @@ from component.decode.actions import TOKENS
 from component.decode.checks import check
 from component.decode.decoder import Decoder
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.decode.record import record_of
+from sglang.srt.disaggregation.delta.decode.request import record_of
 from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler

@@ -10,8 +10,8 @@ import torch
 
 from component.decode import kv
 from sglang.srt.disaggregation.decode import HybridMambaDecodeReqToTokenPool
-from sglang.srt.disaggregation.delta.decode.record import record_of
 from sglang.srt.disaggregation.delta.decode.recurrent import serve_states
+from sglang.srt.disaggregation.delta.decode.request import record_of
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 

@@ -13,7 +13,7 @@ from component.decode.decoder import Decoder
 from component.decode.pair import Pair, ranks_reduce
 from component.decode.stages import ANSWER, bring_to, options
 from component.decode.steps import PROMPT, admit, finish, health_check, in_tree, serve, tick
-from sglang.srt.disaggregation.delta.decode.prefix_tree import Retired
+from sglang.srt.disaggregation.delta.decode.tree import Retired
 from sglang.srt.managers import scheduler_runtime_checker_mixin
 from sglang.srt.managers.io_struct import (
     AbortReq,

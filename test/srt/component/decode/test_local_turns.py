@@ -20,9 +20,9 @@ from component.decode.stages import fail_room, freeze
 from component.decode.steps import PROMPT, admit, finish, ids, land, serve, tick, turn
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
-from sglang.srt.disaggregation.delta.decode.claims import page_floor
 from sglang.srt.disaggregation.delta.decode.turn_choice import REASONS
 from sglang.srt.disaggregation.delta.decode.turn_costs import UNKNOWN, Limits
+from sglang.srt.disaggregation.policy.memory import page_floor
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.sampling.sampling_params import SamplingParams
 

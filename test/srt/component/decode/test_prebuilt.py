@@ -12,7 +12,7 @@ from component.decode.checks import check
 from component.decode.decoder import Decoder
 from component.decode.steps import PROMPT as TEXT
 from component.decode.steps import admit, finish, in_tree, land, retract, serve, tick
-from sglang.srt.disaggregation.delta.decode.prefix_tree import RadixPrebuiltBatch
+from sglang.srt.disaggregation.delta.decode.tree import RadixPrebuiltBatch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 PROMPT = list(range(3, 45))  # 42 tokens
@@ -39,7 +39,7 @@ def test_a_stale_marker_is_not_ones_own(cleared: bool, monkeypatch: pytest.Monke
     would get the first token of its first try. A late write is forgotten when the slot is taken;
     a marker when the slot is freed."""
     if not cleared:
-        module = "sglang.srt.disaggregation.delta.decode.prealloc_queue"
+        module = "sglang.srt.disaggregation.delta.decode.queue"
         monkeypatch.setattr(f"{module}.EMPTY", 1000)
     decoder = Decoder(16, 1024)
     decoder.metadata.bootstrap_room[:, 0] = 1000

@@ -20,9 +20,9 @@ from component.decode.pair import Diverged, Pair, RankGroup, ranks_reduce
 from component.decode.peer import Room
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.delta import rank_agreement
-from sglang.srt.disaggregation.delta.decode import prealloc_queue as prealloc_module
-from sglang.srt.disaggregation.delta.decode import record, step
-from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree, PrefixLease
+from sglang.srt.disaggregation.delta.decode import admission, request
+from sglang.srt.disaggregation.delta.decode import queue as queue_module
+from sglang.srt.disaggregation.delta.decode.tree import DecodeRadixTree, PrefixLease
 from sglang.srt.disaggregation.delta.decode.turn_costs import Limits
 
 EVERYTHING = ("hits", "full_hits", "retracted", "resumed", "pool_full", "late_writes")
@@ -169,7 +169,7 @@ def test_ranks_stay_in_step(
     commit a transfer at different steps: prefill would write into wrong offsets, and the next
     collective would hang the server. Rooms fail, metadata land and deadlines pass on one rank
     before the other, and each rank's tree evicts other prefixes."""
-    monkeypatch.setattr(step, "CHECKED", checked)
+    monkeypatch.setattr(admission, "MAX_CHECKED", checked)
     lives = live(seed, 1000, gloo=gloo)
     assert lives[0].seen["trees_differed"] > 5, "the trees were equal: this shows nothing"
     for what in ("queued_failed", "transfer_failed", "late_metadata", "skewed", "expired"):
@@ -256,7 +256,7 @@ def _everything_may_insert(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         DecodeRadixTree,
         "_may_insert",
-        lambda self, req: record.record_of(req).generation == self.generation,
+        lambda self, req: request.record_of(req).generation == self.generation,
     )
 
 
@@ -264,7 +264,7 @@ def _everything_is_inserted(patch: pytest.MonkeyPatch) -> None:
     def finished(self: Any, req: Any, is_insert: bool = True) -> None:
         self.claims.left(req)
         retracts = hasattr(req, "kv_cache_cpu")
-        record.record_of(req).enter(record.Stage.RETRACTED if retracts else record.Stage.ENDED)
+        request.record_of(req).enter(request.Stage.RETRACTED if retracts else request.Stage.ENDED)
         super(DecodeRadixTree, self).cache_finished_req(req, is_insert)
 
     patch.setattr(DecodeRadixTree, "cache_finished_req", finished)
@@ -295,11 +295,11 @@ def _resume_ignores_the_prefix(patch: pytest.MonkeyPatch) -> None:
         allocator.load_cpu_copy(whole, slots)
         del req.kv_cache_cpu
 
-    patch.setattr(prealloc_module, "restore_private", restore)
+    patch.setattr(queue_module, "restore_private", restore)
 
 
 def _warm_up_is_a_request(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(record, "is_fake", lambda req: False)
+    patch.setattr(request, "is_fake", lambda req: False)
 
 
 def _pages_are_freed_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -307,11 +307,11 @@ def _pages_are_freed_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def _old_kv_is_inserted(patch: pytest.MonkeyPatch) -> None:
-    arrived = record.Stage.COMMITTED, record.Stage.RUNNING
+    arrived = request.Stage.COMMITTED, request.Stage.RUNNING
     patch.setattr(
         DecodeRadixTree,
         "_may_insert",
-        lambda self, req: record.may_match(req) and record.record_of(req).stage in arrived,
+        lambda self, req: request.may_match(req) and request.record_of(req).stage in arrived,
     )
 
 
@@ -357,4 +357,4 @@ def test_the_check_notices(
 @pytest.mark.nightly
 def test_helpers_are_what_the_code_uses() -> None:
     """Guards against a negative control that patches a name which nobody reads any more."""
-    assert prealloc_module.restore_private is record.restore_private
+    assert queue_module.restore_private is request.restore_private

@@ -26,7 +26,7 @@ from component.decode.steps import (
     turn,
 )
 from sglang.srt.disaggregation.decode import HybridMambaDecodeReqToTokenPool
-from sglang.srt.disaggregation.delta.decode.record import REASONS, record_of
+from sglang.srt.disaggregation.delta.decode.request import REFUSALS, record_of
 
 PAGES = pytest.mark.parametrize("page", [1, 16])
 
@@ -57,7 +57,7 @@ def test_a_request_waits_for_a_state_slot(page: int) -> None:
     first, second = run(decoder, ids(1, 20), ids(2, 20), new=30)
     (third,) = admit(decoder, ids(3, 20), new=4)
     assert decoder.queued == [third]
-    assert record_of(third).wait.refusal.reason == "no_state_slot" in REASONS
+    assert record_of(third).wait.refusal.reason == "no_state_slot" in REFUSALS
     decoder.abort(first.rid)
     turn(decoder, 2)
     assert decoder.in_transfer == [third] and second in decoder.running_batch.reqs

@@ -20,8 +20,8 @@ from component.decode.decoder import Decoder
 from component.decode.overlapped import Ahead, until_idle
 from component.decode.steps import admit, finish, ids, run, serve, tick, turn
 from sglang.srt.disaggregation.delta.decode import scheduler, speculation
-from sglang.srt.disaggregation.delta.decode.claims import page_floor
 from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
+from sglang.srt.disaggregation.policy.memory import page_floor
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 

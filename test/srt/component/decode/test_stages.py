@@ -18,7 +18,7 @@ from component.decode.decoder import Decoder
 from component.decode.pair import Pair, ranks_reduce
 from component.decode.stages import ANSWER, COMMITTED, FROM_PREFILL, HERE, LOST, UNANNOUNCED
 from component.decode.steps import PROMPT, finish, in_tree, poison_free_slots, serve, tick, turn
-from sglang.srt.disaggregation.delta.decode.claims import page_floor
+from sglang.srt.disaggregation.policy.memory import page_floor
 
 
 class Server(NamedTuple):

@@ -16,8 +16,8 @@ from component.decode.checks import check
 from component.decode.overlapped import TOKEN, Ahead, Overlapped, until_idle
 from component.decode.steps import finish, ids
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.decode.record import record_of
-from sglang.srt.disaggregation.delta.decode.transfer_queue import StepWrites
+from sglang.srt.disaggregation.delta.decode.request import record_of
+from sglang.srt.disaggregation.delta.decode.transfer import StepWrites
 from sglang.srt.disaggregation.delta.decode.turn_costs import Limits
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 

@@ -11,7 +11,7 @@ from component.decode.decoder import Decoder
 from component.decode.peer import Room, Unasked
 from component.decode.steps import admit, finish, ids, retract, run, tick
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.decode import step as line
+from sglang.srt.disaggregation.delta.decode import admission
 
 TIMEOUT = "SGLANG_DISAGGREGATION_DECODE_ADMISSION_TIMEOUT"
 LOG = "SGLANG_DISAGGREGATION_DECODE_WAIT_LOG"
@@ -151,7 +151,7 @@ def test_handshakes_end_while_a_retracted_request_waits(paused: bool) -> None:
 # ---- a long line ----
 
 LONG_LINE = 1000
-STEPS = -(-LONG_LINE // line.CHECKED)
+STEPS = -(-LONG_LINE // admission.MAX_CHECKED)
 
 
 def polls_of_a_step(decoder: Decoder) -> int:

@@ -13,9 +13,9 @@ from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 from effort import tries
-from sglang.srt.disaggregation.delta.decode.claims import page_ceil, page_floor
 from sglang.srt.disaggregation.delta.pages import INDEX, RECURRENT
 from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaPrefill
+from sglang.srt.disaggregation.policy.memory import page_ceil, page_floor
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, NSATokenToKVPool
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.disaggregation.delta.decode.prefix_tree import PrefixLease
+from sglang.srt.disaggregation.delta.decode.tree import PrefixLease
 
-_hand_over = PrefixLease.hand_over
+_bind = PrefixLease.bind
 
 
-def _lose(lease: PrefixLease, req: Any) -> None:
+def _lose(lease: PrefixLease, *args: Any) -> None:
     pool = lease._tree.draft_pool
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         buffer[lease.indices] = 0
-    _hand_over(lease, req)
+    _bind(lease, *args)
 
 
-PrefixLease.hand_over = _lose  # type: ignore[method-assign]
+PrefixLease.bind = _lose  # type: ignore[method-assign]

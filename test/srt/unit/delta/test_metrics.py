@@ -15,7 +15,7 @@ import prometheus_client
 import pytest
 
 from sglang.srt.disaggregation.delta import observability
-from sglang.srt.disaggregation.delta.decode.record import record_of
+from sglang.srt.disaggregation.delta.decode.request import record_of
 from sglang.srt.disaggregation.delta.decode.scheduler import speculated
 from sglang.srt.disaggregation.delta.metrics import METRICS, Metric, Reason
 from sglang.srt.disaggregation.delta.observability import (

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar  # Any: what is gathere
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from sglang.srt.disaggregation.delta.observability import RateLimitedLog
 
 #: The elementwise minimum of a vector over the ranks; as long on all of them.
 Reduce = Callable[[list[int]], list[int]]
@@ -153,78 +152,6 @@ class State(enum.IntEnum):
     #: It waited for memory as long as it may.
     EXPIRED = 1
     FINE = 2
-
-
-class Offer(enum.IntEnum):
-    """One candidate's prefix as a number: to ``SHARED``, its tokens are added."""
-
-    #: This candidate and everybody behind it is not attempted in this step.
-    STOP = 0
-    #: It may be attempted, and must not share.
-    PRIVATE = 1
-    SHARED = 2
-    #: This rank has given it up, and leaves the decision to the others.
-    ABSTAIN = 2**40
-
-
-@dataclass(frozen=True)
-class AdmissionVote(Vote):
-    """At the start of an admission step.
-
-    ``states`` has a value for each request whose handshake is done, ``offers`` one for each
-    candidate. ``rows`` and ``slots`` are free request rows and metadata slots; ``free`` (with the
-    evictable) and ``protected`` are tokens, counted before any lease of this step, and stand there
-    once more negated, which gives the largest of the ranks.
-    """
-
-    states: Sequence[int]
-    offers: Sequence[int]
-    rows: int
-    slots: int
-    free: int
-    protected: int
-    minus_free: int
-    minus_protected: int
-    #: What the ranks have measured of local turns: costs, and one number for each candidate. None
-    #: on a server without them, whose vector has no place for it.
-    turns: Sequence[int] = field(default=(), metadata={"optional": True})
-
-    diverged = (
-        "--disaggregation-decode-enable-radix-cache: the ranks of this server have different "
-        "waiting requests and would admit different ones. Restart it, and please report this with "
-        "the logs of all ranks."
-    )
-
-    @property
-    def pools_differ(self) -> bool:
-        """Whether the ranks' pools are not equally full: harmless here, but it must not happen."""
-        return (self.free, self.protected) != (-self.minus_free, -self.minus_protected)
-
-
-def agree_on(
-    vote: AdmissionVote,
-    names: Sequence[Sequence[str]],
-    group: ProcessGroup,
-    log: RateLimitedLog,
-) -> AdmissionVote:
-    """What the ranks of ``group`` agree on in an admission step, with one collective. ``names``: of
-    the requests that the vote is about; ``log``: of the queue."""
-    checksum = Checksum()
-    checksum.note(*names)
-    agreed = agree(vote, checksum, over(group))
-    if agreed.pools_differ:
-        log.error(
-            "pools",
-            "the KV pools of this server's ranks differ: this rank has %d free and %d "
-            "protected tokens, the smallest numbers on any rank are %d and %d. Admission uses "
-            "those. If this persists, a rank leaks pages: "
-            "SGLANG_DISAGGREGATION_CHECK_INVARIANTS=1 checks idle servers, and ends one that leaks",
-            vote.free,
-            vote.protected,
-            agreed.free,
-            agreed.protected,
-        )
-    return agreed
 
 
 # ---- transfers between stage and store on a server with buffer-only HiCache ----

@@ -15,7 +15,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple  # Any: SGLang's objects
 
-from sglang.srt.disaggregation.delta.decode.claims import (
+from sglang.srt.disaggregation.lead.resume import Lease, load_kv_cache
+from sglang.srt.disaggregation.policy.memory import (
     Claim,
     entering,
     expected_length,
@@ -23,7 +24,6 @@ from sglang.srt.disaggregation.delta.decode.claims import (
     growth,
     page_ceil,
 )
-from sglang.srt.disaggregation.lead.resume import Lease, load_kv_cache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple  # Any: SGLang's objects
 
-from sglang.srt.disaggregation.delta.decode.claims import page_ceil
 from sglang.srt.disaggregation.delta.decode.speculation import own_first_drafts
 from sglang.srt.disaggregation.delta.decode.turn_choice import (
     Choice,
@@ -40,6 +39,7 @@ from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
 from sglang.srt.disaggregation.lead import local_chunk
 from sglang.srt.disaggregation.lead.prefill_exit import Peers, release
+from sglang.srt.disaggregation.policy.memory import page_ceil
 from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)

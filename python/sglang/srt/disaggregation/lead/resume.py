@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any  # Any: SGLang's objects
 
-from sglang.srt.disaggregation.delta.decode.record import load_private
+from sglang.srt.disaggregation.delta.decode.request import load_private
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.lead.attach import Function

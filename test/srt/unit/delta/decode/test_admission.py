@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.delta.decode.claims import (
+from sglang.srt.disaggregation.policy.memory import (
     Claim,
     entering,
     entry_cost,

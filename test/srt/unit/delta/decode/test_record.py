@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang.srt.disaggregation.delta.decode.record import NEXT, Record, Stage
+from sglang.srt.disaggregation.delta.decode.request import NEXT, Record, Stage
 
 PAGE = Path(__file__).parents[5] / "docs/design.md"
 

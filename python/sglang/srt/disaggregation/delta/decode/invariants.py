@@ -17,7 +17,7 @@ import torch
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.decode.claims import private_tokens, upwards
-from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree, tree_nodes
+from sglang.srt.disaggregation.delta.decode.tree import DecodeRadixTree, tree_nodes
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import RECURRENT
 

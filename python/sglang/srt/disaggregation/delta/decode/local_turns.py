@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any  # Any: a Candidate, where it has its leas
 
 import torch
 
-from sglang.srt.disaggregation.delta.decode.claims import page_floor
-from sglang.srt.disaggregation.delta.decode.record import (
+from sglang.srt.disaggregation.delta.decode.request import (
     Stage,
     bootstrap_addr,
     is_fake,
@@ -54,6 +53,7 @@ from sglang.srt.disaggregation.delta.decode.turn_costs import (
     read_there,
 )
 from sglang.srt.disaggregation.delta.observability import STATS, Telemetry
+from sglang.srt.disaggregation.policy.memory import page_floor
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest

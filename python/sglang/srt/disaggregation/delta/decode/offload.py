@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any  # Any: arguments that overrides pass thro
 
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta.decode.prefix_tree import Retired
+from sglang.srt.disaggregation.delta.decode.tree import Retired
 from sglang.srt.disaggregation.delta.rank_agreement import unchanged
 from sglang.srt.mem_cache.buffer_only.host_pool import chosen_pages, staging_buffer
 from sglang.srt.mem_cache.buffer_only.settings import Settings, Share
@@ -28,9 +28,10 @@ from sglang.srt.patchset.flags import OFFLOAD
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    # A tree, or a scheduler, with these mixins has those too.
-    from sglang.srt.disaggregation.delta.decode.prefix_tree import DecodeRadixTree
     from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler as Scheduler
+
+    # A tree, or a scheduler, with these mixins has those too.
+    from sglang.srt.disaggregation.delta.decode.tree import DecodeRadixTree
     from sglang.srt.managers.cache_controller import HiCacheController
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.memory_pool import KVCache

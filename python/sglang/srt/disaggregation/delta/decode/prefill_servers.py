@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple  # Any: SGLang's JSON of a ran
 
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.address_pool import AddressPool
-from sglang.srt.disaggregation.delta.decode.transfer_queue import Progress
+from sglang.srt.disaggregation.delta.decode.transfer import Progress
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 #: Data-parallel, context-parallel, tensor-parallel and pipeline-parallel rank in a prefill server.
 Rank = tuple[int, int, int, int]
 #: SGLang's JSON of a rank, by rank; None: no answer.
-Answers = dict[Rank, "dict[str, Any] | None"]
+RankInfos = dict[Rank, "dict[str, Any] | None"]
 #: Seconds between the first two questions for a room that a prefill server does not know yet, by
 #: which factor it is asked more rarely then, and the longest pause.
 _ASK_AGAIN_S, _MORE_RARELY, _MOST_S = 0.02, 1.25, 1.0
@@ -83,7 +83,7 @@ class Connections:
         #: Of what is below.
         self._lock = threading.Lock()
         #: By server and data-parallel rank: what each of its ranks that we need answered.
-        self._ranks: dict[tuple[str, int], Future[Answers]] = {}
+        self._ranks: dict[tuple[str, int], Future[RankInfos]] = {}
         self._rooms: dict[str, Future[dict[str, int]]] = {}
         #: By server, its rooms that were asked for and are not known: when each is asked for again,
         #: and how long after that once more.
@@ -127,7 +127,7 @@ class Connections:
             for cp_rank in info.target_cp_ranks
         )
 
-    def ranks(self, address: str, dp_rank: int, ask: Callable[..., Any]) -> Answers | None:
+    def ranks(self, address: str, dp_rank: int, ask: Callable[..., Any]) -> RankInfos | None:
         """What the ranks of a server answered that this one has to be connected to, for the
         receiver that connects now; None: not all is known yet. Queries it with ``ask``, SGLang's
         question for where one rank listens. The server's topology is known."""
@@ -201,8 +201,8 @@ class Connections:
             self._again.pop(address, None)
 
 
-def _ask_all(ask: Callable[..., Any], wanted: list[Rank]) -> Answers:
-    answers: Answers = {}
+def _ask_all(ask: Callable[..., Any], wanted: list[Rank]) -> RankInfos:
+    answers: RankInfos = {}
     for rank in wanted:
         answers[rank] = ask(*rank)
         if answers[rank] is None:  # the room fails, whatever the others would say

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any  # Any: gauges; what protocols.py lacks of
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.decode.claims import private_tokens
-from sglang.srt.disaggregation.delta.decode.record import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.recurrent import serve_states
+from sglang.srt.disaggregation.delta.decode.request import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.speculation import check_draft_pool, draft_pool
 from sglang.srt.disaggregation.delta.namespaces import NamespacedScheduler
 from sglang.srt.disaggregation.delta.observability import STATS, Telemetry

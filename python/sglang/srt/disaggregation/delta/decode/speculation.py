@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.delta.decode.claims import page_ceil
+from sglang.srt.disaggregation.policy.memory import page_ceil
 from sglang.srt.patchset.flags import FLAG
 
 if TYPE_CHECKING:

@@ -22,12 +22,12 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.delta import observability, wire
 from sglang.srt.disaggregation.delta.decode.prefill_servers import (
-    Answers,
     Connections,
     PrefillServers,
+    RankInfos,
 )
-from sglang.srt.disaggregation.delta.decode.record import Stage, bootstrap_addr, record_of
-from sglang.srt.disaggregation.delta.decode.transfer_queue import DeferredFree
+from sglang.srt.disaggregation.delta.decode.request import Stage, bootstrap_addr, record_of
+from sglang.srt.disaggregation.delta.decode.transfer import DeferredFree
 from sglang.srt.disaggregation.delta.metrics import Reason
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class DeltaReceiver(CommonKVReceiver):
     #: The client left, so fallback prefill does not compute the request.
     aborted = False
     #: Where the server's ranks listen, if this rank is not connected to them yet.
-    _answers: Answers = {}
+    _answers: RankInfos = {}
 
     def __init__(
         self, mgr: DeltaManager, bootstrap_addr: str, bootstrap_room: int | None = None

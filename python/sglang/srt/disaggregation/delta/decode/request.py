@@ -1,8 +1,11 @@
-"""What a decode server notes of one request: its stage, why it waits, and who may share its KV.
+"""The record of one request on a decode server: its stage, why it waits, and what it may share.
 
 SGLang's queues hold a ``DecodeRequest`` until a request runs, and then the bare ``Req``. The record
-hangs on the ``Req`` (``req.delta``), which lives as long as the request; nothing else is set on
-SGLang's objects.
+is an attribute of the ``Req`` (``req.delta``), which lives as long as the request; nothing else is
+set on SGLang's objects.
+
+Contract: the scheduler's thread only. Stages are the same on all ranks; ``arrived``, ``failure``,
+``unreachable`` and times are this rank's, and are used in votes only.
 """
 
 from __future__ import annotations
@@ -26,8 +29,9 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 
 logger = logging.getLogger(__name__)
-#: Why a request is refused, as text.
-REASONS = {
+#: Why a request is refused memory: the label ``reason`` of ``decode_admission_refused``, and the
+#: text of log lines.
+REFUSALS = {
     "no_tokens": "not enough free KV tokens",
     "cannot_finish": "its admission could leave a running request without memory for its output",
     "no_request_row": "no free request row",
@@ -37,20 +41,20 @@ REASONS = {
 
 
 class Stage(enum.Enum):
-    """How far a request is on a decode server. ``NEXT`` has every step between them."""
+    """Stage of a request on a decode server. ``NEXT`` has every transition."""
 
     #: Its prefill server is being queried.
     HANDSHAKE = "handshake"
-    #: It waits for memory, and owns nothing.
+    #: It waits for memory and owns nothing.
     IN_LINE = "in line"
-    #: It owns pages and was announced: prefill may write to them.
+    #: It owns pages that were announced: prefill may write to them.
     TRANSFER = "in transfer"
-    #: It owns pages, and this server computes it.
+    #: It owns pages and is computed by this server.
     LOCAL = "in local prefill"
     #: All KV of its text is here, on all ranks; it waits for a slot of the running batch.
     COMMITTED = "committed"
     RUNNING = "running"
-    #: Its KV is on the CPU, and it waits for memory once more.
+    #: Its KV is on the CPU, and it waits for memory again.
     RETRACTED = "retracted"
     #: Its client was answered, or it starts over without prefill; prefill may still write.
     DEFERRED = "deferred release"
@@ -58,7 +62,7 @@ class Stage(enum.Enum):
     ENDED = "ended"
 
 
-#: Every step that there is. A client may leave at any stage: in transfer that defers the release.
+#: All transitions. A client may leave at any stage; in transfer, that defers the release.
 #:
 #:     HANDSHAKE <-> IN_LINE -> TRANSFER -> COMMITTED -> RUNNING -> ENDED
 #:                      |  ^        |  |      ^  ^          |
@@ -68,10 +72,10 @@ class Stage(enum.Enum):
 #:                                  DEFERRED -> ENDED
 NEXT: dict[Stage, set[Stage]] = {
     Stage.HANDSHAKE: {Stage.IN_LINE, Stage.ENDED},
-    # Back: it is too long to be computed locally, and its prefill server is still being queried.
-    # In line still: its prefill server is lost, and it waits to be computed locally.
+    # Back to HANDSHAKE: too long for local prefill while its prefill server is still being queried.
+    # IN_LINE again: its prefill server is lost, and it waits to be computed locally.
     Stage.IN_LINE: {Stage.IN_LINE, Stage.HANDSHAKE, Stage.TRANSFER, Stage.LOCAL, Stage.ENDED},
-    # Back: what it owned stays with a stand-in (``remains``), which is deferred.
+    # Back to IN_LINE: its pages stay with a stand-in (``remains``), which is deferred.
     Stage.TRANSFER: {Stage.COMMITTED, Stage.IN_LINE, Stage.DEFERRED, Stage.ENDED},
     Stage.LOCAL: {Stage.COMMITTED, Stage.ENDED},
     Stage.COMMITTED: {Stage.RUNNING, Stage.ENDED},
@@ -83,10 +87,11 @@ NEXT: dict[Stage, set[Stage]] = {
 
 
 class Refusal(NamedTuple):
-    """Why a request was not admitted: one of ``REASONS``."""
+    """Why a request was not admitted."""
 
+    #: A key of ``REFUSALS``.
     reason: str
-    #: Tokens that it needs, where tokens were counted.
+    #: Tokens that it needs, if tokens were counted.
     cost: int | None = None
 
 
@@ -94,16 +99,14 @@ class Refusal(NamedTuple):
 class Wait:
     """One wait for decode memory, after the handshake or after a retraction.
 
-    It begins when the handshake is done (``Handshakes``) or with the retraction; why it lasts is
-    written by the prealloc queue alone. Timeouts, log lines and the metrics of refusals read it.
-    Times are seconds of the queue's clock.
+    Read by timeouts, log lines and the metrics of refusals. Times are seconds of the queue's clock.
     """
 
-    #: None while the request is not in line.
+    #: When it began; None while the request is not queued.
     since: float | None = None
-    #: Why it was not admitted when it was last attempted; None if it never was.
+    #: Why the last admission was refused; None if none was attempted.
     refusal: Refusal | None = None
-    #: The log said that it waits.
+    #: True once a warning about the wait was logged.
     logged: bool = False
 
 
@@ -114,67 +117,74 @@ class Record:
     stage: Stage = Stage.HANDSHAKE
     #: ``DecodeRadixTree.generation`` when it arrived.
     generation: int = 0
-    #: Whether token ids say all about its images; None until somebody asked.
+    #: True if token ids identify the content of its images; None until computed.
     content_in_ids: bool | None = None
-    #: When its handshake was first advanced, and what prefill has not answered yet.
+    #: When its handshake was first advanced, and the answer of prefill that is missing.
     handshake_since: float | None = None
     handshake_lacks: str = "its server info"
-    #: This rank could not reach its prefill server; and whether it was attempted here because of
-    #: that.
+    #: True if this rank could not reach its prefill server.
     unreachable: bool = False
+    #: True once it was attempted without the unreachable server.
     tried_here: bool = False
-    #: It has no prefill server any more, and is computed locally or nowhere.
+    #: True once it has no prefill server: it is computed locally or fails.
     is_alone: bool = False
     wait: Wait = field(default_factory=Wait)
-    #: The reasons that it was counted for in the metric of refusals.
+    #: Reasons for which it was counted in the metric of refusals.
     refused_for: set[str] = field(default_factory=set)
-    #: Tokens of the prefix that the tree held when it was admitted.
+    #: Tokens of its prompt that were in the tree at admission.
     hit_tokens: int = 0
-    #: Where its new tokens are computed, until its first one is there.
+    #: Where its new tokens are computed; None before, and once its first token is here.
     turn: Placed | None = None
-    #: KV and metadata are here: on this rank prefill has nothing left to write.
+    #: True if KV and metadata are here: prefill has nothing left to write on this rank.
     arrived: bool = False
     #: When its KV was here without its metadata (``time.monotonic``).
     without_metadata_since: float | None = None
-    #: Why its transfer failed, where decode itself found that out.
+    #: Why its transfer failed, if decode found that out.
     failure: str | None = None
-    #: With a draft model, keys of its text that the tree may lack (``prefix_tree.key_pairs``).
+    #: With a draft model, keys of its text that the tree may lack (``tree.key_pairs``).
     pairs: list[tuple[int, int]] = field(default_factory=list)
-    #: While it is retracted: the draft model's KV, in the form of ``Req.kv_cache_cpu``.
+    #: While it is retracted, the draft model's KV in the form of ``Req.kv_cache_cpu``.
     draft_copy: Any = None
-    #: Likewise its index or recurrent state, in the form of ``pages.copy_state``.
+    #: While it is retracted, its index or recurrent state in the form of ``pages.copy_state``.
     state_copy: list[torch.Tensor] | None = None
-    #: Slots that were its own when it last gave them back (1-D int64), those ahead of its text too.
+    #: Private slots at its last release (1-D int64), including speculative slots beyond its text.
     slots_at_end: torch.Tensor | None = None
+    #: Names it in log lines.
+    rid: str = ""
 
     def enter(self, stage: Stage) -> None:
-        """The request is at ``stage`` from now on. A step that ``NEXT`` does not have is a bug:
-        it is logged, and does not end the scheduler."""
+        """Set the stage. A transition that ``NEXT`` lacks is a bug: it is logged and does not end
+        the scheduler."""
         if stage not in NEXT[self.stage]:
-            logger.error("a request went from %s to %s, which is not a step", self.stage, stage)
+            logger.error(
+                "request %s: invalid stage transition %s -> %s (bug; please report)",
+                self.rid,
+                self.stage,
+                stage,
+            )
         self.stage = stage
 
     def drop_copies(self) -> None:
-        """It is not retracted any more."""
+        """Drop the copies on the CPU, once the request is not retracted any more."""
         self.draft_copy = self.state_copy = None
 
 
 def record_of(req: Req) -> Record:
-    """The record of ``req``; made when it is first asked for."""
+    """Return the record of ``req``, which is made on the first call."""
     try:
         return req.delta  # the most frequent line of a step: no getattr
     except AttributeError:
-        record = req.delta = Record()
+        record = req.delta = Record(rid=str(getattr(req, "rid", "")))
         return record
 
 
-# ---- who may share ----
+# ---- which requests may share ----
 
 
 def is_fake(req: Req) -> bool:
-    """A warm-up or health request: no KV ever arrives, its slots hold garbage.
+    """True for a warm-up or health request: no KV ever arrives, and its slots hold garbage.
 
-    They really collide with prompts: warm-up uses the ids 10 to 13, health uses 0.
+    Their token ids collide with those of real prompts: warm-up uses 10 to 13, health uses 0.
     """
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
@@ -182,31 +192,30 @@ def is_fake(req: Req) -> bool:
 
 
 def may_match(req: Req) -> bool:
-    """Whether token ids (with ``extra_key``) say all about the KV of the prompt.
+    """True if token ids (with ``extra_key``) identify the KV of the prompt.
 
     The ids of embeddings are placeholders. Those of images, audio and video are hashes of their
-    content, which SGLang puts in before a request is queued.
+    content, which SGLang sets before a request is queued.
     """
     if is_fake(req) or req.input_embeds is not None:
         return False
     record = record_of(req)
     if record.content_in_ids is None:
-        # Does each image's hash stand where the image does? A model may leave placeholders as is.
-        # Decided when the request is first looked at: SGLang drops the images of one that has
-        # ended.
+        # A model may leave placeholders as they are, so check that each hash stands where its image
+        # does. Decided on the first call, because SGLang drops the images of an ended request.
         items = req.multimodal_inputs.mm_items if req.multimodal_inputs is not None else ()
         record.content_in_ids = all(_is_padded(req.origin_input_ids, item) for item in items)
     return record.content_in_ids
 
 
 def _is_padded(token_ids: Sequence[int], item: MultimodalDataItem) -> bool:
-    if not item.offsets:  # some models say only how many tokens an image has
+    if not item.offsets:  # some models only give the number of tokens of an image
         return item.pad_value in token_ids
-    return all(list(token_ids[at : at + 1]) == [item.pad_value] for at, _ in item.offsets)
+    return all(list(token_ids[start : start + 1]) == [item.pad_value] for start, _ in item.offsets)
 
 
 def bootstrap_addr(req: Req) -> str:
-    """The prefill server of a request, as "host:port"."""
+    """Return the prefill server of a request, as "host:port"."""
     return _address(req.bootstrap_host or "", req.bootstrap_port)
 
 
@@ -237,7 +246,7 @@ def without_leading(
         if whole >= len(layer):
             return []
         both = layer[whole]
-        return [both[part:] if isinstance(both, torch.Tensor) else [one[part:] for one in both]]
+        return [both[part:] if isinstance(both, torch.Tensor) else [half[part:] for half in both]]
 
     return [tail(layer) for layer in copy], [layer[whole + 1 :] for layer in copy]
 
@@ -249,10 +258,10 @@ def restore_private(
     rows: ReqToTokenPool,
     draft_pool: KVCache | None = None,
 ) -> None:
-    """Copy what is not shared from the request's CPU copy to ``slots``, and drop the copy; with a
-    draft model also its KV, which has the same slots, and for a model with state also the state.
+    """Copy the private part of the request's CPU copy to ``slots`` and drop the copy; with a draft
+    model also its KV, which has the same slots, and for a model with state also the state.
 
-    Shared pages are never written: other requests read them, and their content is the same.
+    Shared pages are never written, because other requests read them; their content is the same.
     """
     pool, record, shared = allocator.get_kvcache(), record_of(req), req.cache_protected_len
     load_private(
@@ -274,34 +283,34 @@ def load_private(
     slots: torch.Tensor,
     load: Callable[[list[list[Any]], torch.Tensor], None],
 ) -> None:
-    """Call ``load`` with what is behind ``shared`` tokens, and the slots for it."""
+    """Call ``load`` with the copy behind ``shared`` tokens and the slots for it."""
     head, rest = without_leading(copy, chunk, shared)
-    at = min(len(slots), -shared % chunk)
-    if at:
-        load(head, slots[:at])
-    if at < len(slots):
-        load(rest, slots[at:])
+    in_head = min(len(slots), -shared % chunk)
+    if in_head:
+        load(head, slots[:in_head])
+    if in_head < len(slots):
+        load(rest, slots[in_head:])
 
 
-# ---- a transfer that failed, whose request is computed locally (``answers.NoPrefill``) ----
+# ---- a failed transfer, whose request is computed locally (``answers.NoPrefill``) ----
 
 
 def remains(req: Any) -> Req:
-    """A request that owns what ``req`` has owned for its transfer: row, pages and lock.
+    """Return a stand-in that owns what ``req`` owned for its transfer: row, pages and lock.
 
-    ``req`` owns nothing afterwards, like one that was never admitted. The stand-in has ended, and
-    its client was answered.
+    ``req`` owns nothing afterwards, as if it was never admitted. The stand-in counts as ended and
+    answered.
     """
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    left: Req = copy.copy(req)
+    stand_in: Req = copy.copy(req)
     record = record_of(req)
-    left.output_ids, left.finished_reason = [], FINISH_ABORT()
-    left.delta = Record(Stage.TRANSFER, record.generation)
+    stand_in.output_ids, stand_in.finished_reason = [], FINISH_ABORT()
+    stand_in.delta = Record(Stage.TRANSFER, record.generation, rid=record.rid)
     stained, count = req.retracted_stain, req.retraction_count
-    req.reset_for_retract()  # it is no retraction, and gives nothing back
+    req.reset_for_retract()  # not a retraction, and releases nothing
     req.is_retracted, req.retracted_stain, req.retraction_count = False, stained, count
     req.req_pool_idx, req.cache_protected_len = None, 0
     record.turn = record.without_metadata_since = record.failure = None
     record.arrived = False
-    return left
+    return stand_in

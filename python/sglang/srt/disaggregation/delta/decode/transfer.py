@@ -21,7 +21,7 @@ import torch
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta import observability
-from sglang.srt.disaggregation.delta.decode.record import (
+from sglang.srt.disaggregation.delta.decode.request import (
     bootstrap_addr,
     is_fake,
     record_of,

@@ -1,8 +1,11 @@
-"""The radix tree as a decode server uses it: leases on prefixes, committed KV, the prebuilt batch.
+"""The radix tree on a decode server: leases on prefixes, committed KV, the prebuilt batch.
 
-A lease is what the tree holds of a prompt, locked until the request lets go of it. A request uses
-what its lease gave and never matches again; only KV whose transfer was committed on all ranks
-enters the tree.
+A lease is the cached prefix of a prompt, locked until it is released or its request owns it. A
+request uses the prefix of its lease and never matches again. KV enters the tree only after its
+transfer was committed on all ranks.
+
+Contract: the scheduler's thread only. The trees of a server's ranks may differ by evictions;
+decisions that depend on their content are voted on (``admission``).
 """
 
 from __future__ import annotations
@@ -10,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple  # Any: keys of two forms; what overrides hand on
+from typing import TYPE_CHECKING, Any, NamedTuple  # Any: keys of two forms; SGLang's parameters
 
 import torch
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.decode.claims import Claims, upwards
-from sglang.srt.disaggregation.delta.decode.record import Stage, may_match, record_of
+from sglang.srt.disaggregation.delta.decode.request import Stage, may_match, record_of
 from sglang.srt.disaggregation.delta.pages import copy_state
 
 if TYPE_CHECKING:
@@ -33,12 +36,11 @@ else:
 
 
 def key_pairs(req: Req, length: int) -> list[tuple[int, int]]:
-    """What the tree finds the KV of the first ``length`` tokens of ``req`` by: each token with the
-    one behind it, so one pair less. The list is not to be changed.
+    """Return the tree's key of the first ``length`` tokens of ``req`` with a draft model: each
+    token with the next one, so one pair less. The caller must not change the list.
 
-    They are made once: those of a prompt at its first match, and kept until the tree has them.
-    SGLang's own methods make them anew at each match and each insert, for each token of the text,
-    and nothing else is scheduled meanwhile.
+    Made once, at the first match, and kept until the tree has them: SGLang makes the pairs of the
+    whole text at each match and each insert, and no step is scheduled during that time.
     """
     from sglang.srt.mem_cache.utils import convert_to_bigram_key
 
@@ -46,38 +48,33 @@ def key_pairs(req: Req, length: int) -> list[tuple[int, int]]:
     if not record.pairs:
         parts = [node.key.token_ids for node in upwards(req.last_node)]
         record.pairs = list(chain.from_iterable(reversed(parts)))
-    known = record.pairs
-    if len(known) < length - 1:
+    pairs = record.pairs
+    if len(pairs) < length - 1:
         text = req.origin_input_ids + req.output_ids
-        known += convert_to_bigram_key(text[len(known) : length])
-    return known if len(known) == length - 1 else known[: length - 1]
+        pairs += convert_to_bigram_key(text[len(pairs) : length])
+    return pairs if len(pairs) == length - 1 else pairs[: length - 1]
 
 
 class PrefixLease:
-    """One match and one lock on a tree node; released once, or handed over to a request once.
+    """One lock on a matched prefix; released once, or passed to a request once.
 
-    ``indices`` are the pool slots of the prefix (1-D int64, on the pool's device), a whole number
-    of pages, since a paged tree matches whole pages only. The lock covers the path to ``node``.
-    A lease on the root holds nothing. After its release it still says where the match ended: while
-    that ``holds``, which costs a page and not the prompt, ``lock`` takes the same lease again.
+    ``indices`` are the pool slots of the prefix (1-D int64, on the pool's device), whole pages,
+    because a paged tree matches whole pages only. The lock covers the path to ``node``. A lease on
+    the root holds no tokens.
     """
 
     def __init__(self, tree: DecodeRadixTree, node: TreeNode, indices: torch.Tensor) -> None:
-        self._tree, self._held = tree, False
-        self.node, self.indices = node, indices
-        # A flush may leave nodes in their places.
-        self._root, self._generation = tree.root_node, tree.generation
-        #: The key of the child that a longer match would go on to; None where the prompt ends.
-        self._following: Any = None
-        self.lock()
+        self._tree, self.node, self.indices = tree, node, indices
+        self.is_held = True
+        tree.inc_lock_ref(node)
 
     @classmethod
     def take(cls, tree: DecodeRadixTree, key_ids: list[Any], extra_key: str | None) -> PrefixLease:
-        """Match and lock the longest cached prefix of ``key_ids``: tokens, or pairs of them; none
-        for a request that must not share.
+        """Match and lock the longest cached prefix of ``key_ids`` (tokens, or pairs of them; empty
+        for a request that must not share).
 
         The key is built as ``Req.init_next_round_input`` builds it, so that LoRA, cache salt and
-        any other ``extra_key`` separate requests here as they do on an aggregated server.
+        any other ``extra_key`` separate requests here as on an aggregated server.
         """
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -90,41 +87,19 @@ class PrefixLease:
         """Tokens of the prefix."""
         return len(self.indices)
 
-    def lock(self) -> None:
-        """Lock the prefix, at first or once more."""
-        self._held = True
-        self._tree.inc_lock_ref(self.node)
-
     def release(self) -> None:
-        """Give the lock back. Calling it again, or after ``bind``, does nothing."""
-        if self._held:
-            self._held = False
+        """Release the lock. A second call, or one after ``bind``, does nothing."""
+        if self.is_held:
+            self.is_held = False
             self._tree.dec_lock_ref(self.node)
 
-    def remember(self, key_ids: list[Any], extra_key: str | None) -> None:
-        """The match of ``key_ids`` gave this lease: note where it ended, for ``holds``."""
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        page = self._tree.page_size
-        key = RadixKey(key_ids[self.length : self.length + page], extra_key)
-        self._following = self._tree.get_child_key_fn(key) if len(key) == page else None
-
-    def holds(self) -> bool:
-        """Whether the match would end there again: the node is still in the tree (a split leaves a
-        node the end of its path), and nothing that the prompt goes on with was inserted below."""
-        tree, node = self._tree, self.node
-        if tree.root_node is not self._root or tree.generation != self._generation:
-            return False
-        if node is not self._root:
-            key = tree.get_child_key_fn(node.key)
-            if node.parent.children.get(key) is not node:
-                return False
-        return self._following is None or self._following not in node.children
-
     def bind(self, rows: ReqToTokenPool, req: Req, slots: torch.Tensor) -> None:
-        """Write the request's row and make it the owner of its slots and of the lock.
+        """Write the row of ``req`` and pass it the lock. The caller checked that a row is free.
 
-        ``slots`` (1-D int64) follow the lease's. The caller knows that a row is free.
+        The row, in tokens; ``slots`` (1-D int64) are the request's own::
+
+            [0, lease.length)           shared with the tree, locked through ``req.last_node``
+            [lease.length, + slots)     private until the transfer is committed
         """
         length = self.length + len(slots)
         row = rows.alloc([req])
@@ -133,21 +108,62 @@ class PrefixLease:
         rows.write((req.req_pool_idx, slice(self.length, length)), slots)
         req.kv_allocated_len = req.kv_committed_len = length
         req.fill_ids = req.origin_input_ids + req.output_ids
-        assert self._held, "a released lease cannot be handed over"
-        self._held = False  # SGLang's own release path returns the lock
+        assert self.is_held, "a released lease cannot be passed to a request"
+        self.is_held = False  # SGLang's own release path releases the lock
         req.last_node = req.last_host_node = self.node
         req.prefix_indices, req.cache_protected_len = self.indices, self.length
         req.set_extend_input_len(len(req.fill_ids) - self.length)
 
 
+class BlockedHead:
+    """Where the match of the refused request ended: the next step checks a page of the tree instead
+    of matching the whole prompt again."""
+
+    def __init__(
+        self, tree: DecodeRadixTree, req: Req, shares: bool, lease: PrefixLease, key_ids: list[Any]
+    ) -> None:
+        """``lease``: the match of ``key_ids``; ``shares``: True if ``req`` may share at all."""
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        #: The request itself: clients may use its id again for another prompt.
+        self.req, self.shares = req, shares
+        self.node, self.indices = lease.node, lease.indices
+        # A flush may leave nodes in their places.
+        self._tree, self._root, self._generation = tree, tree.root_node, tree.generation
+        key = RadixKey(key_ids[lease.length : lease.length + tree.page_size], req.extra_key)
+        #: Key of the child that a longer match would reach; None where the prompt ends.
+        self._next_key = tree.get_child_key_fn(key) if len(key) == tree.page_size else None
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prefix."""
+        return len(self.indices)
+
+    def is_current(self) -> bool:
+        """True if the match would end there again: the node is still in the tree (after a split it
+        is still the end of its path), and no child continues the prompt."""
+        tree, node = self._tree, self.node
+        if tree.root_node is not self._root or tree.generation != self._generation:
+            return False
+        if node is not self._root:
+            key = tree.get_child_key_fn(node.key)
+            if node.parent.children.get(key) is not node:
+                return False
+        return self._next_key is None or self._next_key not in node.children
+
+    def lease(self) -> PrefixLease:
+        """Lock the prefix again."""
+        return PrefixLease(self._tree, self.node, self.indices)
+
+
 def unlocked_tokens(node: TreeNode) -> int:
-    """Tokens from ``node`` up that a lock on it would take out of what can be evicted."""
-    unlocked = takewhile(lambda each: each.lock_ref == 0, upwards(node))
-    return sum(len(each.key) for each in unlocked)
+    """Return the tokens from ``node`` up that a lock on it would make unevictable."""
+    unlocked = takewhile(lambda ancestor: ancestor.lock_ref == 0, upwards(node))
+    return sum(len(ancestor.key) for ancestor in unlocked)
 
 
 def tree_nodes(tree: RadixCache) -> Iterator[TreeNode]:
-    """All nodes but the root, parents first."""
+    """Yield all nodes but the root, parents first."""
     stack = list(tree.root_node.children.values())
     while stack:
         node = stack.pop()
@@ -155,14 +171,14 @@ def tree_nodes(tree: RadixCache) -> Iterator[TreeNode]:
         yield node
 
 
-#: An eviction takes at least one of so many parts of the pool, if that can be evicted.
-EVICTED_AT_LEAST = 128
+#: An eviction frees at least this fraction of the pool (1/128), because each one visits every leaf.
+MIN_EVICTED_FRACTION = 128
 
 
 class Retired(NamedTuple):
-    """The ``extra_key`` of nodes from before a flush: no request can name it, so none hits them.
+    """The ``extra_key`` of nodes from before a flush: no request can have it, so none hits them.
 
-    ``generation``: theirs; ``name``: the ``extra_key`` that they had.
+    ``generation``: the one before the flush; ``name``: their ``extra_key`` before.
     """
 
     generation: int
@@ -174,23 +190,23 @@ class DecodeRadixTree(RadixCache):
 
     #: Set by the decode scheduler when the flag is on.
     serves_decode: bool = False
-    #: Inserts so far.
+    #: Number of inserts.
     inserts: int = 0
-    #: Flushes so far. A request shares only if it arrived after the last one: KV that was matched,
-    #: announced, computed or copied before may be of weights that are served no more.
-    generation: int = -1  # the constructor's reset is none
-    #: What requests hold; set by ``step.Admission``.
+    #: Number of flushes. A request shares only if it arrived after the last one, because KV that
+    #: was matched, announced, computed or copied before may come from weights that are gone.
+    generation: int = -1  # the constructor's reset is not a flush
+    #: Memory of admitted requests; set by ``admission.Admission``.
     claims: Claims | None = None
     #: The draft model's KV pool, with the same slots; None without speculation.
     draft_pool: KVCache | None = None
 
     def serve_decode(self, draft_pool: KVCache | None = None) -> None:
-        """Switch to the rules of a decode server."""
+        """Switch to the behaviour of a decode server."""
         self.serves_decode = True
         self.draft_pool = draft_pool
 
     def may_share(self, req: Req) -> bool:
-        """Whether ``req`` may match here, and once its transfer is committed, insert."""
+        """True if ``req`` may match here and insert once its transfer is committed."""
         return may_match(req) and record_of(req).generation == self.generation
 
     @override
@@ -199,11 +215,10 @@ class DecodeRadixTree(RadixCache):
         self.generation += 1
 
     def retire(self) -> None:
-        """A flush while requests own pages: nothing that is in the tree now is ever hit again.
+        """Flush while requests own pages: no node that is in the tree now is ever hit again.
 
-        What nobody holds is free at once. What is locked keeps its place and its slots, under a
-        name that cannot be asked for, until its last holder lets go; then it is evicted like
-        anything else.
+        Unlocked nodes are freed at once. Locked nodes keep their place and their slots under a key
+        that no request has, until the last holder releases them; then they are evicted as usual.
         """
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
@@ -228,13 +243,13 @@ class DecodeRadixTree(RadixCache):
 
     @override
     def _record_remove_event(self, node: TreeNode) -> None:
-        # Listeners know pages by their tokens, and were told that all of these are gone. A page of
-        # the same tokens may have been stored since.
+        # Listeners identify pages by their tokens and were notified that all of these are gone; a
+        # page with the same tokens may have been stored since.
         if not isinstance(node.key.extra_key, Retired):
             super()._record_remove_event(node)
 
     def _may_insert(self, req: Req) -> bool:
-        """Opt-in, only after a committed transfer."""
+        """True only after a committed transfer."""
         return self.may_share(req) and record_of(req).stage in (Stage.COMMITTED, Stage.RUNNING)
 
     @override
@@ -244,16 +259,16 @@ class DecodeRadixTree(RadixCache):
 
     @override
     def evict(self, params: Any) -> Any:
-        # Each eviction looks at every leaf, whatever it takes. On a full pool every decode step
-        # would evict for itself, so a small eviction takes a little more than it was asked for.
+        # Each eviction visits every leaf, and on a full pool every decode step would evict. So a
+        # small eviction frees more than it was asked for.
         if self.serves_decode:
-            least = self.token_to_kv_pool_allocator.size // EVICTED_AT_LEAST
-            params = replace(params, num_tokens=max(params.num_tokens, least))
+            minimum = self.token_to_kv_pool_allocator.size // MIN_EVICTED_FRACTION
+            params = replace(params, num_tokens=max(params.num_tokens, minimum))
         return super().evict(params)
 
     def allocate(self, tokens: int) -> torch.Tensor | None:
-        """So many slots (1-D int64), whole pages; evicts what is missing. None where that was not
-        enough."""
+        """Return ``tokens`` slots (1-D int64), whole pages, after evicting the shortfall; None if
+        the eviction frees too few."""
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
         allocator = self.token_to_kv_pool_allocator
@@ -276,9 +291,9 @@ class DecodeRadixTree(RadixCache):
         req = params.req
         if not self.serves_decode or req is None or req.req_pool_idx is None:
             return super().match_prefix(params)
-        # The request got its slots at admission. Matching again could find a longer prefix that
-        # others inserted meanwhile, and would overwrite which slots are shared and which node is
-        # locked. So the answer is what it holds.
+        # The request got its slots at admission. Another match could find a longer prefix that
+        # was inserted since, and would overwrite which slots are shared and which node is locked.
+        # So return the prefix that it holds.
         from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
         held = self.req_to_token_pool.req_to_token[req.req_pool_idx, : req.cache_protected_len]
@@ -290,9 +305,9 @@ class DecodeRadixTree(RadixCache):
         )
 
     def adopt(self, req: Req) -> None:
-        """The transfer of ``req`` was committed: share its prompt from now on.
+        """Share the prompt of ``req``, whose transfer was committed on all ranks.
 
-        Waiting until the request runs, or ends, would let followers move the same KV again.
+        If this waited until the request runs or ends, followers would move the same KV again.
         """
         record_of(req).enter(Stage.COMMITTED)
         self.cache_unfinished_req(req)
@@ -307,9 +322,9 @@ class DecodeRadixTree(RadixCache):
         committed = req.kv_committed_len
         if committed - self.is_eagle < req.cache_protected_len + self.page_size:
             record_of(req).pairs = []
-            return  # all whole pages of it are in the tree already
+            return  # all its whole pages are in the tree already
         # ``fill_ids`` ends with the first generated token, whose KV does not exist yet; inserting
-        # it would put an unwritten slot into the tree. SGLang takes pairs as they are.
+        # it would put an unwritten slot into the tree. SGLang accepts pairs in the same place.
         fill_ids = req.fill_ids
         ids: list[Any] = key_pairs(req, committed) if self.is_eagle else fill_ids[:committed]
         req.fill_ids = ids
@@ -317,7 +332,7 @@ class DecodeRadixTree(RadixCache):
             super().cache_unfinished_req(req, chunked)
         finally:
             req.fill_ids = fill_ids
-        record_of(req).pairs = []  # the tree has them now
+        record_of(req).pairs = []  # in the tree now
         if self.claims is not None:
             self.claims.shared(req)
 
@@ -331,13 +346,13 @@ class DecodeRadixTree(RadixCache):
         record, rows = record_of(req), self.req_to_token_pool.req_to_token
         is_insert = is_insert and self._may_insert(req)
         if req.last_node is None:
-            # Never matched, or retracted since: nothing is locked.
+            # Never matched, or retracted: nothing is locked.
             req.last_node = self.root_node
-        # The step in flight may still use them; see ``transfer_queue.StepWrites``.
-        own = rows[req.req_pool_idx, req.cache_protected_len : req.kv_allocated_len]
-        record.slots_at_end = own.to(torch.int64, copy=True)
+        # The step in flight may still use them; see ``transfer.StepWrites``.
+        private = rows[req.req_pool_idx, req.cache_protected_len : req.kv_allocated_len]
+        record.slots_at_end = private.to(torch.int64, copy=True)
         if hasattr(req, "kv_cache_cpu"):
-            # SGLang has copied the target's KV, and neither the draft model's nor any state.
+            # SGLang copied the target's KV, but neither the draft model's nor any state.
             record.enter(Stage.RETRACTED)
             slots = rows[req.req_pool_idx, : req.kv_committed_len]
             pool = self.token_to_kv_pool_allocator.get_kvcache()
@@ -352,7 +367,15 @@ class DecodeRadixTree(RadixCache):
             super().cache_finished_req(req, is_insert)
 
     def _release_pairs(self, req: Req, is_insert: bool) -> None:
-        """SGLang's ``cache_finished_req``, without pairs that are made anew from the whole text."""
+        """Do what SGLang's ``cache_finished_req`` does, with the pairs that exist already.
+
+        The row, in tokens, when the tree takes the whole pages of the text::
+
+            [0, shared)             the request's locked prefix: the tree's
+            [shared, found)         equal pages that the tree got meanwhile: free ours
+            [found, pairs)          inserted: the tree's from now on
+            [pairs, committed)      the last partial page: free
+        """
         from sglang.srt.mem_cache.base_prefix_cache import InsertParams
         from sglang.srt.mem_cache.radix_cache import RadixKey, page_align_keys
 
@@ -363,8 +386,9 @@ class DecodeRadixTree(RadixCache):
             pairs = page_align_keys(key_pairs(req, committed), self.page_size)
             key = RadixKey(pairs, req.extra_key, is_bigram=True)
             priority = getattr(req, "priority", None) or 0
-            given = InsertParams(key=key, value=slots[: len(pairs)], priority=priority)
-            free(slots[shared : self.insert(given).prefix_len])  # others brought the same meanwhile
+            params = InsertParams(key=key, value=slots[: len(pairs)], priority=priority)
+            found = self.insert(params).prefix_len
+            free(slots[shared:found])
             shared = len(pairs)
         free(slots[shared:])
         self.dec_lock_ref(req.last_node)
@@ -372,7 +396,7 @@ class DecodeRadixTree(RadixCache):
 
 
 class RadixPrebuiltBatch(ScheduleBatchDisaggregationDecodeMixin):
-    """What a decode server runs instead of a prefill: goes on after each shared prefix."""
+    """The batch that a decode server runs instead of a prefill: continues after the prefixes."""
 
     @override
     def prepare_for_prebuilt(self) -> None:
@@ -380,7 +404,7 @@ class RadixPrebuiltBatch(ScheduleBatchDisaggregationDecodeMixin):
             super().prepare_for_prebuilt()
             return
         for req in self.reqs:
-            # The round input was just rebuilt with the first generated token, which has no KV yet.
+            # SGLang just rebuilt it with the first generated token, which has no KV yet.
             req.fill_ids = req.fill_ids[: req.kv_committed_len]
             req.set_extend_input_len(len(req.fill_ids) - len(req.prefix_indices))
             # A chain of drafts starts behind a token of this batch.
@@ -392,18 +416,18 @@ class RadixPrebuiltBatch(ScheduleBatchDisaggregationDecodeMixin):
             self.tree_cache.claims.started(req)
         # Stock copies each row from its start, which would list shared slots as outputs.
         rows = self.req_to_token_pool.req_to_token
-        owned = [
+        private = [
             rows[req.req_pool_idx, len(req.prefix_indices) : req.kv_committed_len]
             for req in self.reqs
         ]
-        self.out_cache_loc = torch.cat(owned).to(torch.int64)
+        self.out_cache_loc = torch.cat(private).to(torch.int64)
 
     @override
     def process_prebuilt(self, server_args: ServerArgs, future_map: FutureMap) -> None:
         if getattr(self.tree_cache, "serves_decode", False):
             for req in self.reqs:
-                # Its grammar took the last token before the retraction. SGLang asks for that, but
-                # of its grammars only xgrammar's own say it, without a reasoning parser.
+                # Its grammar accepted the last token before the retraction. SGLang checks for
+                # that, but only xgrammar without a reasoning parser reports it.
                 if req.retracted_stain and req.grammar is not None:
                     req.grammar.current_token = req.output_ids[-1]
         super().process_prebuilt(server_args, future_map)

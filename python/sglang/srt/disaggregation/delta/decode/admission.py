@@ -1,0 +1,358 @@
+"""Which queued requests are admitted to decode's memory: match and lock, vote, budget.
+
+A step of the prealloc queue (``queue.RadixPreallocQueue``) is::
+
+    vote = admission.vote(candidates, states, rows, slots)   # match and lock
+    agreed = agree_on(vote, ...)                              # one reduction over the ranks
+    admission.apply(candidates, vote, agreed)                 # equal prefixes on all ranks
+    for candidate in candidates:                              # first come, first served
+        refusal = queue.admit(candidate)                      # budget, then allocate
+        if refusal is not None:
+            break
+
+No request passes an earlier one that does not fit, so that large requests are admitted in turn.
+Prefixes are locked before the reduction and shortened after it, so nothing is evicted between the
+agreement and its use.
+
+Contract: the scheduler's thread only. All ranks call with the same candidates in the same order.
+Only ``vote`` may read what differs between ranks; a decision reads ``agreed``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any  # Any: SGLang's entries; LocalTurns, or None
+
+from sglang.srt.disaggregation.delta.decode.claims import Claims
+from sglang.srt.disaggregation.delta.decode.request import Refusal, bootstrap_addr, record_of
+from sglang.srt.disaggregation.delta.decode.tree import (
+    BlockedHead,
+    DecodeRadixTree,
+    PrefixLease,
+    key_pairs,
+    unlocked_tokens,
+)
+from sglang.srt.disaggregation.delta.pages import RECURRENT
+from sglang.srt.disaggregation.delta.rank_agreement import Checksum, State, Vote, agree, alone, over
+from sglang.srt.disaggregation.policy.memory import page_ceil, start_length
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from sglang.srt.disaggregation.decode import DecodeRequest
+    from sglang.srt.disaggregation.delta.observability import RateLimitedLog
+    from sglang.srt.managers.schedule_batch import Req
+
+#: Most requests matched per step. Each match holds a tree lock until the step ends.
+MAX_MATCHED = 8
+#: Most queued requests, and most handshakes, checked per step beside the candidates. A longer queue
+#: is checked slice by slice, so that the cost of a step does not grow with it.
+MAX_CHECKED = 128
+
+#: A candidate's offer is the length of its prefix in tokens, or one of these. The ranks agree on
+#: the smallest.
+#: Do not attempt this candidate, nor any later one.
+STOP = -2
+#: Attempt it without a prefix.
+PRIVATE = -1
+
+
+@dataclass(eq=False)
+class Candidate:
+    """A queued request that this step may admit. ``entry``: SGLang's ``DecodeRequest`` in the
+    prealloc queue; None for a retracted request."""
+
+    entry: Any
+    req: Req
+    #: True if it has no prefill server; then it is admitted with at most so many new tokens.
+    is_alone: bool = False
+    max_new_tokens: float = math.inf
+    #: True if it may share a prefix; on all ranks, once they have agreed.
+    shares: bool = False
+    #: Its locked prefix, a ``PrefixLease``; None before the match.
+    lease: Any = None
+    #: Why this rank's vote refuses it.
+    refusal: Refusal | None = None
+
+    @property
+    def resumes(self) -> bool:
+        """True for a retracted request."""
+        return self.entry is None
+
+    @property
+    def is_locked(self) -> bool:
+        """True while it holds its prefix, so that it may be admitted in this step."""
+        return self.lease is not None and bool(self.lease.is_held)
+
+    @property
+    def is_settled(self) -> bool:
+        """True if it was answered or lost its prefill server in this step."""
+        if self.req.finished_reason is not None:
+            return True
+        return not self.resumes and record_of(self.req).is_alone != self.is_alone
+
+    @cached_property
+    def length(self) -> int:
+        """Tokens that need KV before it runs."""
+        return start_length(self.req)
+
+    @cached_property
+    def token_ids(self) -> list[int]:
+        """Ids of these tokens."""
+        prompt = self.req.origin_input_ids
+        return (prompt + self.req.output_ids)[:-1] if self.req.output_ids else prompt
+
+    def key_ids(self, tree: DecodeRadixTree) -> list[Any]:
+        """Return the key of its KV in ``tree``: its tokens or their pairs; empty if it must not
+        share."""
+        if not self.shares:
+            return []
+        return key_pairs(self.req, self.length) if tree.is_eagle else self.token_ids
+
+    def takes_memory(self, prefix: int) -> bool:
+        """True unless it has too many new tokens behind ``prefix`` to be computed locally."""
+        return self.length - prefix <= self.max_new_tokens
+
+    def shorten(self, tree: DecodeRadixTree, length: int) -> None:
+        """Shorten the locked prefix to ``length`` tokens, whole pages, if it is longer."""
+        lease = self.lease
+        if lease is not None and length < lease.length:
+            # Lock the new path first, so that no node of it becomes evictable in between.
+            shorter = self.key_ids(tree)[:length]
+            self.lease = PrefixLease.take(tree, shorter, self.req.extra_key)
+            lease.release()
+
+
+def release(candidates: Iterable[Candidate]) -> None:
+    """Release the prefixes that no request owns."""
+    for candidate in candidates:
+        if candidate.lease is not None:
+            candidate.lease.release()
+
+
+def states_of(checked: Iterable[Any], now: float, max_wait_s: float) -> list[State]:
+    """Return this rank's state of each queued request. ``max_wait_s``: longest wait for memory."""
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    states, failed = [], KVPoll.Failed
+    for entry in checked:
+        wait, state = record_of(entry.req).wait, State.FINE
+        if entry.req.finished_reason is not None or entry.kv_receiver.poll() == failed:
+            state = State.FAILED
+        elif now - (wait.since or 0.0) >= max_wait_s:
+            state = State.EXPIRED
+        states.append(state)
+    return states
+
+
+# ---- the vote of one rank, and the agreed one ----
+
+
+@dataclass(frozen=True)
+class AdmissionVote(Vote):
+    """What one rank sees at the start of a step; the ranks agree on the smallest of each value.
+
+    ``states`` has a value for each checked request, ``offers`` one for each candidate (``STOP``,
+    ``PRIVATE`` or a length). ``rows`` and ``slots``: free request rows and metadata slots.
+    ``free`` (with the evictable) and ``protected`` are tokens, counted before any lock of this
+    step; negated, they give the largest over the ranks.
+    """
+
+    states: Sequence[int]
+    offers: Sequence[int]
+    rows: int
+    slots: int
+    free: int
+    protected: int
+    minus_free: int
+    minus_protected: int
+    #: Measured costs of local turns, and one number for each candidate; empty without local turns.
+    turns: Sequence[int] = field(default=(), metadata={"optional": True})
+
+    diverged = (
+        "--disaggregation-decode-enable-radix-cache: the ranks of this server have different "
+        "waiting requests and would admit different ones. Restart it, and please report this with "
+        "the logs of all ranks."
+    )
+
+    @property
+    def pools_differ(self) -> bool:
+        """True if the ranks' pools are not equally full: harmless here, but a bug elsewhere."""
+        return (self.free, self.protected) != (-self.minus_free, -self.minus_protected)
+
+
+def agree_on(
+    vote: AdmissionVote,
+    entries: Sequence[DecodeRequest | Candidate],
+    group: ProcessGroup,
+    log: RateLimitedLog,
+) -> AdmissionVote:
+    """Return the vote that the ranks of ``group`` agree on, with one collective.
+
+    ``entries``: the requests in the vote, for the checksum.
+
+    Raises:
+        RanksDiverged: the ranks have different requests.
+    """
+    if alone(group):
+        return vote
+    checksum = Checksum()
+    checksum.note(*(entry.req.rid for entry in entries))
+    agreed = agree(vote, checksum, over(group))
+    if agreed.pools_differ:
+        log.error(
+            "pools",
+            "the KV pools of this server's ranks differ: this rank has %d free and %d "
+            "protected tokens, the smallest numbers on any rank are %d and %d. Admission uses "
+            "those. If this persists, a rank leaks pages: "
+            "SGLANG_DISAGGREGATION_CHECK_INVARIANTS=1 checks idle servers, and ends one that leaks",
+            vote.free,
+            vote.protected,
+            agreed.free,
+            agreed.protected,
+        )
+    return agreed
+
+
+class Admission:
+    """Votes, and checks the budget, for one prealloc queue; owns the claims on the pool."""
+
+    def __init__(
+        self,
+        tree: DecodeRadixTree,
+        allocator: Any,
+        claims: Claims,
+        takes_delta: Callable[[str], bool],
+        turns: Any,
+    ) -> None:
+        """``takes_delta``: True if the prefill server at an address sends only the delta;
+        ``turns``: ``LocalTurns``, or None. The tree notifies ``claims`` of every change."""
+        self._tree, self._allocator, self._takes_delta = tree, allocator, takes_delta
+        self._turns = turns
+        self.claims = tree.claims = claims
+        has_states = hasattr(tree.req_to_token_pool, RECURRENT)
+        #: Reason of a request that waits for a row; with recurrent state each row has a state slot.
+        self._no_row = "no_state_slot" if has_states else "no_request_row"
+        #: Free tokens here beyond the minimum over all ranks. Zero unless the ranks have diverged.
+        self._surplus = 0
+        self._blocked: BlockedHead | None = None
+
+    def vote(
+        self, candidates: Sequence[Candidate], states: Sequence[State], rows: int, slots: int
+    ) -> AdmissionVote:
+        """Match and lock the candidates up to the first that is refused; return this rank's vote.
+
+        ``states``: of the checked requests, the candidates first; empty where requests resume.
+        """
+        claims, turns = self.claims, self._turns
+        claims.recount()
+        free, protected = self._free, self._tree.protected_size()
+        offers = [STOP] * len(candidates)
+        admitted = 0
+        pages = reserves = 0  # tokens for earlier candidates of this step
+        for index, candidate in enumerate(candidates):
+            if index < len(states) and states[index] < State.FINE:
+                # Answered in this step, on all ranks: it takes no memory.
+                offers[index] = PRIVATE
+                continue
+            candidate.shares = self._may_share(candidate)
+            if admitted == min(rows, slots):
+                break
+            lease = self._lock(candidate, pages, reserves)
+            if lease is None:
+                break
+            offers[index] = lease.length if candidate.shares else PRIVATE
+            if candidate.takes_memory(lease.length):
+                admitted += 1
+                delta = page_ceil(candidate.length, claims.page) - lease.length
+                pages += delta
+                reserves += claims.cost(candidate.req, lease.length) - delta
+        costs = [] if turns is None else turns.votes(candidates)
+        return AdmissionVote(states, offers, rows, slots, free, protected, -free, -protected, costs)
+
+    def apply(
+        self, candidates: Sequence[Candidate], vote: AdmissionVote, agreed: AdmissionVote
+    ) -> None:
+        """Shorten each prefix to the agreed length, and release all from the first stop on."""
+        self._surplus = vote.free - agreed.free
+        for index, (candidate, offer) in enumerate(zip(candidates, agreed.offers, strict=True)):
+            if offer == STOP:
+                if vote.offers[index] != STOP:
+                    self._remember(candidate)  # another rank refuses it
+                release(candidates[index:])
+                break
+            candidate.shares = offer != PRIVATE
+            candidate.shorten(self._tree, max(offer, 0))
+
+    def refusal(self, candidate: Candidate) -> Refusal | None:
+        """Return why a locked candidate cannot be admitted now, or None. Equal on all ranks."""
+        return self._refusal(candidate, candidate.lease)
+
+    def lacks_place(self, agreed: AdmissionVote, admitted: int) -> Refusal | None:
+        """Return why no request of any size can follow ``admitted`` ones of this step, or None."""
+        if agreed.rows <= admitted:
+            return Refusal(self._no_row)
+        return Refusal("no_metadata_slot") if agreed.slots <= admitted else None
+
+    # ---- match, lock, budget ----
+
+    @property
+    def _free(self) -> int:
+        """Tokens that are free or can be evicted."""
+        return int(self._allocator.available_size() + self._tree.evictable_size())
+
+    def _may_share(self, candidate: Candidate) -> bool:
+        """True if it may share a prefix; without a prefill server no peer has to support that."""
+        req, has_server = candidate.req, not (candidate.resumes or candidate.is_alone)
+        return self._tree.may_share(req) and not (
+            has_server and not self._takes_delta(bootstrap_addr(req))
+        )
+
+    def _refusal(
+        self, candidate: Candidate, prefix: PrefixLease | BlockedHead, pages: int = 0, cost: int = 0
+    ) -> Refusal | None:
+        """Check the budget. ``pages``: tokens for earlier candidates; ``cost``: these with their
+        reserves."""
+        free = self._free - cost - self._surplus
+        return self.claims.refusal(candidate.req, prefix.node, prefix.length, free, pages)
+
+    def _lock(self, candidate: Candidate, pages: int, reserves: int) -> PrefixLease | None:
+        """Match and lock the prefix; None if the budget refuses the candidate.
+
+        The head of a full queue is checked again in every step, so it is not matched again.
+        """
+        cost, head = pages + reserves, self._blocked
+        if (
+            head is not None
+            and head.req is candidate.req
+            and head.shares == candidate.shares
+            and head.is_current()
+            and candidate.takes_memory(head.length)
+        ):
+            evictable = unlocked_tokens(head.node)  # until it is locked
+            candidate.refusal = self._refusal(candidate, head, pages, cost + evictable)
+            if candidate.refusal is not None:
+                return None
+            candidate.lease = head.lease()
+            return candidate.lease
+        ids = candidate.key_ids(self._tree)
+        candidate.lease = lease = PrefixLease.take(self._tree, ids, candidate.req.extra_key)
+        if candidate.takes_memory(lease.length):
+            # With the lock held, because the prefix is not evictable any more.
+            candidate.refusal = self._refusal(candidate, lease, pages, cost)
+        if candidate.refusal is None:
+            return lease
+        self._remember(candidate)
+        lease.release()
+        return None
+
+    def _remember(self, candidate: Candidate) -> None:
+        """Remember where the match of a refused candidate ended."""
+        if candidate.lease is not None:
+            ids = candidate.key_ids(self._tree)
+            self._blocked = BlockedHead(
+                self._tree, candidate.req, candidate.shares, candidate.lease, ids
+            )

@@ -1,0 +1,452 @@
+"""The prealloc queue: a step admits, resumes or answers the requests without pages, in order.
+
+``_run_step`` is the whole of it; ``admission`` has the vote and the budget. Retracted requests come
+first: while any waits, no other is admitted.
+
+Contract: the scheduler's thread only. All ranks run each step together, with equal queues, and make
+one reduction in it (``agree_on``); what only this rank knows goes into its vote.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING, Any  # Any: LocalTurns and its decisions; a stock answer
+
+import torch
+from typing_extensions import override
+
+from sglang.srt.disaggregation.delta.decode import admission
+from sglang.srt.disaggregation.delta.decode.admission import Admission, Candidate
+from sglang.srt.disaggregation.delta.decode.answers import Answers, NoPrefill, missing
+from sglang.srt.disaggregation.delta.decode.claims import Claims, private_tokens
+from sglang.srt.disaggregation.delta.decode.connection import Handshakes
+from sglang.srt.disaggregation.delta.decode.request import (
+    Refusal,
+    Stage,
+    Wait,
+    bootstrap_addr,
+    record_of,
+    restore_private,
+)
+from sglang.srt.disaggregation.delta.decode.speculation import step_tokens
+from sglang.srt.disaggregation.delta.decode.transfer import EMPTY, StepWrites, announce
+from sglang.srt.disaggregation.delta.observability import RateLimitedLog
+from sglang.srt.disaggregation.delta.pages import moved_state
+from sglang.srt.disaggregation.delta.rank_agreement import State, alone, part_of
+from sglang.srt.disaggregation.policy.memory import page_ceil
+from sglang.srt.patchset.environment import ADMISSION_TIMEOUT
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
+    from sglang.srt.managers.schedule_batch import Req
+else:
+    DecodePreallocQueue = DecodeRequest = object
+
+logger = logging.getLogger(__name__)
+
+#: Most steps between two passes over the pending handshakes: a new one waits for the next pass.
+MAX_STEPS_BETWEEN_PASSES = 16
+
+
+class RadixPreallocQueue(DecodePreallocQueue):
+    """Pre-allocates only the pages that the decode tree lacks. Stock behaviour without the flag."""
+
+    # SGLang's; named for the type checker.
+    queue: list[DecodeRequest]
+    pending_reqs: list[DecodeRequest]
+    retracted_queue: list[Req]
+    #: This rank's monotonic clock. Used only in votes, never directly in a decision.
+    clock: Callable[[], float] = staticmethod(time.monotonic)
+    #: Offsets of the next slices of queued requests and of pending handshakes.
+    _next_queued: int = 0
+    _next_handshakes: int = 0
+    #: Steps until all pending handshakes are advanced again.
+    _steps_to_advance: int = 0
+
+    @cached_property
+    def _admission(self) -> Admission:
+        step = step_tokens(self.scheduler, self._page)
+        claims = Claims(
+            self.num_reserved_decode_tokens, self._page, step, self.max_total_num_tokens
+        )
+        allocator, takes_delta = self.token_to_kv_pool_allocator, self.kv_manager.peer_takes_delta
+        return Admission(self.tree_cache, allocator, claims, takes_delta, self.local_turns)
+
+    @cached_property
+    def answers(self) -> Answers:
+        """Answers the requests that leave the queue without pages."""
+        return Answers(
+            self.scheduler.stream_output,
+            getattr(self.kv_manager, "failure_records", {}),
+            self.tp_rank,
+            self.local_turns,
+            self.scheduler.telemetry,
+            lambda: self.clock(),
+            self._missing,
+        )
+
+    @cached_property
+    def _pools_log(self) -> RateLimitedLog:
+        return RateLimitedLog(logger, 30.0, lambda: self.clock())
+
+    @cached_property
+    def step_writes(self) -> StepWrites:
+        """Announcements that wait for the step in flight."""
+        # Only a scheduler with overlap has a queue of results.
+        return StepWrites(lambda: getattr(self.scheduler, "result_queue", ()), self._page)
+
+    @cached_property
+    def _handshakes(self) -> Handshakes:
+        return Handshakes(
+            self.kv_manager.servers.connections,
+            self.prefill_dp_rank,
+            self.clock,
+            allowed_s=self.kv_manager.waiting_timeout,
+            attempts=self._max_ensure_retries,
+            retry_s=self._ensure_retry_interval,
+        )
+
+    @property
+    def local_turns(self) -> Any:
+        """The turns that this server computes itself (``LocalTurns``); None without the flag."""
+        return getattr(self.scheduler, "local_turns", None)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """True if this decode server runs with the radix cache."""
+        return bool(getattr(self.tree_cache, "serves_decode", False))
+
+    @property
+    def _page(self) -> int:
+        return int(self.token_to_kv_pool_allocator.page_size)
+
+    @property
+    @override
+    def num_tokens_pre_allocated(self) -> int:
+        if not self.shares_prefixes:
+            return int(super().num_tokens_pre_allocated)
+        # Exclude the tokens that are shared with the tree, because the tree counts those.
+        return private_tokens((entry.req for entry in self.transfer_queue.queue), self._page)
+
+    # ---- handshakes ----
+
+    @override
+    def _resolve_prefill_dp_rank(self, req: Req) -> int | None:
+        rank = self.prefill_dp_rank(req)
+        if rank is None or not self.shares_prefixes:
+            return rank
+        # SGLang assumes that a rank named by the router is already connected.
+        connections = self.kv_manager.servers.connections
+        return rank if connections.is_connected(bootstrap_addr(req), rank) else None
+
+    def prefill_dp_rank(self, req: Req) -> int | None:
+        """Return the data-parallel rank that serves ``req``; None if prefill has to be queried."""
+        return super()._resolve_prefill_dp_rank(req)
+
+    @override
+    def _resolve_pending_reqs(self) -> None:
+        if not self.shares_prefixes:
+            super()._resolve_pending_reqs()
+        elif self._steps_to_advance > 0:
+            self._steps_to_advance -= 1
+        else:
+            self.pending_reqs = self._handshakes.advance(self.pending_reqs)
+            # A pass over many handshakes, as of a server that does not answer, is not made in
+            # every step.
+            steps = len(self.pending_reqs) // admission.MAX_CHECKED
+            self._steps_to_advance = min(steps, MAX_STEPS_BETWEEN_PASSES)
+
+    def _end_handshakes(self) -> list[DecodeRequest]:
+        """Answer and return the requests whose handshake failed, on all ranks."""
+        turns, checked = self.local_turns, admission.MAX_CHECKED
+        tries_here = turns is not None and turns.choice.limits.when_lost > 0
+        pending = [entry for entry in self.queue if not entry.waiting_for_input]
+        # Poll the newest handshakes in every step, because their server may answer at once.
+        older, newest = pending[:-checked], pending[-checked:]
+        part, self._next_handshakes = part_of(older, self._next_handshakes, checked)
+        failed, unreached = self._handshakes.finish(
+            part + newest, self.gloo_group, tries_here=tries_here
+        )
+        for entry in unreached:
+            self.answers.try_here(entry)
+        gone = [entry for entry in failed if not self.answers.keep(entry)]
+        for entry in gone:
+            self.answers.fail(entry, "Decode handshake failed for request {}")
+            if self.scheduler.enable_metrics:
+                self.scheduler.metrics_collector.increment_bootstrap_failed_reqs()
+        if failed or unreached:
+            self._remove(gone)
+            self.pending_reqs = [e for e in self.pending_reqs if not e.waiting_for_input]
+        return gone
+
+    # ---- one step ----
+
+    @override
+    def pop_preallocated(self, rids_to_check: list[str] | None = None) -> Any:
+        if not self.shares_prefixes:
+            return super().pop_preallocated(rids_to_check)
+        self._resolve_pending_reqs()
+        failed = self._end_handshakes()
+        # Handshakes end on all ranks at once: if any request is ready, all ranks take the step.
+        ready = [entry for entry in self.queue if entry.waiting_for_input]
+        if not ready:
+            return [], failed
+        # No request is admitted before a retracted one, but failed ones are answered.
+        blocked = self._memory_is_released or self.retracted_queue
+        candidates = [] if blocked else self._candidates(ready)
+        # Check all candidates, so that no failed one is admitted, and a slice of the queue.
+        checked = [candidate.entry for candidate in candidates]
+        known = set(map(id, checked))
+        part, self._next_queued = part_of(ready, self._next_queued, admission.MAX_CHECKED)
+        checked += [entry for entry in part if id(entry) not in known]
+        slots = self.req_to_metadata_buffer_idx_allocator.available_size()
+        gone, admitted = self._run_step(checked, candidates, slots)
+        self.answers.log_waits(entry.req for entry in checked)
+        self._remove([candidate.entry for candidate in admitted])
+        announced = [it for it in admitted if record_of(it.req).stage is Stage.TRANSFER]
+        return [candidate.entry for candidate in announced], failed + gone
+
+    @override
+    def resume_retracted_reqs(self, rids_to_check: list[str] | None = None) -> list[Req]:
+        if not self.shares_prefixes:
+            return super().resume_retracted_reqs(rids_to_check)
+        paused = self._memory_is_released or getattr(self.scheduler, "_engine_paused", False)
+        if not self.retracted_queue or paused:
+            return []
+        for req in self.retracted_queue:
+            wait = record_of(req).wait
+            if wait.since is None:
+                wait.since = self.clock()
+        first = self.retracted_queue[: admission.MAX_MATCHED]
+        # A retracted request has its metadata already, so no slot limits the step.
+        _, admitted = self._run_step([], [Candidate(None, req) for req in first], slots=len(first))
+        self.answers.log_waits(self.retracted_queue)
+        resumed = [candidate.req for candidate in admitted]
+        self.retracted_queue = [req for req in self.retracted_queue if req not in resumed]
+        return resumed
+
+    @property
+    def _memory_is_released(self) -> bool:
+        """True between release_memory_occupation and resume_memory_occupation."""
+        return bool(getattr(self.scheduler, "offload_tags", None))
+
+    def _candidates(self, ready: list[DecodeRequest]) -> list[Candidate]:
+        candidates = []
+        for entry in ready[: admission.MAX_MATCHED]:
+            is_alone = record_of(entry.req).is_alone
+            limit = self.local_turns.choice.limits.when_lost if is_alone else math.inf
+            candidates.append(Candidate(entry, entry.req, is_alone, limit))
+        return candidates
+
+    def _run_step(
+        self, checked: list[DecodeRequest], candidates: list[Candidate], slots: int
+    ) -> tuple[list[DecodeRequest], list[Candidate]]:
+        """Run one step. Return the requests that were answered, and the admitted ones.
+
+        ``checked``: queued requests that are answered if they failed or waited too long, the
+        candidates first; empty where ``candidates`` resume. ``slots``: free metadata slots.
+        """
+        decides, turns = self._admission, self.local_turns
+        states = admission.states_of(checked, self.clock(), ADMISSION_TIMEOUT.read())
+        rows = self.req_to_token_pool.available_size()
+        admitted: list[Candidate] = []
+        try:
+            vote = decides.vote(candidates, states, rows, slots)
+            requests = [*checked, *candidates]
+            agreed = admission.agree_on(vote, requests, self.gloo_group, self._pools_log)
+            decides.apply(candidates, vote, agreed)
+            gone = self._answer_ended(checked, agreed.states)
+            if turns is not None:
+                turns.agree(agreed.turns)
+            for index, candidate in enumerate(candidates):
+                if candidate.is_settled:
+                    continue
+                refusal = decides.lacks_place(agreed, len(admitted)) or candidate.refusal
+                if refusal is None and candidate.is_locked:
+                    turn = None
+                    if turns is not None and not candidate.resumes:
+                        turn = turns.decide(candidate, index)
+                        if candidate.is_alone and not turn.local:
+                            self._end_wait_alone(candidate.entry)
+                            continue
+                    refusal = self._admit(candidate, turn, candidates[index + 1 :])
+                    if refusal is None:
+                        admitted.append(candidate)
+                        continue
+                # First come, first served. No reason: another rank refuses it, or its prefix was
+                # released for the candidate before it.
+                if refusal is not None:
+                    self.answers.note_refusal(candidate.req, refusal)
+                break
+            return gone, admitted
+        finally:
+            admission.release(candidates)
+
+    def _answer_ended(
+        self, checked: list[DecodeRequest], states: Sequence[int]
+    ) -> list[DecodeRequest]:
+        """Answer and remove the requests that failed or waited too long; return them."""
+        if min(states, default=State.FINE) == State.FINE:
+            return []
+        pairs = zip(checked, states, strict=True)
+        gone = self.answers.settle([pair for pair in pairs if pair[1] < State.FINE])
+        self._remove(gone)
+        return gone
+
+    # ---- one request ----
+
+    def _admit(self, candidate: Candidate, turn: Any, later: list[Candidate]) -> Refusal | None:
+        """Allocate and bind its pages, then restore, compute locally or announce. Return why it is
+        refused, or None. Equal on all ranks.
+
+        ``turn``: where it is computed (``turn_choice.Decision``), None without local turns;
+        ``later``: the candidates behind it.
+        """
+        if turn is not None and turn.local:
+            candidate.shorten(self.tree_cache, self.local_turns.prefix_here(candidate))
+        refusal = self._admission.refusal(candidate)
+        if refusal is not None and later:
+            # The prefixes of later candidates become evictable; none of these is admitted in this
+            # step.
+            admission.release(later)
+            refusal = self._admission.refusal(candidate)
+        if refusal is None:
+            slots = self._allocate(candidate)
+            if slots is None:
+                cost = self._admission.claims.cost(candidate.req, candidate.lease.length)
+                return Refusal("no_tokens", cost)
+            self._bind(candidate, slots)
+            if candidate.resumes:
+                self._restore(candidate.req, slots)
+            elif turn is not None and turn.local:
+                record_of(candidate.req).enter(Stage.LOCAL)
+                self.local_turns.take(candidate.entry, turn)
+            else:
+                self._announce(candidate.entry, slots, turn)
+        return refusal
+
+    def _allocate(self, candidate: Candidate) -> torch.Tensor | None:
+        """Return slots for the tokens behind the locked prefix (1-D int64); None if the allocator
+        has fewer than were counted.
+
+        Raises:
+            RuntimeError: the same, on a server of several ranks.
+        """
+        req, prefix, tree = candidate.req, candidate.lease.length, self.tree_cache
+        needed = page_ceil(candidate.length, self._page) - prefix
+        slots = tree.allocate(needed)
+        if slots is not None:
+            return slots[: candidate.length - prefix]
+        free, evictable = self.token_to_kv_pool_allocator.available_size(), tree.evictable_size()
+        if not alone(self.gloo_group):
+            # Other ranks may have succeeded. Fail here, because diverged ranks would hang in the
+            # next collective.
+            raise RuntimeError(
+                f"request {req.rid} needs {needed} tokens, and the tree freed fewer than it "
+                f"counts: {free} are free, {evictable} evictable"
+            )
+        logger.warning(
+            "request %s stays queued: it needs %d tokens, %d are free after eviction, %d evictable",
+            req.rid,
+            needed,
+            free,
+            evictable,
+        )
+        return None
+
+    def _bind(self, candidate: Candidate, slots: torch.Tensor) -> None:
+        """Pass prefix and ``slots`` to the request, and enter its claim."""
+        req = candidate.req
+        self.step_writes.rows_are_free()
+        candidate.lease.bind(self.req_to_token_pool, req, slots)
+        self._admission.claims.entered(
+            req, req.last_node, req.cache_protected_len, req.kv_allocated_len
+        )
+        record_of(req).wait = Wait()
+
+    def _restore(self, req: Req, slots: torch.Tensor) -> None:
+        """Copy the KV of a retracted request back from the CPU."""
+        req.is_retracted = False
+        allocator, draft_pool = self.token_to_kv_pool_allocator, self.tree_cache.draft_pool
+        restore_private(req, slots, allocator, self.req_to_token_pool, draft_pool)
+        record_of(req).enter(Stage.COMMITTED)
+
+    def _announce(self, entry: DecodeRequest, slots: torch.Tensor, turn: Any) -> None:
+        """Send prefill the pages of the delta; from here on they belong to the transfer."""
+        record_of(entry.req).enter(Stage.TRANSFER)
+        entry.metadata_buffer_index = self.req_to_metadata_buffer_idx_allocator.alloc()
+        # A transfer that was given up may have written into the slot since it was freed.
+        self.metadata_buffers.bootstrap_room[entry.metadata_buffer_index, 0] = EMPTY
+        # Compute page ids on the device, because one index per page is copied to the host then.
+        pages = (slots[:: self._page] // self._page).to(torch.int32).cpu().numpy()
+        pool, rows = self.token_to_kv_pool_allocator.get_kvcache(), self.req_to_token_pool
+        state = moved_state(pool, rows, entry.req, lambda: pages)
+        announce(entry, pages, state, self.kv_manager, self.step_writes)
+        if turn is not None:
+            self.local_turns.placed(entry.req, turn)
+
+    # ---- requests that leave the queue, or stay without a prefill server ----
+
+    def _remove(self, gone: Sequence[object]) -> None:
+        """Remove entries from the lists that hold them."""
+        if not gone:
+            return
+        self._next_queued = max(self._next_queued - len(gone), 0)  # so that none is skipped
+        self.queue, self.pending_reqs = without(self.queue, gone), without(self.pending_reqs, gone)
+
+    def _end_wait_alone(self, entry: DecodeRequest) -> None:
+        """Fail a request without a prefill server that is too long to be computed locally, or let
+        it continue its handshake, if its server is still being queried."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        if self.answers.is_too_long(entry):
+            self._remove([entry])
+        elif entry.kv_receiver.poll() == KVPoll.Bootstrapping:  # else its handshake is done here
+            self.pending_reqs.append(entry)
+
+    def take_back(self, req: Req, why: str) -> None:
+        """Queue a request whose transfer failed again, before all others, for local prefill."""
+        from sglang.srt.disaggregation.decode import DecodeRequest
+
+        self.queue.insert(0, DecodeRequest(req=req, kv_receiver=None))
+        self.answers.continue_alone(self.queue[0], NoPrefill("transfer_failed", why))
+
+    def _missing(self) -> Callable[[Req], str]:
+        """Return a function that describes what a request waits for, with the pool as it is now."""
+        queued = chain(self.retracted_queue, (entry.req for entry in self.queue))
+        claims, tree = self._admission.claims, self.tree_cache
+        deferred = private_tokens(self.transfer_queue.deferred_requests, self._page)
+        pool = (
+            f"{self.token_to_kv_pool_allocator.available_size()} free, {tree.evictable_size()} "
+            f"evictable, {tree.protected_size()} protected, {claims.reserved} reserved, {deferred} "
+            "in deferred release"
+        )
+        return missing(queued, claims.cost, pool)
+
+
+def without(entries: list[DecodeRequest], gone: Sequence[object]) -> list[DecodeRequest]:
+    """Return ``entries`` without ``gone``; stops comparing after the last match."""
+    ids = {id(entry) for entry in gone}
+    kept: list[DecodeRequest] = []
+    for index, entry in enumerate(entries):
+        if not ids:
+            return kept + entries[index:]
+        if id(entry) in ids:
+            ids.discard(id(entry))
+        else:
+            kept.append(entry)
+    return kept
+
+
+class CountedEntry(DecodeRequest):
+    """A request in a queue, as SGLang's statistics count it."""
+
+    @property
+    def priority(self) -> int | None:
+        """Priority of the request: SGLang's statistics by priority read it from queue entries."""
+        return self.req.priority
