@@ -3,10 +3,10 @@
 A step of the prealloc queue (``queue.RadixPreallocQueue``) is::
 
     vote = admission.vote(candidates, states, rows, slots)   # match and lock
-    agreed = agree_on(vote, ...)                              # one reduction over the ranks
-    admission.apply(candidates, vote, agreed)                 # equal prefixes on all ranks
-    for candidate in candidates:                              # first come, first served
-        refusal = queue.admit(candidate)                      # budget, then allocate
+    agreed = admission.agree(vote, requests)                 # one reduction over the ranks
+    admission.apply(candidates, vote, agreed)                # equal prefixes on all ranks
+    for candidate in candidates:                             # first come, first served
+        refusal = admission.admit(candidate, later)          # budget, allocate, bind
         if refusal is not None:
             break
 
@@ -20,6 +20,7 @@ Only ``vote`` may read what differs between ranks; a decision reads ``agreed``.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any  # Any: SGLang's entries; LocalTurns, or None
 
 from sglang.srt.disaggregation.delta.decode.claims import Claims
-from sglang.srt.disaggregation.delta.decode.request import Refusal, bootstrap_addr, record_of
+from sglang.srt.disaggregation.delta.decode.request import (
+    Refusal,
+    Wait,
+    bootstrap_addr,
+    record_of,
+)
 from sglang.srt.disaggregation.delta.decode.tree import (
     BlockedHead,
     DecodeRadixTree,
@@ -35,16 +41,18 @@ from sglang.srt.disaggregation.delta.decode.tree import (
     key_pairs,
     unlocked_tokens,
 )
+from sglang.srt.disaggregation.delta.observability import RateLimitedLog
 from sglang.srt.disaggregation.delta.pages import RECURRENT
 from sglang.srt.disaggregation.delta.rank_agreement import Checksum, State, Vote, agree, alone, over
 from sglang.srt.disaggregation.policy.memory import page_ceil, start_length
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
 
-    from sglang.srt.disaggregation.decode import DecodeRequest
-    from sglang.srt.disaggregation.delta.observability import RateLimitedLog
     from sglang.srt.managers.schedule_batch import Req
+
+logger = logging.getLogger(__name__)
 
 #: Most requests matched per step. Each match holds a tree lock until the step ends.
 MAX_MATCHED = 8
@@ -184,39 +192,6 @@ class AdmissionVote(Vote):
         return (self.free, self.protected) != (-self.minus_free, -self.minus_protected)
 
 
-def agree_on(
-    vote: AdmissionVote,
-    entries: Sequence[DecodeRequest | Candidate],
-    group: ProcessGroup,
-    log: RateLimitedLog,
-) -> AdmissionVote:
-    """Return the vote that the ranks of ``group`` agree on, with one collective.
-
-    ``entries``: the requests in the vote, for the checksum.
-
-    Raises:
-        RanksDiverged: the ranks have different requests.
-    """
-    if alone(group):
-        return vote
-    checksum = Checksum()
-    checksum.note(*(entry.req.rid for entry in entries))
-    agreed = agree(vote, checksum, over(group))
-    if agreed.pools_differ:
-        log.error(
-            "pools",
-            "the KV pools of this server's ranks differ: this rank has %d free and %d "
-            "protected tokens, the smallest numbers on any rank are %d and %d. Admission uses "
-            "those. If this persists, a rank leaks pages: "
-            "SGLANG_DISAGGREGATION_CHECK_INVARIANTS=1 checks idle servers, and ends one that leaks",
-            vote.free,
-            vote.protected,
-            agreed.free,
-            agreed.protected,
-        )
-    return agreed
-
-
 class Admission:
     """Votes, and checks the budget, for one prealloc queue; owns the claims on the pool."""
 
@@ -227,11 +202,14 @@ class Admission:
         claims: Claims,
         takes_delta: Callable[[str], bool],
         turns: Any,
+        group: ProcessGroup,
+        before_bind: Callable[[], None],
     ) -> None:
         """``takes_delta``: True if the prefill server at an address sends only the delta;
-        ``turns``: ``LocalTurns``, or None. The tree notifies ``claims`` of every change."""
+        ``turns``: ``LocalTurns``, or None; ``group``: the ranks of this server; ``before_bind``
+        returns when a row may be written. The tree notifies ``claims`` of every change."""
         self._tree, self._allocator, self._takes_delta = tree, allocator, takes_delta
-        self._turns = turns
+        self._turns, self._group, self._before_bind = turns, group, before_bind
         self.claims = tree.claims = claims
         has_states = hasattr(tree.req_to_token_pool, RECURRENT)
         #: Reason of a request that waits for a row; with recurrent state each row has a state slot.
@@ -239,6 +217,7 @@ class Admission:
         #: Free tokens here beyond the minimum over all ranks. Zero unless the ranks have diverged.
         self._surplus = 0
         self._blocked: BlockedHead | None = None
+        self._log = RateLimitedLog(logger, 30.0)
 
     def vote(
         self, candidates: Sequence[Candidate], states: Sequence[State], rows: int, slots: int
@@ -273,6 +252,32 @@ class Admission:
         costs = [] if turns is None else turns.votes(candidates)
         return AdmissionVote(states, offers, rows, slots, free, protected, -free, -protected, costs)
 
+    def agree(self, vote: AdmissionVote, entries: Sequence[Any]) -> AdmissionVote:
+        """Return the vote that the ranks agree on, with one collective. ``entries``: the checked
+        ones and the candidates, for the checksum.
+
+        Raises:
+            RanksDiverged: the ranks have different requests.
+        """
+        if alone(self._group):
+            return vote
+        checksum = Checksum()
+        checksum.note(*(entry.req.rid for entry in entries))
+        agreed = agree(vote, checksum, over(self._group))
+        if agreed.pools_differ:
+            self._log.error(
+                "pools",
+                "the KV pools of this server's ranks differ: this rank has %d free and %d "
+                "protected tokens, the smallest numbers on any rank are %d and %d. Admission uses "
+                "those. If this persists, a rank leaks pages: SGLANG_DISAGGREGATION_CHECK_"
+                "INVARIANTS=1 checks idle servers, and ends one that leaks",
+                vote.free,
+                vote.protected,
+                agreed.free,
+                agreed.protected,
+            )
+        return agreed
+
     def apply(
         self, candidates: Sequence[Candidate], vote: AdmissionVote, agreed: AdmissionVote
     ) -> None:
@@ -287,9 +292,48 @@ class Admission:
             candidate.shares = offer != PRIVATE
             candidate.shorten(self._tree, max(offer, 0))
 
-    def refusal(self, candidate: Candidate) -> Refusal | None:
-        """Return why a locked candidate cannot be admitted now, or None. Equal on all ranks."""
-        return self._refusal(candidate, candidate.lease)
+    def admit(self, candidate: Candidate, later: Sequence[Candidate]) -> Refusal | None:
+        """Allocate the delta of a locked candidate and bind it to the request. Return why it is
+        refused, or None. Equal on all ranks.
+
+        If it does not fit, the prefixes of ``later`` candidates are released, because they become
+        evictable then; none of these is admitted in this step.
+        """
+        refusal = self._refusal(candidate, candidate.lease)
+        if refusal is not None and later:
+            release(later)
+            refusal = self._refusal(candidate, candidate.lease)
+        if refusal is not None:
+            return refusal
+        req, lease = candidate.req, candidate.lease
+        slots = self._allocate(req, page_ceil(candidate.length, self.claims.page) - lease.length)
+        if slots is None:
+            return Refusal("no_tokens", self.claims.cost(req, lease.length))
+        self._before_bind()
+        lease.bind(self._tree.req_to_token_pool, req, slots[: candidate.length - lease.length])
+        self.claims.entered(req, lease.node, lease.length, candidate.length)
+        record_of(req).wait = Wait()
+        return None
+
+    def _allocate(self, req: Req, tokens: int) -> torch.Tensor | None:
+        """Return ``tokens`` slots (1-D int64); None if the allocator has fewer than were counted.
+
+        Raises:
+            RuntimeError: the same, on a server of several ranks.
+        """
+        slots = self._tree.allocate(tokens)
+        if slots is None:
+            free, evictable = self._allocator.available_size(), self._tree.evictable_size()
+            text = (
+                f"request {req.rid} stays queued: it needs {tokens} tokens, {free} are free after "
+                f"eviction, {evictable} evictable"
+            )
+            if not alone(self._group):
+                # Other ranks may have succeeded. Fail here, because diverged ranks would hang in
+                # the next collective.
+                raise RuntimeError(f"{text}. Other ranks may have admitted it")
+            logger.warning(text)
+        return slots
 
     def lacks_place(self, agreed: AdmissionVote, admitted: int) -> Refusal | None:
         """Return why no request of any size can follow ``admitted`` ones of this step, or None."""

@@ -4,7 +4,7 @@
 first: while any waits, no other is admitted.
 
 Contract: the scheduler's thread only. All ranks run each step together, with equal queues, and make
-one reduction in it (``agree_on``); what only this rank knows goes into its vote.
+one reduction in it (``Admission.agree``); what only this rank knows goes into its vote.
 """
 
 from __future__ import annotations
@@ -26,19 +26,15 @@ from sglang.srt.disaggregation.delta.decode.answers import Answers, NoPrefill, m
 from sglang.srt.disaggregation.delta.decode.claims import Claims, private_tokens
 from sglang.srt.disaggregation.delta.decode.connection import Handshakes
 from sglang.srt.disaggregation.delta.decode.request import (
-    Refusal,
     Stage,
-    Wait,
     bootstrap_addr,
     record_of,
     restore_private,
 )
 from sglang.srt.disaggregation.delta.decode.speculation import step_tokens
 from sglang.srt.disaggregation.delta.decode.transfer import EMPTY, StepWrites, announce
-from sglang.srt.disaggregation.delta.observability import RateLimitedLog
 from sglang.srt.disaggregation.delta.pages import moved_state
-from sglang.srt.disaggregation.delta.rank_agreement import State, alone, part_of
-from sglang.srt.disaggregation.policy.memory import page_ceil
+from sglang.srt.disaggregation.delta.rank_agreement import State, part_of
 from sglang.srt.patchset.environment import ADMISSION_TIMEOUT
 
 if TYPE_CHECKING:
@@ -75,7 +71,15 @@ class RadixPreallocQueue(DecodePreallocQueue):
             self.num_reserved_decode_tokens, self._page, step, self.max_total_num_tokens
         )
         allocator, takes_delta = self.token_to_kv_pool_allocator, self.kv_manager.peer_takes_delta
-        return Admission(self.tree_cache, allocator, claims, takes_delta, self.local_turns)
+        return Admission(
+            self.tree_cache,
+            allocator,
+            claims,
+            takes_delta,
+            self.local_turns,
+            self.gloo_group,
+            self.step_writes.rows_are_free,
+        )
 
     @cached_property
     def answers(self) -> Answers:
@@ -89,10 +93,6 @@ class RadixPreallocQueue(DecodePreallocQueue):
             lambda: self.clock(),
             self._missing,
         )
-
-    @cached_property
-    def _pools_log(self) -> RateLimitedLog:
-        return RateLimitedLog(logger, 30.0, lambda: self.clock())
 
     @cached_property
     def step_writes(self) -> StepWrites:
@@ -251,38 +251,35 @@ class RadixPreallocQueue(DecodePreallocQueue):
         ``checked``: queued requests that are answered if they failed or waited too long, the
         candidates first; empty where ``candidates`` resume. ``slots``: free metadata slots.
         """
-        decides, turns = self._admission, self.local_turns
+        step = self._admission
         states = admission.states_of(checked, self.clock(), ADMISSION_TIMEOUT.read())
         rows = self.req_to_token_pool.available_size()
         admitted: list[Candidate] = []
+        refusal = None
         try:
-            vote = decides.vote(candidates, states, rows, slots)
-            requests = [*checked, *candidates]
-            agreed = admission.agree_on(vote, requests, self.gloo_group, self._pools_log)
-            decides.apply(candidates, vote, agreed)
+            vote = step.vote(candidates, states, rows, slots)
+            agreed = step.agree(vote, [*checked, *candidates])
+            step.apply(candidates, vote, agreed)
             gone = self._answer_ended(checked, agreed.states)
-            if turns is not None:
-                turns.agree(agreed.turns)
+            if self.local_turns is not None:
+                self.local_turns.agree(agreed.turns)
             for index, candidate in enumerate(candidates):
                 if candidate.is_settled:
                     continue
-                refusal = decides.lacks_place(agreed, len(admitted)) or candidate.refusal
-                if refusal is None and candidate.is_locked:
-                    turn = None
-                    if turns is not None and not candidate.resumes:
-                        turn = turns.decide(candidate, index)
-                        if candidate.is_alone and not turn.local:
-                            self._end_wait_alone(candidate.entry)
-                            continue
-                    refusal = self._admit(candidate, turn, candidates[index + 1 :])
-                    if refusal is None:
-                        admitted.append(candidate)
-                        continue
-                # First come, first served. No reason: another rank refuses it, or its prefix was
-                # released for the candidate before it.
+                refusal = step.lacks_place(agreed, len(admitted)) or candidate.refusal
+                if refusal is not None or not candidate.is_locked:
+                    break  # without a reason where another rank refuses it
+                turn = self._choose_turn(candidate, index)
+                if candidate.is_alone and not turn.local:
+                    self._end_wait_alone(candidate.entry)
+                    continue
+                refusal = step.admit(candidate, candidates[index + 1 :])
                 if refusal is not None:
-                    self.answers.note_refusal(candidate.req, refusal)
-                break
+                    break  # first come, first served
+                self._start(candidate, turn)
+                admitted.append(candidate)
+            if refusal is not None:
+                self.answers.note_refusal(candidate.req, refusal)
             return gone, admitted
         finally:
             admission.release(candidates)
@@ -300,95 +297,56 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
     # ---- one request ----
 
-    def _admit(self, candidate: Candidate, turn: Any, later: list[Candidate]) -> Refusal | None:
-        """Allocate and bind its pages, then restore, compute locally or announce. Return why it is
-        refused, or None. Equal on all ranks.
+    def _choose_turn(self, candidate: Candidate, index: int) -> Any:
+        """Return where a candidate is computed (``turn_choice.Decision``); None where this server
+        computes no turns."""
+        turns = self.local_turns
+        if turns is None or candidate.resumes:
+            return None
+        turn = turns.decide(candidate, index)
+        if turn.local:
+            candidate.shorten(self.tree_cache, turns.prefix_here(candidate))
+        return turn
 
-        ``turn``: where it is computed (``turn_choice.Decision``), None without local turns;
-        ``later``: the candidates behind it.
-        """
-        if turn is not None and turn.local:
-            candidate.shorten(self.tree_cache, self.local_turns.prefix_here(candidate))
-        refusal = self._admission.refusal(candidate)
-        if refusal is not None and later:
-            # The prefixes of later candidates become evictable; none of these is admitted in this
-            # step.
-            admission.release(later)
-            refusal = self._admission.refusal(candidate)
-        if refusal is None:
-            slots = self._allocate(candidate)
-            if slots is None:
-                cost = self._admission.claims.cost(candidate.req, candidate.lease.length)
-                return Refusal("no_tokens", cost)
-            self._bind(candidate, slots)
-            if candidate.resumes:
-                self._restore(candidate.req, slots)
-            elif turn is not None and turn.local:
-                record_of(candidate.req).enter(Stage.LOCAL)
-                self.local_turns.take(candidate.entry, turn)
-            else:
-                self._announce(candidate.entry, slots, turn)
-        return refusal
+    def _start(self, candidate: Candidate, turn: Any) -> None:
+        """Continue an admitted request: restore its KV, compute it locally, or announce its pages.
+        ``turn``: see ``_choose_turn``."""
+        if candidate.resumes:
+            self._restore(candidate.req)
+        elif turn is not None and turn.local:
+            record_of(candidate.req).enter(Stage.LOCAL)
+            self.local_turns.take(candidate.entry, turn)
+        else:
+            self._announce(candidate.entry)
+            if turn is not None:
+                self.local_turns.placed(candidate.req, turn)
 
-    def _allocate(self, candidate: Candidate) -> torch.Tensor | None:
-        """Return slots for the tokens behind the locked prefix (1-D int64); None if the allocator
-        has fewer than were counted.
+    def _private_slots(self, req: Req) -> torch.Tensor:
+        """Return the slots of its row behind the shared prefix (1-D, the row's type)."""
+        row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
+        return row[req.cache_protected_len : req.kv_allocated_len]
 
-        Raises:
-            RuntimeError: the same, on a server of several ranks.
-        """
-        req, prefix, tree = candidate.req, candidate.lease.length, self.tree_cache
-        needed = page_ceil(candidate.length, self._page) - prefix
-        slots = tree.allocate(needed)
-        if slots is not None:
-            return slots[: candidate.length - prefix]
-        free, evictable = self.token_to_kv_pool_allocator.available_size(), tree.evictable_size()
-        if not alone(self.gloo_group):
-            # Other ranks may have succeeded. Fail here, because diverged ranks would hang in the
-            # next collective.
-            raise RuntimeError(
-                f"request {req.rid} needs {needed} tokens, and the tree freed fewer than it "
-                f"counts: {free} are free, {evictable} evictable"
-            )
-        logger.warning(
-            "request %s stays queued: it needs %d tokens, %d are free after eviction, %d evictable",
-            req.rid,
-            needed,
-            free,
-            evictable,
-        )
-        return None
-
-    def _bind(self, candidate: Candidate, slots: torch.Tensor) -> None:
-        """Pass prefix and ``slots`` to the request, and enter its claim."""
-        req = candidate.req
-        self.step_writes.rows_are_free()
-        candidate.lease.bind(self.req_to_token_pool, req, slots)
-        self._admission.claims.entered(
-            req, req.last_node, req.cache_protected_len, req.kv_allocated_len
-        )
-        record_of(req).wait = Wait()
-
-    def _restore(self, req: Req, slots: torch.Tensor) -> None:
+    def _restore(self, req: Req) -> None:
         """Copy the KV of a retracted request back from the CPU."""
         req.is_retracted = False
-        allocator, draft_pool = self.token_to_kv_pool_allocator, self.tree_cache.draft_pool
-        restore_private(req, slots, allocator, self.req_to_token_pool, draft_pool)
+        slots = self._private_slots(req).to(torch.int64)
+        allocator, rows = self.token_to_kv_pool_allocator, self.req_to_token_pool
+        restore_private(req, slots, allocator, rows, self.tree_cache.draft_pool)
         record_of(req).enter(Stage.COMMITTED)
 
-    def _announce(self, entry: DecodeRequest, slots: torch.Tensor, turn: Any) -> None:
+    def _announce(self, entry: DecodeRequest) -> None:
         """Send prefill the pages of the delta; from here on they belong to the transfer."""
-        record_of(entry.req).enter(Stage.TRANSFER)
+        req = entry.req
+        record_of(req).enter(Stage.TRANSFER)
         entry.metadata_buffer_index = self.req_to_metadata_buffer_idx_allocator.alloc()
         # A transfer that was given up may have written into the slot since it was freed.
         self.metadata_buffers.bootstrap_room[entry.metadata_buffer_index, 0] = EMPTY
         # Compute page ids on the device, because one index per page is copied to the host then.
-        pages = (slots[:: self._page] // self._page).to(torch.int32).cpu().numpy()
+        slots = self._private_slots(req)[:: self._page]
+        pages = (slots // self._page).to(torch.int32).cpu().numpy()
         pool, rows = self.token_to_kv_pool_allocator.get_kvcache(), self.req_to_token_pool
-        state = moved_state(pool, rows, entry.req, lambda: pages)
+        state = moved_state(pool, rows, req, lambda: pages)
         announce(entry, pages, state, self.kv_manager, self.step_writes)
-        if turn is not None:
-            self.local_turns.placed(entry.req, turn)
 
     # ---- requests that leave the queue, or stay without a prefill server ----
 
