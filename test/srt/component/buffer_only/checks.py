@@ -7,7 +7,7 @@ from typing import Any
 
 from component.buffer_only.books import check_books
 from component.buffer_only.cache import PAGE, Cache
-from sglang.srt.disaggregation.delta.rank_agreement import BACKUP_SLOTS, FETCH_SLOTS, QUERY_SLOTS
+from sglang.srt.mem_cache.buffer_only.transfer_vote import BACKUP_SLOTS, FETCH_SLOTS, QUERY_SLOTS
 
 
 def nodes(tree: Any) -> list[Any]:

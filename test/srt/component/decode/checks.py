@@ -110,7 +110,9 @@ def claims_problems(
     problems = []
     page, cap = claims.page, claims.cap
     reserved = sum(growth(_claim(req, claims.step_tokens), cap, page) for req in running) + sum(
-        growth(entering(_claim(req, claims.step_tokens), claims.step_tokens), claims.entry_cap, page)
+        growth(
+            entering(_claim(req, claims.step_tokens), claims.step_tokens), claims.entry_cap, page
+        )
         for req in waiting
     )
     if claims.reserved != reserved:
@@ -128,7 +130,7 @@ def claims_problems(
     needs = [0]
     for req in (*running, *waiting):
         shared = sum(pinned_nodes.get(node.id, 0) for node in upwards(req.last_node))
-        whole = page_ceil(expected_length(req, req.kv_allocated_len, claims.step_tokens), page)
+        whole = page_ceil(expected_length(req, req.kv_allocated_len, step), page)
         needs.append(whole - shared - private.get(id(req), 0))
     for size in (total, total // 2, pinned + max(needs), pinned + max(needs) - 1):
         found = claims.everyone_can_finish(None, 0, 0, size)

@@ -8,25 +8,20 @@ import pytest
 import torch.distributed as dist
 
 from sglang.srt.disaggregation.delta import rank_agreement
-from sglang.srt.disaggregation.delta.rank_agreement import (
+from sglang.srt.disaggregation.delta.decode.admission import PRIVATE, STOP, AdmissionVote
+from sglang.srt.disaggregation.delta.decode.request import QueueState
+from sglang.srt.disaggregation.delta.rank_agreement import AnyVote, Checksum, RanksDiverged, agree
+from sglang.srt.mem_cache.buffer_only.transfer_vote import (
     BACKUP_SLOTS,
     FETCH_SLOTS,
     PENDING,
     QUERY_SLOTS,
-    AdmissionVote,
-    AnyVote,
-    Checksum,
-    Offer,
-    RanksDiverged,
-    State,
     TransferVote,
-    agree,
 )
 
 #: The worst of states that differ counts.
-FAILED, EXPIRED, FINE = State
-STOP, PRIVATE, SHARED, ABSTAIN = Offer
-ADMISSION = AdmissionVote((FINE, FINE), (SHARED + 64,), 5, 7, 1000, 200, -1000, -200)
+FAILED, EXPIRED, FINE = QueueState
+ADMISSION = AdmissionVote((FINE, FINE), (64,), 5, 7, 1000, 200, -1000, -200)
 
 
 def both(
@@ -56,9 +51,9 @@ def test_one_rank_agrees_with_itself(monkeypatch: pytest.MonkeyPatch, vote: AnyV
             id="the worst state, and the least room",
         ),
         pytest.param(
-            replace(ADMISSION, offers=(PRIVATE, SHARED, SHARED + 64, ABSTAIN)),
-            replace(ADMISSION, offers=(STOP, PRIVATE, SHARED + 32, SHARED + 2**24)),
-            replace(ADMISSION, offers=(STOP, PRIVATE, SHARED + 32, SHARED + 2**24)),
+            replace(ADMISSION, offers=(PRIVATE, 0, 64, 2**24)),
+            replace(ADMISSION, offers=(STOP, PRIVATE, 32, 2**24)),
+            replace(ADMISSION, offers=(STOP, PRIVATE, 32, 2**24)),
             id="an offer that no rank goes beyond",
         ),
         pytest.param(

@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.delta.rank_agreement import BACKUP_SLOTS, PENDING, TransferVote
 from sglang.srt.mem_cache.buffer_only.jobs import BackOff, Job
 from sglang.srt.mem_cache.buffer_only.nodes import (
     FLUSHED,
@@ -43,6 +42,7 @@ from sglang.srt.mem_cache.buffer_only.nodes import (
     tokens_above,
 )
 from sglang.srt.mem_cache.buffer_only.stage import Copies, Direction, Pair, StagingPages, slots_of
+from sglang.srt.mem_cache.buffer_only.transfer_vote import BACKUP_SLOTS, PENDING, TransferVote
 
 if TYPE_CHECKING:
     import torch

@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.delta.rank_agreement import FETCH_SLOTS, PENDING
 from sglang.srt.mem_cache.buffer_only.prefetch import Piece, Prefetch, Query
 from sglang.srt.mem_cache.buffer_only.settings import minimal_transfer
 from sglang.srt.mem_cache.buffer_only.stage import Direction, slots_of
+from sglang.srt.mem_cache.buffer_only.transfer_vote import FETCH_SLOTS, PENDING
 from sglang.srt.mem_cache.buffer_only.worth import SIDE_BY_SIDE, Mean
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any  # Any: what a call returns
 
-from sglang.srt.disaggregation.delta.rank_agreement import PENDING
+from sglang.srt.mem_cache.buffer_only.transfer_vote import PENDING
 
 logger = logging.getLogger(__name__)
 

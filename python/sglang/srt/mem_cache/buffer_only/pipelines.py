@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.delta.rank_agreement import Reduce, TransferVote, agree
+from sglang.srt.disaggregation.delta.rank_agreement import Reduce, agree
 from sglang.srt.mem_cache.buffer_only.backup import Backups, Touches
 from sglang.srt.mem_cache.buffer_only.metrics import COUNTERS
 from sglang.srt.mem_cache.buffer_only.namespaces import Namespace
 from sglang.srt.mem_cache.buffer_only.prefetch_line import PrefetchLine
 from sglang.srt.mem_cache.buffer_only.stage import Direction
 from sglang.srt.mem_cache.buffer_only.store_client import Fault
+from sglang.srt.mem_cache.buffer_only.transfer_vote import TransferVote
 from sglang.srt.mem_cache.buffer_only.worth import Choice, Mean
 
 if TYPE_CHECKING:

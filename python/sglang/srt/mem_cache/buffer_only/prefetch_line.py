@@ -16,12 +16,12 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.delta.rank_agreement import QUERY_SLOTS, TransferVote
 from sglang.srt.mem_cache.buffer_only.calls import QUERY_THREADS, Calls
 from sglang.srt.mem_cache.buffer_only.load_back import LoadBacks
 from sglang.srt.mem_cache.buffer_only.metrics import ended
 from sglang.srt.mem_cache.buffer_only.nodes import page_hashes
 from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, Query, State, WaitingLine
+from sglang.srt.mem_cache.buffer_only.transfer_vote import QUERY_SLOTS, TransferVote
 from sglang.srt.mem_cache.buffer_only.worth import Choice, Chooser, Mean, Speeds
 
 if TYPE_CHECKING:

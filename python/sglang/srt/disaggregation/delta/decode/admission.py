@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any  # Any: SGLang's entries; LocalTurns, or N
 
 from sglang.srt.disaggregation.delta.decode.claims import Claims
 from sglang.srt.disaggregation.delta.decode.request import (
+    QueueState,
     Refusal,
     Wait,
     bootstrap_addr,
@@ -43,7 +44,7 @@ from sglang.srt.disaggregation.delta.decode.tree import (
 )
 from sglang.srt.disaggregation.delta.observability import RateLimitedLog
 from sglang.srt.disaggregation.delta.pages import RECURRENT
-from sglang.srt.disaggregation.delta.rank_agreement import Checksum, State, Vote, agree, alone, over
+from sglang.srt.disaggregation.delta.rank_agreement import Checksum, Vote, agree, alone, over
 from sglang.srt.disaggregation.policy.memory import page_ceil, start_length
 
 if TYPE_CHECKING:
@@ -141,17 +142,17 @@ def release(candidates: Iterable[Candidate]) -> None:
             candidate.lease.release()
 
 
-def states_of(checked: Iterable[Any], now: float, max_wait_s: float) -> list[State]:
+def states_of(checked: Iterable[Any], now: float, max_wait_s: float) -> list[QueueState]:
     """Return this rank's state of each queued request. ``max_wait_s``: longest wait for memory."""
     from sglang.srt.disaggregation.base.conn import KVPoll
 
     states, failed = [], KVPoll.Failed
     for entry in checked:
-        wait, state = record_of(entry.req).wait, State.FINE
+        wait, state = record_of(entry.req).wait, QueueState.WAITING
         if entry.req.finished_reason is not None or entry.kv_receiver.poll() == failed:
-            state = State.FAILED
+            state = QueueState.FAILED
         elif now - (wait.since or 0.0) >= max_wait_s:
-            state = State.EXPIRED
+            state = QueueState.EXPIRED
         states.append(state)
     return states
 
@@ -220,7 +221,7 @@ class Admission:
         self._log = RateLimitedLog(logger, 30.0)
 
     def vote(
-        self, candidates: Sequence[Candidate], states: Sequence[State], rows: int, slots: int
+        self, candidates: Sequence[Candidate], states: Sequence[QueueState], rows: int, slots: int
     ) -> AdmissionVote:
         """Match and lock the candidates up to the first that is refused; return this rank's vote.
 
@@ -233,7 +234,7 @@ class Admission:
         admitted = 0
         pages = reserves = 0  # tokens for earlier candidates of this step
         for index, candidate in enumerate(candidates):
-            if index < len(states) and states[index] < State.FINE:
+            if index < len(states) and states[index] < QueueState.WAITING:
                 # Answered in this step, on all ranks: it takes no memory.
                 offers[index] = PRIVATE
                 continue

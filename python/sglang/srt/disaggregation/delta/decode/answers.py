@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any  # Any: SGLang's entries; LocalTurns, or N
 
 from sglang.srt.disaggregation.delta.decode.request import (
     REFUSALS,
+    QueueState,
     Refusal,
     Stage,
     Wait,
     bootstrap_addr,
     record_of,
 )
-from sglang.srt.disaggregation.delta.rank_agreement import State
 from sglang.srt.patchset import environment, flags
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Answers:
         Requests that may be computed locally stay, and are attempted from the next step on."""
         gone = []
         for entry, state in states:
-            if state == State.EXPIRED:
+            if state == QueueState.EXPIRED:
                 req = entry.req
                 waited = self._clock() - (record_of(req).wait.since or 0.0)
                 message = (

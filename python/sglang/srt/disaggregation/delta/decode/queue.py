@@ -26,6 +26,7 @@ from sglang.srt.disaggregation.delta.decode.answers import Answers, NoPrefill, m
 from sglang.srt.disaggregation.delta.decode.claims import Claims, private_tokens
 from sglang.srt.disaggregation.delta.decode.connection import Handshakes
 from sglang.srt.disaggregation.delta.decode.request import (
+    QueueState,
     Stage,
     bootstrap_addr,
     record_of,
@@ -34,7 +35,7 @@ from sglang.srt.disaggregation.delta.decode.request import (
 from sglang.srt.disaggregation.delta.decode.speculation import step_tokens
 from sglang.srt.disaggregation.delta.decode.transfer import EMPTY, StepWrites, announce
 from sglang.srt.disaggregation.delta.pages import moved_state
-from sglang.srt.disaggregation.delta.rank_agreement import State, part_of
+from sglang.srt.disaggregation.delta.rank_agreement import part_of
 from sglang.srt.patchset.environment import ADMISSION_TIMEOUT
 
 if TYPE_CHECKING:
@@ -288,10 +289,10 @@ class RadixPreallocQueue(DecodePreallocQueue):
         self, checked: list[DecodeRequest], states: Sequence[int]
     ) -> list[DecodeRequest]:
         """Answer and remove the requests that failed or waited too long; return them."""
-        if min(states, default=State.FINE) == State.FINE:
+        if min(states, default=QueueState.WAITING) == QueueState.WAITING:
             return []
         pairs = zip(checked, states, strict=True)
-        gone = self.answers.settle([pair for pair in pairs if pair[1] < State.FINE])
+        gone = self.answers.settle([pair for pair in pairs if pair[1] < QueueState.WAITING])
         self._remove(gone)
         return gone
 

@@ -86,6 +86,15 @@ NEXT: dict[Stage, set[Stage]] = {
 }
 
 
+class QueueState(enum.IntEnum):
+    """State of a request without pages, in the vote of a step. The smallest over the ranks counts."""
+
+    FAILED = 0
+    #: It has waited for memory longer than ``SGLANG_DISAGGREGATION_ADMISSION_TIMEOUT``.
+    EXPIRED = 1
+    WAITING = 2
+
+
 class Refusal(NamedTuple):
     """Why a request was not admitted."""
 
