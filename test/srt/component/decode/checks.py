@@ -108,12 +108,9 @@ def claims_problems(
     """
     claims.recount()  # as a step does
     problems = []
-    page, cap = claims.page, claims.cap
-    reserved = sum(growth(_claim(req, claims.step_tokens), cap, page) for req in running) + sum(
-        growth(
-            entering(_claim(req, claims.step_tokens), claims.step_tokens), claims.entry_cap, page
-        )
-        for req in waiting
+    page, cap, step = claims.page, claims.cap, claims.step_tokens
+    reserved = sum(growth(_claim(req, step), cap, page) for req in running) + sum(
+        growth(entering(_claim(req, step), step), claims.entry_cap, page) for req in waiting
     )
     if claims.reserved != reserved:
         problems.append(f"claims reserve {claims.reserved} tokens, not {reserved}")

@@ -87,7 +87,7 @@ NEXT: dict[Stage, set[Stage]] = {
 
 
 class QueueState(enum.IntEnum):
-    """State of a request without pages, in the vote of a step. The smallest over the ranks counts."""
+    """State of a request without pages in the vote of a step; the smallest of the ranks counts."""
 
     FAILED = 0
     #: It has waited for memory longer than ``SGLANG_DISAGGREGATION_ADMISSION_TIMEOUT``.
