@@ -64,7 +64,7 @@ def test_each_variable_is_described_on_one_page() -> None:
 
 @pytest.mark.parametrize(
     ("page", "heading"),
-    [("design.md", "Where is it"), ("request.md", "Where to set a breakpoint")],
+    [("request.md", "Where is it"), ("request.md", "Where to set a breakpoint")],
 )
 def test_where_is_it(page, heading) -> None:
     """Guards against a table of places that sends its reader to a file or a name that is gone.
