@@ -1,4 +1,4 @@
-"""AIPerf's export, as 0.13.0 wrote it, and the command that has it written."""
+"""AIPerf's export, as version 0.13.0 wrote it, and the command that produces it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def records(*names: str) -> list[Record]:
 
 def test_a_recorded_export_is_read() -> None:
     """Guards units, clocks and names: requests keep the trace's index and class, an answer of one
-    token has no time a token, and what failed is failed."""
+    token has no time per token, and a failed request stays failed."""
     found = {o.session_id: o for o in outcomes(EXPORT, turns(*SENT))}
     assert found.keys() == SENT.keys()
     assert [found[name].index for name in SENT] == list(range(5))
@@ -46,12 +46,12 @@ def test_a_recorded_export_is_read() -> None:
         "s5": "HEAVY",
         "s6": "MEDIUM",
     }
-    assert min(o.started_s for o in found.values()) == 0
-    of = found["s6"]
-    assert (of.ttft_s, of.tpot_s, of.e2e_s) == pytest.approx((0.0142, 0.0057, 0.0257), abs=1e-4)
-    assert of.itl_s == pytest.approx((0.006, 0.0054), abs=1e-4) and of.prompt_tokens == 233
-    assert of.started_s < (of.first_token_s or 0) < of.finished_s and of.error is None
-    assert of.output_tokens == of.wanted_tokens == 3 and 0 < of.late_s < 0.1
+    assert min(result.started_s for result in found.values()) == 0
+    one = found["s6"]
+    assert (one.ttft_s, one.tpot_s, one.e2e_s) == pytest.approx((0.0142, 0.0057, 0.0257), abs=1e-4)
+    assert one.itl_s == pytest.approx((0.006, 0.0054), abs=1e-4) and one.prompt_tokens == 233
+    assert one.started_s < (one.first_token_s or 0) < one.finished_s and one.error is None
+    assert one.output_tokens == one.wanted_tokens == 3 and 0 < one.late_s < 0.1
     assert found["s5"].tpot_s is None and found["s5"].itl_s == ()
     failed = found["s1"]
     assert failed.error == "aiperf" and failed.ttft_s is None and failed.e2e_s > 0
@@ -81,13 +81,14 @@ def test_the_command_is_one_of_sessions_or_of_times(tmp_path: Path) -> None:
     ]
 
 
-def test_what_only_aiperf_knows_is_counted_in_a_window() -> None:
-    """Guards a trace in another format, and the start and the end of a load."""
+def test_requests_without_a_trace_is_counted_in_a_window() -> None:
+    """Guards against a trace in another format without results, and against counting the start and
+    end of a load."""
     found = outcomes(EXPORT, None)
     assert sorted(o.index for o in found) == list(range(5))
     assert {o.request_class for o in found} == {"ALL"}
-    of, (opened, closed) = counted(found, Window(warm_up=1, requests=2, of_class=1))
-    first = min(o.finished_s for o in of)
-    inside = [o for o in of if o.counted]
+    windowed, (opened, closed) = counted(found, Window(warm_up=1, requests=2, of_class=1))
+    first = min(o.finished_s for o in windowed)
+    inside = [o for o in windowed if o.counted]
     assert inside and all(o.started_s >= first for o in inside) and len(inside) <= 2
     assert opened <= closed
