@@ -4,7 +4,7 @@
 ``pytest``     all but tests marked ``nightly``; fuzzers in their short form
 ``--nightly``  only those, and long fuzzers with new examples each time
 ``--fast``     only tests that need neither torch nor SGLang, whose names do not exist there,
-             and that are not ``slow``; few examples per fuzzer
+               and that are not ``slow``; few examples per fuzzer
 =============  ==========================================================================
 """
 

@@ -1,6 +1,6 @@
 """Makes tiny models with random weights for the families that fleets run.
 
-cd test/srt; python -m models.families FAMILY FOLDER
+    cd test/srt; python -m models.families FAMILY FOLDER
 
 Names of weights and settings are those of the checkpoints on the hub. The gains are those of
 ``random_qwen3.py``, for the same reason: the answer depends on every token before it, so that wrong
