@@ -22,7 +22,7 @@ from sglang.srt.disaggregation.delta.observability import (
 
 def admitted(at_s: float, room: int | None = 1) -> Admitted:
     return Admitted(
-        at_s=at_s, room=room, rid=f"r{room}", prompt_tokens=48, prefix_tokens=0, pages=[1, 2, 3]
+        at=at_s, room=room, rid=f"r{room}", prompt_tokens=48, prefix_tokens=0, pages=[1, 2, 3]
     )
 
 
