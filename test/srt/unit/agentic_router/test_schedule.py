@@ -1,4 +1,4 @@
-"""Where requests go, and the router's bounded view of each worker; its command line."""
+"""Routing of requests, and the router's bounded view of each worker; its command line."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def asking(tokens: int, reserve: int = 10, session: str | None = None) -> Ask:
 
 
 def scheduler(**more: object) -> Scheduler:
-    """Return a scheduler whose workers are all up; two aggregated workers by default."""
+    """Return a scheduler with all workers up; two aggregated workers by default."""
     fields = {"block_tokens": 4, "pool_tokens": 400, **more}
     if not {"workers", "prefills", "decodes"} & set(more):
         fields["workers"] = ("http://a", "http://b")
@@ -157,7 +157,7 @@ def test_requests_stay_without_a_pair_and_are_refused_without_workers() -> None:
 
 
 def test_a_decision_that_cannot_be_written_leaves_no_load() -> None:
-    """Guards the counts of a router whose disk is full: each failed request would stay counted."""
+    """Guards the counts of a router with a full disk: each failed request would stay counted."""
     made = Scheduler(Settings(workers=("http://a",)), Path("/dev/full"))
     made.workers[0].passed()
     with pytest.raises(OSError, match="space"):

@@ -144,8 +144,8 @@ def test_arms_of_a_store_differ_in_memory_and_mode() -> None:
 
 @pytest.mark.parametrize("name", ["whole", "whole_answers"])
 def test_arms_of_the_whole_system_have_the_same_memory(name: str) -> None:
-    """Guards against an arm that is better because it has more memory for KV, or whose servers use
-    their memory differently from the arm's title."""
+    """Guards against an arm that is better because it has more memory for KV, or that uses it
+    differently from its title."""
     study = spec.load(find(name), Study)
     reads, writes = "--enable-hierarchical-cache", servers.WRITES[0]
     uses = {}
@@ -189,7 +189,7 @@ def test_a_store_that_no_server_takes_is_refused(text: str, says: str, tmp_path:
 
 
 class FakeServers(Servers):
-    """A rig's servers whose store removes its keys at the second `clear`, or never."""
+    """A rig's servers with a store that removes its keys at the second `clear`, or never."""
 
     def __init__(self, *of: Any, removes: bool = True, **more: Any) -> None:
         super().__init__(*of, **more)

@@ -185,7 +185,7 @@ def test_intervals_contain_the_true_value(sure: float, max_missed: int) -> None:
 
 
 def test_ratios_use_requests_that_both_arms_counted() -> None:
-    """Guards against a slow arm whose window held other requests, and against counting only the
+    """Guards against a slow arm with other requests in its window, and against counting only the
     better rounds if a window never opened in one round."""
     made = run(cells("a", 1.0), cells("b", 0.5))
     for cell in made.cells[3:]:
@@ -404,7 +404,7 @@ def test_runs_are_kept_and_compared(tmp_path: Path) -> None:
     assert record.load(tmp_path).cells == again.cells
     record.begin(tmp_path, None).close()
     with pytest.raises(ValueError, match="holds no"):
-        record.load(tmp_path)  # another run, whose first load has not ended
+        record.load(tmp_path)  # another run, during its first load
     other = run(cells("a", 0.5))
     other.environment["commit"] = "c1"
     both = cli.merged(made, other)

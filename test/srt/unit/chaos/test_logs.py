@@ -52,8 +52,8 @@ def test_errors_of_a_log(tmp_path: Path, text: str, problems: list[str]) -> None
 
 
 def test_errors_of_a_dying_server_are_left_out(tmp_path: Path) -> None:
-    """Guards against blaming a process whose parent was just killed, and against forgiving its
-    earlier errors."""
+    """Guards against blaming the children of a server that was just killed, and against forgiving
+    its earlier errors."""
     (log := tmp_path / "prefill.1.log").write_text("up\n" + RAISED)
     assert log_problems(log, killed_at=3) == []
     assert len(log_problems(log, killed_at=3 + len(RAISED))) == 1

@@ -28,7 +28,7 @@ from chaos.tally import Outcome
 BANK = Bank(
     Path("model"), tuple(Question(i, (i, i), tuple(range(i, i + 20))) for i in range(8)), (4, 4)
 )
-#: All are sent at once. A busy machine may omit the last ones, as in a run whose time is up.
+#: All are sent at once. A busy machine may omit the last ones, as at the end of a run.
 PLAN = Plan(1, 0, 1.0, tuple(Send(0.0, i, i % 8) for i in range(12)), ())
 FIRST_RID = "1.0-000000"
 """Id of the first request of the plan."""

@@ -86,7 +86,7 @@ def test_there_are_such_tables() -> None:
     ],
 )
 def test_known_quotes(quote: str, is_there: bool) -> None:
-    """Guards against a line whose words exist only in separate texts."""
+    """Guards against a line with all its words in the code, but in separate texts."""
     assert known(quote) is is_there
 
 

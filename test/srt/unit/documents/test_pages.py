@@ -170,7 +170,6 @@ def unknown_variables(page: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_names_on_a_page_exist(page: Path) -> None:
-    """Guards against a page that sends its reader to missing files, or whose commands are
-    refused."""
+    """Guards against a page that sends its reader to missing files, or to refused commands."""
     problems = [*dead_links(page), *unknown_flags(page), *missing_files(page)]
     assert [*problems, *unknown_variables(page)] == []
