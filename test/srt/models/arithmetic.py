@@ -136,8 +136,8 @@ def split_of(question: str) -> Split:
 
 def number_of(answer: str) -> int | None:
     """Return the number of the first ``#### n`` in an answer, or None."""
-    found = re.search(r"#### (-?\d+)", answer)
-    return int(found.group(1)) if found else None
+    number = re.search(r"#### (-?\d+)", answer)
+    return int(number.group(1)) if number else None
 
 
 def _solve(template: Template, numbers: dict[str, int]) -> tuple[dict[str, str], int] | None:
@@ -161,15 +161,15 @@ def _problem(rng: random.Random, split: Split, previous: Problem | None = None) 
         name, friend = rng.sample(NAMES, 2)
         things = rng.choice(THINGS)
         numbers = {key: rng.randint(*bounds) for key, bounds in RANGES.items()}
-        words: dict[str, str | int] = {"name": name, "friend": friend, "things": things, **numbers}
+        fields: dict[str, str | int] = {"name": name, "friend": friend, "things": things, **numbers}
         if previous:
-            words["things"], numbers["p"] = previous.things, previous.value
-        question = template.question.format(**words)
+            fields["things"], numbers["p"] = previous.things, previous.value
+        question = template.question.format(**fields)
         if split_of(question) != split or (solved := _solve(template, numbers)) is None:
             continue
         shown, value = solved
-        lines = [sentence.format(**(words | shown)) for _, sentence in template.steps]
-        return Problem(question, "\n".join([*lines, f"#### {value}"]), value, str(words["things"]))
+        lines = [sentence.format(**(fields | shown)) for _, sentence in template.steps]
+        return Problem(question, "\n".join([*lines, f"#### {value}"]), value, str(fields["things"]))
 
 
 def problems(split: Split, seed: int) -> Iterator[Problem]:

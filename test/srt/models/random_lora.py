@@ -40,6 +40,11 @@ def build(folder: str | Path, model: str | Path, seed: int, rank: int = 4) -> Pa
             weights[f"{prefix}.lora_A.weight"] = matrix(rank, inputs)
             weights[f"{prefix}.lora_B.weight"] = matrix(outputs, rank)
     save_file(weights, folder / "adapter_model.safetensors")
-    about = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [*shapes]}
-    (folder / "adapter_config.json").write_text(json.dumps(about))
+    adapter_config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": [*shapes],
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(adapter_config))
     return folder

@@ -159,11 +159,11 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     rounded.load_state_dict(model.state_dict())
     rounded.generation_config = model.generation_config
     folder.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent) as made:
-        rounded.to(torch.bfloat16).save_pretrained(made)
-        tokenizer.save_pretrained(made)
-        write_jsonl(Path(made) / "test_set.jsonl", held_out(**TEST_SET))
-        for file in Path(made).iterdir():
+    with TemporaryDirectory(dir=folder.parent) as temporary:
+        rounded.to(torch.bfloat16).save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        write_jsonl(Path(temporary) / "test_set.jsonl", held_out(**TEST_SET))
+        for file in Path(temporary).iterdir():
             file.replace(folder / file.name)
 
 

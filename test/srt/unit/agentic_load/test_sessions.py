@@ -34,7 +34,7 @@ WORDS = range(16, 5000)
 
 def played(made: Made, sessions: int, at_once: int = 0) -> list[list[tuple[object, list[int]]]]:
     """Play sessions whose every answer is the turn's number, three times."""
-    found = []
+    played_sessions = []
     source = made_sessions(made, WORDS, at_once)
     for _ in range(sessions):
         (_, session), sent = next(source), []
@@ -43,8 +43,8 @@ def played(made: Made, sessions: int, at_once: int = 0) -> list[list[tuple[objec
             while True:
                 sent.append((turn, list(request.prompt)))
                 turn, request = session.send([turn.turn or 0] * 3)
-        found.append(sent)
-    return found
+        played_sessions.append(sent)
+    return played_sessions
 
 
 def test_a_turn_has_the_history_with_its_answers() -> None:
@@ -114,8 +114,8 @@ def test_new_tokens_of_a_load_are_counted_in_its_order() -> None:
     for order, expected in (((0, 0, 1, 2), [48, 16, 14, 16]), ((1, 2, 0), [30, 16, 16])):
         firsts = [next(turns([records[index]], 16, Classes())) for index in order]
         sent = trace_sessions([[turn] for turn in firsts], cast(Bodies, Nothing()))
-        found = [turn.load_new_tokens for _, session in sent for turn, _ in session]
-        assert found == expected
+        new_tokens = [turn.load_new_tokens for _, session in sent for turn, _ in session]
+        assert new_tokens == expected
 
 
 def test_an_answer_is_no_new_token_of_the_next_turn() -> None:
@@ -123,15 +123,15 @@ def test_an_answer_is_no_new_token_of_the_next_turn() -> None:
     token, and a prefix of an earlier session, in whole pages."""
     made = Made(first_tokens=20, turns=2, turn_tokens=10, prefixes=1, prefix_tokens=17)
     sessions = made_sessions(made, WORDS, block_tokens=16)
-    found = []
+    new_tokens = []
     for _ in range(2):
         _, session = next(sessions)
         turn, request = next(session)
-        found.append(turn.load_new_tokens)
+        new_tokens.append(turn.load_new_tokens)
         turn, _ = session.send([5] * 12)
-        found.append(turn.load_new_tokens)
+        new_tokens.append(turn.load_new_tokens)
         assert len(request.prompt) == 37 and turn.prompt_tokens == 37 + 12 + 10
-    assert found == [37, 59 - 48, 37 - 16, 59 - 48]
+    assert new_tokens == [37, 59 - 48, 37 - 16, 59 - 48]
     _, session = next(made_sessions(Made(first_tokens=20, turns=2, turn_tokens=12), WORDS, 0, 16))
     next(session)
     assert session.send([5] * 12)[0].load_new_tokens == 44 - 16, "31 of 32 tokens are computed"
@@ -213,10 +213,10 @@ def test_sessions_of_a_trace_keep_their_turns_and_times() -> None:
         Record(9000, 12, 1, (1, 3, 5), session_id="a", turn=2),
         Record(9500, 12, 1, (1, 9, 5), session_id="c", turn=0),
     ]
-    found = by_session(turns(records, 4, Classes(5, 5)))
-    assert [[turn.index for turn in session] for session in found] == [[0, 2, 4], [1, 3], [5]]
-    assert [turn.at_s for turn in found[0]] == [0, 2, 8] and found[0][1].new_tokens == 4
-    assert found[2][0].new_tokens == 8, "nothing behind a miss is a hit"
+    sessions = by_session(turns(records, 4, Classes(5, 5)))
+    assert [[turn.index for turn in session] for session in sessions] == [[0, 2, 4], [1, 3], [5]]
+    assert [turn.at_s for turn in sessions[0]] == [0, 2, 8] and sessions[0][1].new_tokens == 4
+    assert sessions[2][0].new_tokens == 8, "nothing behind a miss is a hit"
     bare = [Record(r.timestamp, r.input_length, 1, r.hash_ids) for r in records[:5]]
     again = by_session(turns(bare, 4, Classes(5, 5)))
     assert [[turn.index for turn in session] for session in again] == [[0, 2, 4], [1, 3]]

@@ -30,10 +30,10 @@ def scheduler(**more: object) -> Scheduler:
     fields = {"block_tokens": 4, "pool_tokens": 400, **more}
     if not {"workers", "prefills", "decodes"} & set(more):
         fields["workers"] = ("http://a", "http://b")
-    made = Scheduler(Settings(**fields))  # type: ignore[arg-type]
-    for worker in made.workers:
+    scheduler_ = Scheduler(Settings(**fields))  # type: ignore[arg-type]
+    for worker in scheduler_.workers:
         worker.passed()
-    return made
+    return scheduler_
 
 
 def aggregated_and_pair(**more: object) -> Scheduler:
@@ -135,34 +135,34 @@ def test_health_takes_a_worker_out_and_back_with_an_empty_index() -> None:
 )
 def test_selective_offload(tokens: int, inflight: bool, offloaded: bool) -> None:
     """Guards each gate: heavy requests only, and a bounded number in flight."""
-    made = aggregated_and_pair(max_offload_inflight=1)
+    router = aggregated_and_pair(max_offload_inflight=1)
     request = ask(list(range(tokens)))
-    first = made.route(request) if inflight else {}
-    halves = made.route(request)
+    first = router.route(request) if inflight else {}
+    halves = router.route(request)
     assert set(halves) == ({PREFILL, DECODE} if offloaded else {AGGREGATED})
     end(halves)
     end(first)
     if inflight:
-        assert set(made.route(request)) == {PREFILL, DECODE}
+        assert set(router.route(request)) == {PREFILL, DECODE}
 
 
 def test_requests_stay_without_a_pair_and_are_refused_without_workers() -> None:
     """Guards against requests that leave aggregated workers while prefill is down, and the error
     text that a client gets."""
-    made = aggregated_and_pair()
-    assert set(made.route(ask(list(range(80))), ["http://p"])) == {AGGREGATED}
+    router = aggregated_and_pair()
+    assert set(router.route(ask(list(range(80))), ["http://p"])) == {AGGREGATED}
     with pytest.raises(NoWorker, match=r"no aggregated worker and no decode worker is available "):
-        made.route(ask([1]), ["http://a", "http://d"])
-    assert load(made.pools[PREFILL][0]) == (0, 0, 0, 0)
+        router.route(ask([1]), ["http://a", "http://d"])
+    assert load(router.pools[PREFILL][0]) == (0, 0, 0, 0)
 
 
 def test_a_decision_that_cannot_be_written_leaves_no_load() -> None:
     """Guards the counts of a router with a full disk: each failed request would stay counted."""
-    made = Scheduler(Settings(workers=("http://a",)), Path("/dev/full"))
-    made.workers[0].passed()
+    router = Scheduler(Settings(workers=("http://a",)), Path("/dev/full"))
+    router.workers[0].passed()
     with pytest.raises(OSError, match="space"):
-        made.route(ask([1]))
-    assert load(made.workers[0]) == (0, 0, 0, 0)
+        router.route(ask([1]))
+    assert load(router.workers[0]) == (0, 0, 0, 0)
 
 
 def test_the_command_line_understands_the_harness() -> None:
@@ -184,8 +184,8 @@ def test_the_command_line_understands_the_harness() -> None:
         max_sessions=7,
     )
     split = routed(Setup((), setup.prefill, setup.decode), "linear")
-    made = settings(parser().parse_args(split.command[split.command.index("route") + 1 :]))
-    assert made.decode_policy == "linear"
+    parsed = settings(parser().parse_args(split.command[split.command.index("route") + 1 :]))
+    assert parsed.decode_policy == "linear"
 
 
 @pytest.mark.parametrize(

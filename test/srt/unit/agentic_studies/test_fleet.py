@@ -31,7 +31,7 @@ SLEEPLESS = {
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("agregated: [http://a]", "agregated"),
         ("aggregated: http://a", r"\$.aggregated"),
@@ -47,11 +47,11 @@ SLEEPLESS = {
         ("router: [", "fleet.yaml"),
     ],
 )
-def test_a_bad_file_is_refused_by_key(text: str, says: str, tmp_path: Path) -> None:
+def test_a_bad_file_is_refused_by_key(text: str, message: str, tmp_path: Path) -> None:
     """Guards against an hour of measuring on an unintended fleet."""
     path = tmp_path / "fleet.yaml"
     path.write_text(text)
-    with pytest.raises(ValueError, match=says) as error:
+    with pytest.raises(ValueError, match=message) as error:
         spec.load(path, FleetFile)
     assert "fleet.yaml" in str(error.value)
 
@@ -157,9 +157,9 @@ def test_arms_of_the_whole_system_have_the_same_memory(name: str) -> None:
         flags = [dict(zip(c.command, (*c.command[1:], ""), strict=True)) for c in engines]
         assert sum(int(flag["--max-total-tokens"]) for flag in flags) == 2 * spec.Rig().pool_tokens
     reading, writing, neither = [True, False], [False, True], [False, False]
-    for title, found in uses.items():
+    for title, flags_used in uses.items():
         second = writing if study.arms[title].store.writes else neither
-        assert found == [reading, reading if title.startswith("agg") else second]
+        assert flags_used == [reading, reading if title.startswith("agg") else second]
 
 
 def _capacities(command: tuple[str, ...]) -> tuple[int, int]:
@@ -175,24 +175,24 @@ def _capacities(command: tuple[str, ...]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("{host_tokens: 1, buffer_only: true}", "need `shared_tokens`"),
         ("{host_tokens: 1, shared_tokens: 1, writes: true}", "needs `buffer_only`"),
     ],
 )
-def test_a_store_that_no_server_takes_is_refused(text: str, says: str, tmp_path: Path) -> None:
+def test_a_store_that_no_server_takes_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "store.yaml"
     path.write_text(text)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         spec.load(path, spec.Store)
 
 
 class FakeServers(Servers):
     """A rig's servers with a store that removes its keys at the second `clear`, or never."""
 
-    def __init__(self, *of: Any, removes: bool = True, **more: Any) -> None:
-        super().__init__(*of, **more)
+    def __init__(self, *arguments: Any, removes: bool = True, **more: Any) -> None:
+        super().__init__(*arguments, **more)
         self.asked: list[str] = []
         self._keys, self._removes = 2.0, removes
 
@@ -257,7 +257,7 @@ def test_counters_that_did_not_answer_twice_are_left_out() -> None:
     setup = spec.Setup(
         prefill=(spec.Prefill("http://p"), spec.Prefill("http://q")), decode=("http://d",)
     )
-    about = FleetFile(setups={"pd": setup})
+    fleet = FleetFile(setups={"pd": setup})
     pages = {"http://p": 100.0, "http://q": 1e12, "http://d": 5.0}
     silent = {"http://q"}
 
@@ -267,7 +267,7 @@ def test_counters_that_did_not_answer_twice_are_left_out() -> None:
                 raise OSError("timed out")
             return {"sent": pages[url]}
 
-    servers = Scraped(setup, about, Target("http://d"), range(9))
+    servers = Scraped(setup, fleet, Target("http://d"), range(9))
     before = servers.counters()
     silent.clear()
     pages.update({"http://p": 107.0, "http://d": 9.0})
@@ -295,8 +295,8 @@ def test_memory_for_kv_sums_all_servers_of_a_role() -> None:
         def _scrape(self, url: str) -> dict[str, float]:
             return dict(pages[url])
 
-    about = FleetFile(setups={"pd": setup}, block_tokens=16)
-    servers = Scraped(setup, about, Target("http://d"), range(9), token_bytes=2)
+    fleet = FleetFile(setups={"pd": setup}, block_tokens=16)
+    servers = Scraped(setup, fleet, Target("http://d"), range(9), token_bytes=2)
     gained = servers.gained(servers.counters())
     kinds = (servers_of_a_setup.DEVICE_MEMORY, servers_of_a_setup.MEMORY)
     assert {role: [bytes_.get(kind, 0) for kind in kinds] for role, bytes_ in gained.items()} == {
@@ -304,8 +304,8 @@ def test_memory_for_kv_sums_all_servers_of_a_role() -> None:
         "decode": [100, 128],
         "store": [0, 900],
     }
-    made = run([Cell("a", 0, 4, gained=gained, outcomes=[outcome(0, 1.0)])])
-    row = numbers(made).cells.loc["4", "a"].mean()
+    result = run([Cell("a", 0, 4, gained=gained, outcomes=[outcome(0, 1.0)])])
+    row = numbers(result).cells.loc["4", "a"].mean()
     shown = [row[f"{kind}_bytes"] for kind in ("device", "host", "store", "memory")]
     assert shown == [300, 192, 900, 1392]
 

@@ -82,19 +82,19 @@ def _no_environment(monkeypatch):
 )
 def test_accepted(changes):
     """Guards against a refusal of supported arguments."""
-    given = args(**changes)
-    check_given(given)
-    complete(given)
-    assert given.hicache_buffer_pages == changes.get("hicache_buffer_pages")
+    server_args = args(**changes)
+    check_given(server_args)
+    complete(server_args)
+    assert server_args.hicache_buffer_pages == changes.get("hicache_buffer_pages")
 
 
 def test_sized_as_later_releases_size_it():
     """Guards against a server that refuses --hicache-size, by which SGLang 0.5.23 sizes the same
     stage, and against a number of pages that overrides it."""
-    given = args(hicache_size=10)
-    check_given(given)
-    complete(given)
-    assert given.hicache_buffer_pages is None
+    server_args = args(hicache_size=10)
+    check_given(server_args)
+    complete(server_args)
+    assert server_args.hicache_buffer_pages is None
 
 
 def test_a_cache_that_sglang_turned_off_is_refused():
@@ -120,9 +120,11 @@ def test_slower_arguments_are_warned_of(caplog, changes, text):
 
 def test_the_stock_mode_is_not_checked():
     """Guards a server without the flag: it is stock SGLang, whatever its other arguments."""
-    given = args(hicache_host_memory_mode="cache", hicache_write_policy="write_back", pp_size=4)
-    check_given(given)
-    assert not flags.wants_buffer_only(given)
+    server_args = args(
+        hicache_host_memory_mode="cache", hicache_write_policy="write_back", pp_size=4
+    )
+    check_given(server_args)
+    assert not flags.wants_buffer_only(server_args)
 
 
 RADIX = "disaggregation_decode_enable_radix_cache"
@@ -138,10 +140,10 @@ WRITES = {
 
 def test_a_decode_server_that_writes():
     """A decode server that writes is accepted, and needs the groups of all its flags."""
-    given = args(**WRITES)
-    check_given(given)
-    complete(given)
-    assert flags.needed_groups(given) == {
+    server_args = args(**WRITES)
+    check_given(server_args)
+    complete(server_args)
+    assert flags.needed_groups(server_args) == {
         flags.FLAG: ("decode_radix", "nixl_async"),
         flags.ON: ("buffer_only",),
         flags.OFFLOAD: ("decode_offload",),
@@ -150,7 +152,7 @@ def test_a_decode_server_that_writes():
 
 @pytest.mark.hazard("refused-combinations")
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "expected"),
     [
         ({"hicache_host_memory_mode": "buffer"}, "--hicache-host-memory-mode buffer "),
         ({"hicache_storage_backend": None}, "--hicache-storage-backend"),
@@ -186,14 +188,14 @@ def test_a_decode_server_that_writes():
     ],
     ids=str,
 )
-def test_refused(changes, named):
+def test_refused(changes, expected):
     """Guards against arguments that would silently lose KV, hang, or size a missing buffer."""
     with pytest.raises(ValueError) as error:
-        given = args(**changes)
-        check_given(given)
-        complete(given)
+        server_args = args(**changes)
+        check_given(server_args)
+        complete(server_args)
     message = str(error.value)
-    assert named in message and (flags.MODE in message or flags.PAGES in message)
+    assert expected in message and (flags.MODE in message or flags.PAGES in message)
     assert any(way in message for way in ("Use ", "Remove ", "remove ", "Add "))
 
 
@@ -213,7 +215,7 @@ class WithState:
 
 @pytest.mark.hazard("refused-combinations")
 @pytest.mark.parametrize(
-    ("config", "named"),
+    ("config", "expected"),
     [
         (
             SimpleNamespace(is_hybrid_swa=True, model_path="org/swa"),
@@ -224,12 +226,12 @@ class WithState:
     ],
     ids=["window", "state", "text state"],
 )
-def test_refused_models(config, named):
+def test_refused_models(config, expected):
     """The KV of these models is not one pool of pages that a prefix of tokens describes."""
     with pytest.raises(ValueError) as error:
         refusals.check_model(args(), config)
     message = str(error.value)
-    assert named in message and config.model_path in message and f"Use {flags.MODE}" in message
+    assert expected in message and config.model_path in message and f"Use {flags.MODE}" in message
 
 
 @pytest.mark.parametrize(

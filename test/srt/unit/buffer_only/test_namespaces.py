@@ -27,13 +27,13 @@ SERVER = Namespace.of({"model": "one"})
 @given(st.text(st.characters()), st.text(st.characters()))
 @example("\ud800", "\udc00")
 @example("\ud800\udc00", "\U00010000")
-def test_namespaces_are_disjoint(one: str, other: str):
+def test_namespaces_are_disjoint(first: str, second: str):
     """Guards tenants, adapters and salts with the same tokens; also without any, where SGLang's own
     keys may be those of a stock server's adapters. A text may have lone surrogates, as JSON can."""
-    mine, theirs = (set(SERVER.within(name).keys(HASHES)) for name in (one, other))
-    assert len(mine) == len(HASHES) and not mine & set(HASHES)
-    assert mine == theirs if one == other else not mine & theirs
-    assert not mine & set(Namespace.of({"model": "two"}).within(one).keys(HASHES))
+    first_keys, second_keys = (set(SERVER.within(name).keys(HASHES)) for name in (first, second))
+    assert len(first_keys) == len(HASHES) and not first_keys & set(HASHES)
+    assert first_keys == second_keys if first == second else not first_keys & second_keys
+    assert not first_keys & set(Namespace.of({"model": "two"}).within(first).keys(HASHES))
 
 
 def test_keys_do_not_depend_on_the_process():

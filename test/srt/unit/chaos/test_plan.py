@@ -105,9 +105,9 @@ def test_the_pair_of_a_family(tmp_path: Path, family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_model_of_a_family(tmp_path: Path, family: str) -> None:
     """Guards against a family without a model, and against new weights that equal the old."""
-    made = [make_model(tmp_path / str(seed), family, seed) for seed in (0, 1)]
-    made.append(rounded(made[0], tmp_path / "rounded", 0))
-    old, new, near = ((folder / "model.safetensors").read_bytes() for folder in made)
+    folders = [make_model(tmp_path / str(seed), family, seed) for seed in (0, 1)]
+    folders.append(rounded(folders[0], tmp_path / "rounded", 0))
+    old, new, near = ((folder / "model.safetensors").read_bytes() for folder in folders)
     assert old != new != near != old and len(old) == len(near)
 
 

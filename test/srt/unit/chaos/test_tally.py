@@ -34,8 +34,8 @@ FAILED = replace(
 )
 
 
-def outcome(seen: Observed) -> Outcome:
-    return judge(seen, [KILL]).outcome
+def outcome(observed: Observed) -> Outcome:
+    return judge(observed, [KILL]).outcome
 
 
 def test_a_whole_equal_answer_is_right() -> None:
@@ -48,7 +48,7 @@ def test_a_whole_equal_answer_is_right() -> None:
 
 
 @pytest.mark.parametrize(
-    "seen",
+    "observed",
     [
         replace(GOOD, tokens=(5, 6, 8)),
         replace(GOOD, tokens=(5, 6, 7, 8)),
@@ -62,17 +62,17 @@ def test_a_whole_equal_answer_is_right() -> None:
         replace(FAILED, tokens=(9,), late=("decode",)),
     ],
 )
-def test_tokens_that_differ_are_wrong_however_the_request_ended(seen: Observed) -> None:
+def test_tokens_that_differ_are_wrong_however_the_request_ended(observed: Observed) -> None:
     """Guards against wrong tokens that hide behind an abort, a fault or a disconnected client;
     against a second answer; and against a partial answer that claims to be complete."""
-    assert outcome(seen) is Outcome.WRONG
+    assert outcome(observed) is Outcome.WRONG
 
 
 CUT = replace(GOOD, tokens=(5,), finishes=())
 
 
 @pytest.mark.parametrize(
-    ("seen", "expected"),
+    ("observed", "expected"),
     [
         # Requests that the run aborted, and one that ended unasked: hit by the abort of another.
         (replace(GOOD, tokens=(5,), finishes=(), left=True), Outcome.ABORTED),
@@ -90,9 +90,9 @@ CUT = replace(GOOD, tokens=(5,), finishes=())
         (replace(CUT, started_at=99.0, ended_at=101.0), Outcome.FAILED),
     ],
 )
-def test_the_outcome_of_a_request(seen: Observed, expected: Outcome) -> None:
+def test_the_outcome_of_a_request(observed: Observed, expected: Outcome) -> None:
     """Guards against the servers' failures that count as the run's aborts, or as answers."""
-    assert outcome(seen) is expected
+    assert outcome(observed) is expected
 
 
 @pytest.mark.parametrize(

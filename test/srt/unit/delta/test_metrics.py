@@ -83,11 +83,11 @@ def test_two_workers_measure_first_at_one_time(monkeypatch: pytest.MonkeyPatch) 
     metric = Metric("of_two_workers", "histogram", "prefill", "help", buckets=(1.0,))
     monkeypatch.setitem(METRICS, metric.name, metric)
     stats.bind({"model_name": "test_two_workers"})
-    both, histogram = threading.Barrier(2), prometheus_client.Histogram
+    barrier, histogram = threading.Barrier(2), prometheus_client.Histogram
 
     def register(*args: Any, **options: Any) -> prometheus_client.Histogram:
         with contextlib.suppress(threading.BrokenBarrierError):
-            both.wait(0.3)  # until the other thread registers too, unless a lock prevents it
+            barrier.wait(0.3)  # until the other thread registers too, unless a lock prevents it
         return histogram(*args, **options)
 
     monkeypatch.setattr(prometheus_client, "Histogram", register)
@@ -114,10 +114,13 @@ def test_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     stats.bind({"model_name": "test_levels", "tp_rank": "0"}, "prefill")
     for worker, *levels in ((0, 5, 4, 3), (0, 1, 1, 0), (1, 1, 0, 0)):
         report.level(worker, *levels)
-    for seen in ([6, 4, 0], [2, 1, 0]):  # the maximum since the last scrape, then the current
+    for levels_shown in (
+        [6, 4, 0],
+        [2, 1, 0],
+    ):  # the maximum since the last scrape, then the current
         report.tick()
         names = ("waiting", "in_flight", "overdue")
-        assert [shown(f"kv_transfer_{name}") for name in names] == seen
+        assert [shown(f"kv_transfer_{name}") for name in names] == levels_shown
 
 
 @pytest.mark.hazard("drained-per-request")

@@ -140,7 +140,7 @@ def rows_between(
         engine_rank=rank,
         gpu_id=0,
     )
-    here: Any = SimpleNamespace(is_mla=False, tp_size=size, kv_args=args)
+    manager: Any = SimpleNamespace(is_mla=False, tp_size=size, kv_args=args)
     info: Any = SimpleNamespace(
         decode_tp_size=their_size,
         decode_tp_rank=their_rank,
@@ -148,7 +148,9 @@ def rows_between(
         dst_kv_item_len=their_len,
         gpu_id=0,
     )
-    layout = Layout(here, lambda *_: None, lambda ours, theirs: (ours, [], theirs, [], len(ours)))
+    layout = Layout(
+        manager, lambda *_: None, lambda ours, theirs: (ours, [], theirs, [], len(ours))
+    )
     pair = layout.kv(info, POOL_PAGES)
     return ranges(pair.source, pair.destination, runs_of(*pages, pair.source.heads))
 
@@ -189,25 +191,25 @@ def test_every_head_lands_once(
         wanted[:, destination_pages] = held[:, source_pages]
         for sender in sources_of(rank, source_size, destination_size):
             # Each side's memory begins at ``base``.
-            ours, theirs = source[sender], destination[rank]
+            source_pool, destination_pool = source[sender], destination[rank]
             sources, destinations = rows_between(
                 (sender, source_size, rank, destination_size),
                 total,
                 page,
                 head_bytes,
                 (
-                    [base + i * ours[0].nbytes for i in range(buffers)],
-                    [base + i * theirs[0].nbytes for i in range(buffers)],
+                    [base + i * source_pool[0].nbytes for i in range(buffers)],
+                    [base + i * destination_pool[0].nbytes for i in range(buffers)],
                 ),
                 (source_pages, destination_pages),
             )
-            from_memory, to_memory = ours.reshape(-1), theirs.reshape(-1)
+            from_memory, to_memory = source_pool.reshape(-1), destination_pool.reshape(-1)
             written = writes[rank].reshape(-1)
             rows = zip(sources.tolist(), destinations.tolist(), strict=True)
             for (start, length, _), (end, _, _) in rows:
                 start, end = start - base, end - base
-                assert 0 <= start <= ours.nbytes - length
-                assert 0 <= end <= theirs.nbytes - length
+                assert 0 <= start <= source_pool.nbytes - length
+                assert 0 <= end <= destination_pool.nbytes - length
                 to_memory[end : end + length] = from_memory[start : start + length]
                 written[end : end + length] += 1
         assert np.array_equal(destination[rank], wanted)

@@ -178,10 +178,10 @@ def test_unused_sockets_are_closed(peers: Peers) -> None:
     peers.clock.now += 60
     peers.send(port)
     assert peers.received(2) == [PONG] * 2
-    for passed_s, left in ((59, 3), (1, 1), (59, 1), (1, 0)):
+    for passed_s, open_sockets in ((59, 3), (1, 1), (59, 1), (1, 0)):
         peers.clock.now += passed_s
         peers.sockets.drop_unused(120)
-        assert peers.count == left
+        assert peers.count == open_sockets
     peers.send(port)
     assert peers.received() == [PONG]
 

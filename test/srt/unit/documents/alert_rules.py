@@ -43,13 +43,13 @@ def cases() -> list[dict[str, Any]]:
 
 def series() -> set[tuple[str, str, frozenset[str]]]:
     """Return the name, the server's role and the exported labels of each series in the cases."""
-    found = set()
+    all_series = set()
     for case in cases():
         for series_ in case["input_series"]:
             name, _, text = series_["series"].partition("{")
             labels = dict(re.findall(r'(\w+)="([^"]*)"', text))
-            found.add((name, labels.get("engine_type", ""), frozenset(labels) - SCRAPED))
-    return found
+            all_series.add((name, labels.get("engine_type", ""), frozenset(labels) - SCRAPED))
+    return all_series
 
 
 def promtool() -> str | None:

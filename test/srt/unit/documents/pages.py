@@ -16,12 +16,12 @@ _HIDDEN = ("results", "out", "dist", "build", "node_modules")
 
 def pages() -> list[Path]:
     """Return all hand-written Markdown pages, without the output of benchmarks."""
-    found = []
+    found_pages = []
     for path in sorted(ROOT.rglob("*.md")):
         folders = path.relative_to(ROOT).parts[:-1]
         if not any(part.startswith((".", *_HIDDEN)) for part in folders):
-            found.append(path)
-    return found
+            found_pages.append(path)
+    return found_pages
 
 
 def links(page: Path) -> Iterator[tuple[Path, str]]:
@@ -63,7 +63,7 @@ def server_flags() -> set[str]:
     from sglang.srt.patchset import flags
 
     source = (SITE_PACKAGES / "sglang/srt/server_args.py").read_text()
-    ours = {
+    patch_set_flags = {
         flags.FLAG,
         flags.LOCAL,
         flags.LOCAL_WHEN_LOST,
@@ -71,7 +71,7 @@ def server_flags() -> set[str]:
         flags.MODE,
         flags.PAGES,
     }
-    return set(re.findall(r'^\s+"(--[a-z0-9-]+)",$', source, re.MULTILINE)) | ours
+    return set(re.findall(r'^\s+"(--[a-z0-9-]+)",$', source, re.MULTILINE)) | patch_set_flags
 
 
 @cache

@@ -92,20 +92,20 @@ def check_clients(
 
 def documents(*names: str) -> list[dict[str, Any]]:
     """Return the declared objects. A later declaration of an object replaces an earlier one."""
-    found = {}
+    objects = {}
     for name in names:
         for object_ in yaml.safe_load_all((EXAMPLES / name).read_text()):
-            found[object_["kind"], object_["metadata"]["name"]] = object_
-    return list(found.values())
+            objects[object_["kind"], object_["metadata"]["name"]] = object_
+    return list(objects.values())
 
 
 def pods_by_app(*names: str) -> dict[str, dict[str, Any]]:
     """Return each workload's specification of pods, by the label that selects them."""
-    found = {}
+    pods = {}
     for object_ in documents(*names):
         if template := object_["spec"].get("template"):
-            found[template["metadata"]["labels"]["app"]] = template["spec"]
-    return found
+            pods[template["metadata"]["labels"]["app"]] = template["spec"]
+    return pods
 
 
 def selected(selector: dict[str, Any]) -> set[str]:

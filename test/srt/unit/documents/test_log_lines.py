@@ -20,15 +20,15 @@ _FILLED_IN = re.compile(r"\s*\.\.\.\s*|\b[A-Z]\b|\b\d+\b")
 
 def quoted(page: Path) -> list[str]:
     """Return the texts that the column "What you see" of the page's tables quotes."""
-    found = []
+    quotes = []
     for table in re.findall(
         r"^\| What you see \|.*\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE
     ):
         for row in table.splitlines():
             cell = row.split("|")[1]
-            found += [text for text in re.findall(r"`([^`]+)`", cell) if " " in text]
-            found += re.findall(r'"([^"]+ [^"]+)"', cell)
-    return found
+            quotes += [text for text in re.findall(r"`([^`]+)`", cell) if " " in text]
+            quotes += re.findall(r'"([^"]+ [^"]+)"', cell)
+    return quotes
 
 
 def texts(source: str) -> Iterator[str]:

@@ -105,8 +105,8 @@ def test_every_promise_names_an_existing_test() -> None:
     missing = []
     for _, place in rows:
         path, _, name = place.strip("`").partition("::")
-        there = ROOT / "test/srt" / path
-        if not there.exists() or (name and f"def {name}(" not in there.read_text()):
+        test_file = ROOT / "test/srt" / path
+        if not test_file.exists() or (name and f"def {name}(" not in test_file.read_text()):
             missing.append(place)
     assert missing == []
 
@@ -147,17 +147,20 @@ def unknown_flags(page: Path) -> Iterator[str]:
 def missing_files(page: Path) -> Iterator[str]:
     """Yield names of modules that were moved or merged."""
     folders = [page.parent, *(ROOT / below for below in BELOW)]
-    for named in set(re.findall(r"(?<![\w/.])[\w/]+\.py\b(?!::)", page.read_text())):
-        if not any((folder / named).exists() for folder in folders):
-            yield named
+    for file in set(re.findall(r"(?<![\w/.])[\w/]+\.py\b(?!::)", page.read_text())):
+        if not any((folder / file).exists() for folder in folders):
+            yield file
 
 
 @cache
 def known_variables() -> set[str]:
     """Return the variables that some source reads."""
-    theirs = pages.SITE_PACKAGES / "sglang/srt"
-    folders = [ROOT / "python", theirs / "disaggregation", theirs / "utils"]
-    sources = [*theirs.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
+    sglang_sources = pages.SITE_PACKAGES / "sglang/srt"
+    folders = [ROOT / "python", sglang_sources / "disaggregation", sglang_sources / "utils"]
+    sources = [
+        *sglang_sources.glob("*.py"),
+        *(path for folder in folders for path in folder.rglob("*.py")),
+    ]
     return set(re.findall(r"SGLANG_\w+", "".join(path.read_text() for path in sources)))
 
 

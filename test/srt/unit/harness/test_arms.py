@@ -49,8 +49,8 @@ def test_pairs_differ_only_where_declared(
 def test_a_pair_over_a_store_has_one_page_size_and_one_store() -> None:
     """Guards against servers that share no keys because their page sizes or stores differ, and
     against a decode server that reads from the store."""
-    master, about = servers.store()
-    config = with_store(PairConfig(Path("m"), radix=True, decode_args=("--x",)), about)
+    master, store_settings = servers.store()
+    config = with_store(PairConfig(Path("m"), radix=True, decode_args=("--x",)), store_settings)
     flags = [
         dict(zip(server.command, (*server.command[1:], ""), strict=True))
         for server in config.layout()

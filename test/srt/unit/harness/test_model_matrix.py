@@ -30,12 +30,12 @@ def functions(folder: str) -> dict[str, ast.FunctionDef]:
 def reached(file: str, name: str) -> Iterator[ast.FunctionDef]:
     """Yield a test and all helpers that it calls, directly or not."""
     known = functions("test/srt/e2e") | functions(file.rpartition("/")[0])
-    names, seen = [name], set[str]()
+    names, visited = [name], set[str]()
     while names:
         current = names.pop()
-        if current in seen or current not in known:
+        if current in visited or current not in known:
             continue
-        seen.add(current)
+        visited.add(current)
         yield known[current]
         calls = (node.func for node in ast.walk(known[current]) if isinstance(node, ast.Call))
         names += [
@@ -74,8 +74,8 @@ def test_every_run_is_a_test_that_compares_answers_and_counts_hits() -> None:
     or without a hit."""
     matrix = model_matrix.matrix()
     cells = rows(matrix.here, matrix.setups, matrix.there)
-    named = numbers(cells)
-    assert named and named <= {*range(1, len(matrix.tests) + 1)}
+    named_tests = numbers(cells)
+    assert named_tests and named_tests <= {*range(1, len(matrix.tests) + 1)}
     for test in {(test.file, test.function) for test in matrix.tests}:
         file, name = test
         module = ast.parse((REPOSITORY / file).read_text())

@@ -68,8 +68,8 @@ def test_all_results_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against outdated results: ``git rm`` them, or name them in their benchmark's
     README."""
     results = {path for path in tracked("benchmark") if "/results" in str(path.parent)}
-    left = results - shown(results, monkeypatch)
-    assert {str(path.relative_to(REPOSITORY)) for path in left} == set()
+    unshown = results - shown(results, monkeypatch)
+    assert {str(path.relative_to(REPOSITORY)) for path in unshown} == set()
 
 
 def test_commits_on_pages_are_in_the_history() -> None:
@@ -79,7 +79,7 @@ def test_commits_on_pages_are_in_the_history() -> None:
     if subprocess.run(query, cwd=REPOSITORY, capture_output=True, text=True).stdout != "false\n":
         pytest.skip("no history")
     pages = "".join(page.read_text() for page in tracked("*.md"))
-    named = {
+    commits = {
         commit for commit in COMMIT.findall(pages) if not commit.isdigit() and not commit.isalpha()
     }
     checked = subprocess.run(
@@ -87,7 +87,7 @@ def test_commits_on_pages_are_in_the_history() -> None:
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        input="\n".join(sorted(named)),
+        input="\n".join(sorted(commits)),
     )
     assert [line for line in checked.stdout.splitlines() if line.endswith("missing")] == []
 
@@ -95,11 +95,11 @@ def test_commits_on_pages_are_in_the_history() -> None:
 def test_a_study_is_shown_from_its_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the pages that a measured study is shown on: they are written from its summary
     alone."""
-    made = run(cells("aggregated", 1.0), cells("pd-radix", 0.8))
+    result = run(cells("aggregated", 1.0), cells("pd-radix", 0.8))
     claim_fields = {"arm": "pd-radix", "over": "aggregated", "of": "e2e", "at": 4}
     claim = Claim("b is faster", **claim_fields, at_most=0.9, theirs="a tenth")
-    made.study = msgspec.structs.replace(made.study, claims=(claim,))
-    cli.write(made, tmp_path / "worth", cli.Console(quiet=True))
+    result.study = msgspec.structs.replace(result.study, claims=(claim,))
+    cli.write(result, tmp_path / "worth", cli.Console(quiet=True))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     text = tables.study("worth")
     assert text.startswith("At 4 sessions at once, **pd-radix is best**")

@@ -26,16 +26,16 @@ def admitted(at_s: float, room: int | None = 1) -> Admitted:
     )
 
 
-def sent(at: float, room: int = 1, peer: str = "d0") -> Sent:
-    return Sent(at=at, room=room, peer=peer, source_pages=[7], destination_pages=[1], bytes=100)
+def sent(at_s: float, room: int = 1, peer: str = "d0") -> Sent:
+    return Sent(at=at_s, room=room, peer=peer, source_pages=[7], destination_pages=[1], bytes=100)
 
 
-def moved(at: float, chunk: int, *, is_last: bool, room: int = 1, peer: str = "d0") -> Moved:
+def moved(at_s: float, chunk: int, *, is_last: bool, room: int = 1, peer: str = "d0") -> Moved:
     """Return a record with 1 s in the queue, 2 s building, 3 s posting, 4 s on the wire: 10 s in
     all."""
     times = {"queue_s": 1, "build_s": 2, "post_s": 3, "wire_s": 4}
     which = {"room": room, "peer": peer, "chunk": chunk, "is_last": is_last}
-    return Moved(at=at, **which, **times, descriptors=5, bytes=100)
+    return Moved(at=at_s, **which, **times, descriptors=5, bytes=100)
 
 
 def whole_room(room: int = 1, start: float = 100) -> list[Event]:

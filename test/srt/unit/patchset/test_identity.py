@@ -33,7 +33,7 @@ LEFT_OUT = {
 
 
 @pytest.mark.parametrize(
-    ("given", "changed", "groups", "flags"),
+    ("flags_given", "changed", "groups", "flags"),
     [
         ({}, {}, ",".join(group.name for group in GROUPS), ""),
         # Targets that are not imported yet.
@@ -43,7 +43,7 @@ LEFT_OUT = {
     ids=["no flags", "pending", "flags and detached groups"],
 )
 def test_identity_of_a_server(
-    given: dict[str, object], changed: dict[str, GroupStatus], groups: str, flags: str
+    flags_given: dict[str, object], changed: dict[str, GroupStatus], groups: str, flags: str
 ) -> None:
     """Guards against a rollout that cannot be checked from outside: the package may be installed
     but inert, of another version, or without a group; or two servers of one fleet differ in a flag
@@ -52,9 +52,9 @@ def test_identity_of_a_server(
     states = [
         GroupState(group, changed.get(group.name, GroupStatus.ATTACHED), "", ()) for group in GROUPS
     ]
-    about = identity(SimpleNamespace(**defaults | given), State("1", "1", "", tuple(states)))
-    assert about == {"version": __version__, "groups": groups, "protocol": "1", "flags": flags}
-    assert line(about) == (
+    labels = identity(SimpleNamespace(**defaults | flags_given), State("1", "1", "", tuple(states)))
+    assert labels == {"version": __version__, "groups": groups, "protocol": "1", "flags": flags}
+    assert line(labels) == (
         f"sglang-disagg-patchset {__version__}: feature groups {groups}; delta protocol 1; "
         f"flags {flags or 'none'}"
     )

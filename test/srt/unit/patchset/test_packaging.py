@@ -57,9 +57,9 @@ def test_one_version(wheel):
 def test_python_versions_are_named_everywhere():
     """The classifiers list the versions that `make test-pythons` checks; setup and README name the
     first and the last."""
-    named = re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', PYPROJECT)
-    first, last = named[0], named[-1]
-    assert [int(minor) for minor in named] == [*range(int(first), int(last) + 1)]
+    minors = re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', PYPROJECT)
+    first, last = minors[0], minors[-1]
+    assert [int(minor) for minor in minors] == [*range(int(first), int(last) + 1)]
     assert f'requires-python = ">=3.{first}"' in PYPROJECT
     for file in ("README.md", "CONTRIBUTING.md", "scripts/setup_env.sh"):
         assert f"3.{first} to 3.{last}" in (ROOT / file).read_text()

@@ -134,16 +134,16 @@ VARIABLES = [
 
 @pytest.mark.hazard("offload-manager", "receivers-without-prefix", "radix-beside-hicache")
 @pytest.mark.parametrize(
-    ("variable", "value", "changes", "named"),
+    ("variable", "value", "changes", "expected"),
     [*(("SGLANG_ENABLE_SPEC_V2", "0", *row) for row in SETTINGS), *VARIABLES],
     ids=case_id,
 )
-def test_settings_of_the_radix_flag(monkeypatch, variable, value, changes, named):
+def test_settings_of_the_radix_flag(monkeypatch, variable, value, changes, expected):
     """Guards against settings that would corrupt KV or end the server at its first request."""
     monkeypatch.setenv(variable, value)
-    with refusal(named) as message:
+    with refusal(expected) as message:
         check(args(**changes))
-    with refusal(named):  # also if SGLang itself set it
+    with refusal(expected):  # also if SGLang itself set it
         refusals.check_filled_in(args(**changes))
     for text in message:
         assert text.startswith(flags.FLAG)
@@ -183,7 +183,7 @@ SPARSE = model(SimpleNamespace(index_topk=2048))
 
 @pytest.mark.hazard("state-beyond-prefix", "unfit-models")
 @pytest.mark.parametrize(
-    ("config", "algorithm", "named"),
+    ("config", "algorithm", "expected"),
     [
         (model(), None, None),
         (model(), "EAGLE", None),
@@ -204,26 +204,26 @@ SPARSE = model(SimpleNamespace(index_topk=2048))
     ],
     ids=case_id,
 )
-def test_models_of_the_radix_flag(config, algorithm, named):
+def test_models_of_the_radix_flag(config, algorithm, expected):
     """Guards against KV that is more than one pool of pages; if found only after the weights are
     loaded, it costs minutes."""
-    with refusal(named) as message:
+    with refusal(expected) as message:
         refusals.check_model(args(speculative_algorithm=algorithm), config)
     assert all(flags.FLAG in text for text in message)
     assert all("--model-path" in text or algorithm for text in message)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("arguments", "expected"),
     [
         ({"disaggregation_decode_local_tokens": 8}, flags.LOCAL),
         ({"disaggregation_decode_local_tokens_when_lost": 8}, flags.LOCAL_WHEN_LOST),
         ({"hicache_host_memory_mode": "buffer_only"}, flags.ON),
     ],
 )
-def test_features_that_recurrent_state_excludes(arguments, named):
+def test_features_that_recurrent_state_excludes(arguments, expected):
     """Tree and store hold only KV: a model that continues from a prefix there has no state."""
-    with refusal(named) as message:
+    with refusal(expected) as message:
         refusals.check_model(args(**arguments), model(StateSpaceConfig()))
     assert "state-space or linear-attention" in message[0]
     with refusal(None):
@@ -234,7 +234,7 @@ def test_features_that_recurrent_state_excludes(arguments, named):
 
 
 @pytest.mark.parametrize(
-    ("mode", "backend", "dtype", "named"),
+    ("mode", "backend", "dtype", "expected"),
     [
         ("prefill", "nixl", "fp4_e2m1", "--disaggregation-mode prefill"),
         ("decode", "mooncake", "fp4_e2m1", "--disaggregation-mode decode"),
@@ -243,7 +243,7 @@ def test_features_that_recurrent_state_excludes(arguments, named):
         ("prefill", "ascend", "fp4_e2m1", None),
     ],
 )
-def test_kv_that_a_pair_transfers_incompletely(mode, backend, dtype, named):
+def test_kv_that_a_pair_transfers_incompletely(mode, backend, dtype, expected):
     """Without a flag too: decode read keys without their scales, and for multi-head attention the
     transfer overwrote other requests' memory."""
     arguments = {
@@ -251,7 +251,7 @@ def test_kv_that_a_pair_transfers_incompletely(mode, backend, dtype, named):
         "disaggregation_transfer_backend": backend,
         "kv_cache_dtype": dtype,
     }
-    with refusal(named) as message:
+    with refusal(expected) as message:
         check(args(disaggregation_decode_enable_radix_cache=False, **arguments))
     assert all("Use --kv-cache-dtype" in text for text in message)
 
@@ -290,7 +290,7 @@ LOCAL_TURNS = {"disaggregation_decode_local_tokens": 512}
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "expected"),
     [
         ({}, None),
         ({"speculative_algorithm": "EAGLE"}, None),
@@ -342,10 +342,10 @@ LOCAL_TURNS = {"disaggregation_decode_local_tokens": 512}
     ],
     ids=case_id,
 )
-def test_settings_of_local_turns(changes, named):
+def test_settings_of_local_turns(changes, expected):
     """Guards against settings that would stop or break decode at its first local turn; servers
     without the flag are not refused."""
-    with refusal(named) as message:
+    with refusal(expected) as message:
         check(args(**LOCAL_TURNS | changes))
     assert all(text.startswith(LOCAL_TURN_FLAGS) for text in message)
 

@@ -20,7 +20,7 @@ OFF, GROUP_OFF = {"SGLANG_PATCHSET": "0"}, {"SGLANG_PATCHSET_DISABLE": "feature"
 
 
 @pytest.mark.parametrize(
-    ("case", "options", "env", "status", "said"),
+    ("case", "options", "env", "status", "counts"),
     [
         # The plain call is quick and imports no target; --check imports and binds them all.
         ("all", [], {}, 0, {"patchset active": 1, "pending ": 2, "group feature: pending": 1}),
@@ -51,7 +51,7 @@ OFF, GROUP_OFF = {"SGLANG_PATCHSET": "0"}, {"SGLANG_PATCHSET_DISABLE": "feature"
         ("a bug", ["--check"], {}, 2, {}),
     ],
 )
-def test_the_command(fake_sglang, case, options, env, status, said):
+def test_the_command(fake_sglang, case, options, env, status, counts):
     """Guards against an installation that looks complete although it is inert, half attached or
     without its .pth."""
     code = MAIN.format(options=options)
@@ -65,7 +65,7 @@ def test_the_command(fake_sglang, case, options, env, status, said):
         code = f"import sys; sys.meta_path.pop(0)\n{code}"
     result = fake_sglang.run(code, check=False, **env)
     assert result.returncode == status, result.stderr
-    assert {text: result.stdout.count(text) for text in said} == said, result.stdout
+    assert {text: result.stdout.count(text) for text in counts} == counts, result.stdout
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_seeded() -> None:
 
 
 @pytest.fixture(scope="module")
-def found() -> Description:
+def description() -> Description:
     return describe(survey(generate(30_000, seed=3)))
 
 
@@ -67,10 +67,10 @@ def found() -> Description:
     ],
 )
 def test_the_published_figures(
-    found: Description, field: str, published: float, rel: float, off: float
+    description: Description, field: str, published: float, rel: float, off: float
 ) -> None:
     """Guards the figures that decide a server's work and a cache's gain; wrong ones would change
     the load of every study."""
     name, _, part = field.partition(".")
-    value = getattr(found[name], part) if part else found[name]
+    value = getattr(description[name], part) if part else description[name]
     assert value == pytest.approx(published, rel=rel, abs=off)

@@ -27,7 +27,7 @@ def test_a_published_line_is_read_as_a_stream(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         (GOOD + '{"timestamp": 5, "input_length": 700, "output_length": 3}', "hash_ids"),
         (GOOD.replace("[0, 7]", "[0]"), "2 blocks of 512"),
@@ -37,10 +37,10 @@ def test_a_published_line_is_read_as_a_stream(tmp_path: Path) -> None:
         ("", "trace.jsonl has no requests"),
     ],
 )
-def test_refused_lines(tmp_path: Path, text: str, says: str) -> None:
+def test_refused_lines(tmp_path: Path, text: str, message: str) -> None:
     """A trace in another format or block size would be replayed with other requests."""
     (tmp_path / "trace.jsonl").write_text(text)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         list(read(tmp_path / "trace.jsonl"))
 
 

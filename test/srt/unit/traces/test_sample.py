@@ -28,7 +28,7 @@ RECORDS = list(generate(6000, seed=1))
 
 
 @pytest.fixture(scope="module")
-def found() -> Survey:
+def surveyed() -> Survey:
     return survey(RECORDS)
 
 
@@ -67,10 +67,10 @@ def test_counts_equal_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parts.blocks == expected and parts.sessions.equals(whole.sessions)
 
 
-def test_the_window_keeps_sessions_that_begin_in_it(found: Survey) -> None:
+def test_the_window_keeps_sessions_that_begin_in_it(surveyed: Survey) -> None:
     """A session cut at the window's start would begin with an unexplained long prompt; one cut at
     the end would lose the long turns that fill its memory."""
-    selection = window_and_thin(found, Plan(window_s=60, window_start_s=30, ratio=1))
+    selection = window_and_thin(surveyed, Plan(window_s=60, window_start_s=30, ratio=1))
     records = list(chosen(RECORDS, selection))
     zero = RECORDS[0].timestamp / 1000 + 30
     first: dict[str | None, float] = {}
@@ -84,15 +84,15 @@ def test_the_window_keeps_sessions_that_begin_in_it(found: Survey) -> None:
     assert records[-1].timestamp > 60_000  # long sessions go on
 
 
-def test_thinning_keeps_families_whole_and_nests(found: Survey) -> None:
+def test_thinning_keeps_families_whole_and_nests(surveyed: Survey) -> None:
     """Guards families that are kept or dropped as a whole, by a seeded hash that is the same in
     every process: each session has the same chance, and a smaller sample is part of a larger
     one."""
     large, small, other = (
-        window_and_thin(found, Plan(1e6, 0, ratio, seed=seed)).sessions
+        window_and_thin(surveyed, Plan(1e6, 0, ratio, seed=seed)).sessions
         for ratio, seed in ((0.4, 1), (0.1, 1), (0.4, 2))
     )
-    sessions = found.sessions
+    sessions = surveyed.sessions
     assert len(large) / len(sessions) == pytest.approx(0.4, abs=0.05)
     assert small < large and other != large
     keep = sessions.index.isin(large)
@@ -100,19 +100,19 @@ def test_thinning_keeps_families_whole_and_nests(found: Survey) -> None:
     assert session_key(Record(0, 1, 1, (1,), "s1")) == 6064584127301525897
 
 
-def test_cap_of_single_turns(found: Survey) -> None:
+def test_cap_of_single_turns(surveyed: Survey) -> None:
     """Guards the cap, and that sessions of several turns all stay."""
     everything = Plan(1e6, 0, 1)
-    turns = found.sessions["turns"]
+    turns = surveyed.sessions["turns"]
     for cap in (0.3, 0.0):
-        kept = window_and_thin(found, dataclasses.replace(everything, max_single_turn=cap))
+        kept = window_and_thin(surveyed, dataclasses.replace(everything, max_single_turn=cap))
         several = int((turns > 1).sum())
         assert {int(key) for key in turns[turns > 1].index} <= kept.sessions
         assert len(kept.sessions) == several + int(several * cap / (1 - cap))
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         ({"window_s": 0}, "--window-seconds"),
         ({"ratio": 1.5}, "--sample-ratio"),
@@ -123,11 +123,11 @@ def test_cap_of_single_turns(found: Survey) -> None:
     ],
 )
 def test_wrong_flags_and_empty_samples_are_errors(
-    found: Survey, flags: dict[str, float], says: str
+    surveyed: Survey, flags: dict[str, float], message: str
 ) -> None:
     """A ratio of 15 for 15% would keep all; an empty file would be replayed as a success."""
-    with pytest.raises(ValueError, match=says):
-        window_and_thin(found, Plan(**flags))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        window_and_thin(surveyed, Plan(**flags))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -269,8 +269,8 @@ class MooncakeRank:
     def check(self) -> None:
         self.tick(DOUBT_S)
         tables = {**self.manager.open_rooms(), **self.pool.tables()}
-        left = {name: rooms for name, rooms in tables.items() if rooms}
-        assert left == {} and self.manager.rooms.all() == []
+        leftovers = {name: rooms for name, rooms in tables.items() if rooms}
+        assert leftovers == {} and self.manager.rooms.all() == []
         assert self.sockets.misuse == []
 
     def clear(self, sender: Any) -> None:

@@ -42,28 +42,28 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeRank]:
 def test_a_write_that_never_began_cannot_land(rank: MooncakeRank) -> None:
     """Guards against a room that waited behind a failed call, and whose decode rank is notified
     only after the time in which a broken write may still land."""
-    other = started(rank, 8)
-    other.send(pages(5, 6))
+    queued = started(rank, 8)
+    queued.send(pages(5, 6))
     rank.tick(0.01)
     assert len(rank.writes) == 1
     rank.settle("ERR")
     rank.tick(0.25)
-    assert other.poll() == KVPoll.Failed and rank.heard(8) == ["stopped"]
-    assert "must register again" in str(failure_of(other))
+    assert queued.poll() == KVPoll.Failed and rank.heard(8) == ["stopped"]
+    assert "must register again" in str(failure_of(queued))
     assert rank.heard(ROOM) == ["failed"], "the failed call's writes may still land"
 
 
 def test_a_process_that_was_suspended(rank: MooncakeRank) -> None:
     """Guards against a queued write that begins after a suspension, in which decode may have reused
     its pages, and before the ticking thread has noticed."""
-    other = started(rank, 8)
-    other.send(pages(5, 6))
+    queued = started(rank, 8)
+    queued.send(pages(5, 6))
     rank.tick(0.01)
     rank.clock.now += QUARANTINE_TIMEOUT.read()
     rank.settle("DONE")
     rank.pool.run()
-    assert len(rank.writes) == 1 and other.poll() == KVPoll.Failed
-    assert "did not run for" in str(failure_of(other))
+    assert len(rank.writes) == 1 and queued.poll() == KVPoll.Failed
+    assert "did not run for" in str(failure_of(queued))
 
 
 def test_queued_chunks_are_not_described(
@@ -91,12 +91,12 @@ def test_queued_chunks_are_not_described(
 def test_a_decode_rank_that_restarts_under_its_address(rank: MooncakeRank, when: str) -> None:
     """Guards against KV of the predecessor's room in pages of the restarted rank's requests: before
     the room has begun, while it waits or is written, or if its announcement comes late."""
-    other = rank.sender(8)
+    queued = rank.sender(8)
     if when != "late":
         rank.announce(8, [10, 11], slot=2)
-        other.init(2, 3)
+        queued.init(2, 3)
     if when == "waiting":
-        other.send(pages(5, 6))
+        queued.send(pages(5, 6))
         rank.tick(0.01)
     elif when != "half":
         rank.settle("DONE")
@@ -104,16 +104,16 @@ def test_a_decode_rank_that_restarts_under_its_address(rank: MooncakeRank, when:
     begun, new = len(rank.writes), rank.restart()
     if when == "late":
         rank.announce(8, [10, 11], slot=2)
-        other.init(2, 3)
+        queued.init(2, 3)
     memory_before = new.snapshot()
     if when != "waiting":
-        other.send(pages(5, 6))
+        queued.send(pages(5, 6))
     rank.tick(0.01)
     if when in ("waiting", "half"):
         rank.writes[0].rows.clear()  # the engine writes to the old memory
     rank.finish()
-    assert other.poll() == KVPoll.Failed and rank.heard(8) == ["stopped"]
-    assert "has restarted since" in str(failure_of(other)) or when == "waiting"
+    assert queued.poll() == KVPoll.Failed and rank.heard(8) == ["stopped"]
+    assert "has restarted since" in str(failure_of(queued)) or when == "waiting"
     assert len(rank.writes) == begun, "not even metadata"
     assert all(map(np.array_equal, new.snapshot(), memory_before))
 
@@ -121,11 +121,11 @@ def test_a_decode_rank_that_restarts_under_its_address(rank: MooncakeRank, when:
 def test_a_decode_rank_that_registers_again(rank: MooncakeRank) -> None:
     """Guards against healthy rooms that fail: a decode rank registers at all ranks of a server when
     one of them has forgotten it."""
-    other = started(rank, 8)
+    queued = started(rank, 8)
     rank.register("decode")
-    other.send(pages(5, 6))
+    queued.send(pages(5, 6))
     rank.finish()
-    assert other.poll() == KVPoll.Success and rank.heard(8) == ["complete"]
+    assert queued.poll() == KVPoll.Success and rank.heard(8) == ["complete"]
     assert rank.heard(ROOM) == ["complete"]
 
 
