@@ -19,7 +19,7 @@ from hypothesis import is_hypothesis_test, settings
 
 import engineless
 
-# A bare `pytest` must behave like `make test`: the import hook reads this at the first import.
+# So that a bare `pytest` behaves like `make test`: the import hook reads this at the first import.
 if not glob.glob("/dev/nvidia[0-9]*"):
     os.environ.setdefault("SGLANG_CPU_STANDIN", "1")
 

@@ -33,14 +33,12 @@ def test_default(token_bytes: int, page: int, device_tokens: int, pages: int):
     assert default == pages
 
 
-@pytest.mark.parametrize(
-    ("page", "threshold", "min_pages"), [(16, 256, 32), (64, 256, 8), (64, 1, 2)]
-)
-def test_minimum(page: int, threshold: int, min_pages: int):
+@pytest.mark.parametrize(("page", "threshold", "least"), [(16, 256, 32), (64, 256, 8), (64, 1, 2)])
+def test_minimum(page: int, threshold: int, least: int):
     """Guards against a stage that stalls because a read and a write do not fit at the same time."""
-    settings.check_pages(min_pages, page, threshold)
-    with pytest.raises(ValueError, match=f"pages {min_pages - 1} .*Use {settings.PAGES_FLAG}"):
-        settings.check_pages(min_pages - 1, page, threshold)
+    settings.check_pages(least, page, threshold)
+    with pytest.raises(ValueError, match=f"pages {least - 1} .*Use {settings.PAGES_FLAG}"):
+        settings.check_pages(least - 1, page, threshold)
 
 
 @given(st.integers(1, 128), st.integers(1, 4096), st.integers(0, 5000))

@@ -174,8 +174,9 @@ def test_edits_of_torch() -> None:
 
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_start_method(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """Guards against forked servers without the setting, against a fork that has no effect because
-    SGLang sets its own start method, and against a misspelled setting that is silently ignored."""
+    """Guards against forked servers that nobody asked for, against a fork that does not take
+    effect when SGLang sets its own start method, and against a misspelled setting that is silently
+    ignored."""
     chosen: list[str] = []
     multiprocessing = SimpleNamespace(
         set_start_method=lambda name, force: chosen.append(name), Pipe="the real one"

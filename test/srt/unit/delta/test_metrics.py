@@ -97,7 +97,8 @@ def test_two_workers_measure_first_at_one_time(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_drafts_are_counted_by_prefix() -> None:
-    """Guards against an unnoticed loss: drafts that are worse behind prefixes from the tree."""
+    """Guards against drafts that are worse behind prefixes from the tree, where nobody can see
+    it."""
     stats = Telemetry()
     for hit, steps, accepted in ((64, 10, 7), (16, 5, 1), (0, 4, 2), (0, 0, 0)):
         req = SimpleNamespace(spec_verify_ct=steps, spec_accepted_tokens=accepted)

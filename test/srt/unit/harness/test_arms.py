@@ -37,12 +37,8 @@ def test_pairs_differ_only_where_declared(
         server.environment()["SGLANG_CPU_STANDIN"]: "cpu" in server.command
         for server in (prefill, decode)
     } in ({"1": True}, {"0": False})
-    arguments = " ".join(decode.command)
-    assert (
-        "--num-reserved-decode-tokens 64" in arguments
-        and "--tp-size 2" in arguments
-        and "--x" in arguments
-    )
+    said = " ".join(decode.command)
+    assert "--num-reserved-decode-tokens 64" in said and "--tp-size 2" in said and "--x" in said
     assert "--tp-size" not in prefill.command and "--x" not in prefill.command
 
 

@@ -74,33 +74,33 @@ def test_wrong_values(variable: Variable[Any], text: str, monkeypatch: pytest.Mo
     assert str(error.value) == f"{variable.name} must be {variable.allowed}, not {text!r}"
 
 
-MAX_SECONDS = 1_000_000
-MAX_COUNT = 2**31 - 1
+FOR_EVER = 1_000_000  # seconds
+MOST = 2**31 - 1
 #: The smallest and the largest allowed value of each number, and the effect of a smaller one.
 BOUNDS: dict[Variable[Any], tuple[float, float]] = {
-    # A prefill rank stops its rooms if its reader is late by half of this; the reader ticks each
-    # second, and the interpreter may delay it for seconds.
-    environment.QUARANTINE_TIMEOUT: (10, MAX_SECONDS),
-    environment.ADMISSION_TIMEOUT: (1, MAX_SECONDS),  # 0: no request is admitted
-    environment.WAIT_LOG: (0, MAX_SECONDS),
-    environment.LOCAL_CHUNK: (1, MAX_COUNT),
-    environment.HANDSHAKE_TIMEOUT: (0.1, MAX_SECONDS),
-    environment.TRANSFER_TIMEOUT: (1, MAX_SECONDS),  # 0: each chunk is late when it is queued
-    environment.CLAIM_TIMEOUT: (10, MAX_SECONDS),  # requests that come after the announcement fail
-    environment.PEER_TIMEOUT: (10, MAX_SECONDS),  # a decode rank is forgotten between two pings
-    environment.QUEUES: (1, MAX_COUNT),
-    environment.THREADS: (1, MAX_COUNT),
-    environment.WORKER_TIMEOUT: (10, MAX_SECONDS),  # a change of NIXL's peers may take 5 s
-    environment.TRANSFER_LOG_INTERVAL: (0, MAX_SECONDS),
+    # A prefill rank whose reader is late for half of it stops its rooms; the reader ticks each
+    # second, and the interpreter keeps it waiting for seconds.
+    environment.QUARANTINE_TIMEOUT: (10, FOR_EVER),
+    environment.ADMISSION_TIMEOUT: (1, FOR_EVER),  # 0: no request is admitted
+    environment.WAIT_LOG: (0, FOR_EVER),
+    environment.LOCAL_CHUNK: (1, MOST),
+    environment.HANDSHAKE_TIMEOUT: (0.1, FOR_EVER),
+    environment.TRANSFER_TIMEOUT: (1, FOR_EVER),  # 0: each chunk is late when it is queued
+    environment.CLAIM_TIMEOUT: (10, FOR_EVER),  # requests that come after the announcement fail
+    environment.PEER_TIMEOUT: (10, FOR_EVER),  # a decode rank is forgotten between two pings
+    environment.QUEUES: (1, MOST),
+    environment.THREADS: (1, MOST),
+    environment.WORKER_TIMEOUT: (10, FOR_EVER),  # a change of NIXL's peers may take 5 s
+    environment.TRANSFER_LOG_INTERVAL: (0, FOR_EVER),
     environment.NIXL_PROGRESS_DELAY: (0, 100_000),  # more: each write waits for it
-    environment.BUFFER_READ_TIMEOUT: (0, MAX_SECONDS),
-    environment.STORE_DEADLINE: (0.1, MAX_SECONDS),  # 0: each call is late, the store is never used
-    environment.STORE_FIRST_RETRY: (0.1, MAX_SECONDS),
-    environment.STORE_LONGEST_RETRY: (0.1, MAX_SECONDS),
-    environment.LOCAL_TOKENS: (0, MAX_COUNT),
-    environment.LOCAL_SHARE: (5e-324, 1),  # a chunk still runs every 64 decode steps
-    environment.LOCAL_MAX_ITL_MS: (0, MAX_COUNT),  # a chunk still runs every 100 steps
-    environment.FALLBACK_PREFILL_TOKENS: (0, MAX_COUNT),
+    environment.BUFFER_READ_TIMEOUT: (0, FOR_EVER),
+    environment.STORE_DEADLINE: (0.1, FOR_EVER),  # 0: each call is late, the store is never used
+    environment.STORE_FIRST_RETRY: (0.1, FOR_EVER),
+    environment.STORE_LONGEST_RETRY: (0.1, FOR_EVER),
+    environment.LOCAL_TOKENS: (0, MOST),
+    environment.LOCAL_SHARE: (5e-324, 1),  # a chunk runs every 64 decode steps all the same
+    environment.LOCAL_MAX_ITL_MS: (0, MOST),  # every 100 steps all the same
+    environment.FALLBACK_PREFILL_TOKENS: (0, MOST),
 }
 
 

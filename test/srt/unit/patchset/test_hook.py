@@ -245,17 +245,17 @@ def modules_after(code: str) -> set[str]:
     """Return the modules that a fresh interpreter has loaded after ``code``."""
     code = f"import sys, importlib.util as util; {code}; print(*sys.modules)"
     env = {**os.environ, "SGLANG_CPU_STANDIN": "0"}
-    loaded = subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
-    return set(loaded.split())
+    told = subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
+    return set(told.split())
 
 
 def test_the_start_of_an_interpreter_imports_nothing_of_ours():
     """Guards against modules without byte code that cost every process of the environment
     milliseconds; the hook may use only modules that every interpreter has loaded."""
     assert "sglang_disagg_patchset_hook" not in modules_after("pass")
-    loaded = modules_after("util.find_spec('sglang')")
-    assert "sglang_disagg_patchset_hook" in loaded
-    assert not {m for m in loaded if m.split(".")[0] in ("sglang", "torch", "numpy")}
+    asked = modules_after("util.find_spec('sglang')")
+    assert "sglang_disagg_patchset_hook" in asked
+    assert not {m for m in asked if m.split(".")[0] in ("sglang", "torch", "numpy")}
 
 
 @pytest.mark.parametrize("name", ["sglang", "sgl_kernel", "torch", "nixl", "vllm", "triton"])

@@ -1,4 +1,4 @@
-"""The hook starts the CPU stand-in early, once, and whether or not the patch set is active."""
+"""How the hook starts the CPU stand-in: early, once, and whatever the patch set does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STANDIN = "sglang/srt/hardware_backend/cpu_standin"
 
 @pytest.fixture
 def with_standin(fake_sglang):
-    """A stand-in that only prints that it was started."""
+    """A stand-in that only tells when it was started."""
     fake_sglang.write(
         f"{STANDIN}/__init__.py",
         """
@@ -29,7 +29,7 @@ def with_standin(fake_sglang):
 @pytest.mark.parametrize("patchset", ["0", "1"])
 @pytest.mark.parametrize("first", ["sglang", "torch", "sglang.srt.consumer"])
 def test_starts_before_torch_and_sglang(with_standin, first, patchset):
-    """The stand-in must start before any kernel library is imported, for stock SGLang as well."""
+    """It has to be there before a kernel library is looked for, for stock SGLang as well."""
     code = f"import {first}, sglang.srt.consumer, torch; print(sglang.srt.consumer.Engine().run())"
     result = with_standin.run(code, SGLANG_CPU_STANDIN="1", SGLANG_PATCHSET=patchset)
     run = ["stock"] if patchset == "0" else ["stock", "loud"]
@@ -38,7 +38,7 @@ def test_starts_before_torch_and_sglang(with_standin, first, patchset):
 
 
 def test_is_importable_under_its_own_name(with_standin):
-    """The package that the hook loaded from its file must be the one that later imports find."""
+    """The package that the hook loaded from its file is the one that others import later."""
     result = with_standin.run(
         """
         import sglang
@@ -53,16 +53,16 @@ def test_is_importable_under_its_own_name(with_standin):
 
 @pytest.mark.parametrize("text", ["true", "YES", " on ", None, "2"])
 def test_spellings(with_standin, text):
-    """Same spellings as SGLang's own variables: the stand-in must never shadow the real kernels by
-    accident, and a typing error must not silently mean off."""
+    """As for SGLang's own variables: it must never shadow the real kernels by accident, and a
+    typing error must not silently mean off."""
     result = with_standin.run(
         "import torch, sglang", **{"SGLANG_CPU_STANDIN": text} if text else {}
     )
     is_on = text not in (None, "2")
     assert result.stdout == ("started here False False\n" if is_on else "")
-    lines = result.stderr.splitlines()
-    assert len(lines) == (text == "2")
-    assert all("SGLANG_CPU_STANDIN" in line and "'2'" in line for line in lines)
+    said = result.stderr.splitlines()
+    assert len(said) == (text == "2")
+    assert all("SGLANG_CPU_STANDIN" in line and "'2'" in line for line in said)
 
 
 def test_a_refusal_costs_one_line(with_standin):

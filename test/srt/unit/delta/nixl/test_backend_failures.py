@@ -161,7 +161,7 @@ def test_a_lost_peer_may_register_again(rank: PrefillRank, noticed_by: str) -> N
 @pytest.mark.parametrize("state", [ERROR, "ERR"])
 def test_what_fails_one_transfer(rank: PrefillRank, state: Any) -> None:
     """Guards against forgetting a peer, and failing all its rooms, because one transfer failed; and
-    against counting times of broken transfers."""
+    against times of broken transfers."""
     seen = STATS.totals.copy()
 
     def transported() -> float:
@@ -185,8 +185,8 @@ def test_what_fails_one_transfer(rank: PrefillRank, state: Any) -> None:
 def test_numbers_that_cannot_be_taken(
     rank: PrefillRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Guards against telemetry, or a full disk under the event log, that fails transfers, keeps
-    peers in use for ever, or logs a complaint about every one."""
+    """Guards against telemetry, or a full disk below the event log, that fails transfers, keeps
+    peers in use for ever, or complains about every one."""
 
     def full_disk(side: str) -> None:
         raise OSError("no space left on device")

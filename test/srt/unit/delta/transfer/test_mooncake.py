@@ -181,7 +181,7 @@ class Ranks:
         self.backend.register(SimpleNamespace(mooncake_session_id=peer))
 
     def post(self, peer: str) -> Future[State]:
-        """Post a chunk to a decode rank; return its future."""
+        """A chunk to a decode rank."""
         to = SimpleNamespace(mooncake_session_id=peer, room=ROOM, is_ours=True)
         part = Part(pages(5), slice(0, 1), None, None, {peer: to})
         (call,) = self.backend.post(Chunk(ROOM, (peer,), part, False, 0.0, 0.0), peer)
@@ -241,11 +241,11 @@ def test_a_decode_rank_that_hangs_leaves_threads_to_others(
         done = ranks.post("lives")
         ranks.settle("lives")
         assert done.result(60) is State.DONE
-    assert not any(future.done() for future in stuck)
+    assert not any(each.done() for each in stuck)
     hanging.set_result(0)
-    for future in stuck[1:]:
+    for each in stuck[1:]:
         ranks.settle("hangs")
-        assert future.result(60) is State.DONE
+        assert each.result(60) is State.DONE
 
 
 @pytest.mark.hazard("slow-peer")
@@ -263,10 +263,10 @@ def test_decode_servers_that_hang_leave_threads_to_others() -> None:
             hanging.append(begun[1])
         begun[1].set_result(0)
         assert done.result(60) is State.DONE
-    assert not any(future.done() for future in stuck)
+    assert not any(each.done() for each in stuck)
     for call in hanging:
         call.set_result(0)
-    assert [future.result(60) for future in stuck] == [State.DONE] * 5
+    assert [each.result(60) for each in stuck] == [State.DONE] * 5
     until(lambda: threading.active_count() <= before + 2, "two threads stay")
 
 
@@ -286,8 +286,8 @@ def test_a_system_without_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ranks.backend.state(ranks.calls[0]) is State.IN_PROGRESS and start.called
     session, result = ranks.next_begun()
     assert session == "lives"
-    for future in (result, *hanging):
-        future.set_result(0)
+    for each in (result, *hanging):
+        each.set_result(0)
     assert [call.result(60) for call in (*calls, waits)] == [State.DONE] * 3
 
 

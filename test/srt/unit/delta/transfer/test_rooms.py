@@ -352,8 +352,8 @@ def test_withdrawn_while_it_is_sent(rank: Any) -> None:
     """Guards against success of a chunk without a receiver: the reader's thread has just dropped
     the room's announcements, and the workers are not yet notified."""
     sender, manager = started(rank), rank.manager
-    add, stopped, late_messages = manager.queue_chunk, manager.rooms.on_stopped, []
-    manager.rooms.on_stopped = lambda *failure: late_messages.append(failure)
+    add, stopped, late = manager.queue_chunk, manager.rooms.on_stopped, []
+    manager.rooms.on_stopped = lambda *failure: late.append(failure)
 
     def given_up(*chunk: Any, **rest: Any) -> Any:
         rank.withdraw(ROOM)
@@ -364,7 +364,7 @@ def test_withdrawn_while_it_is_sent(rank: Any) -> None:
     for _ in range(2):
         rank.tick(0.25)
         assert sender.poll() == KVPoll.Failed and rank.writes == []
-        for failure in late_messages:
+        for failure in late:
             stopped(*failure)
     assert "decode cancelled it" in str(failure_of(sender))
     rank.check()
