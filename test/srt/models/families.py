@@ -28,8 +28,11 @@ EXPERTS, EXPERT_MLP = 8, 64
 LATENT, NOPE, ROPE = 64, 32, 16
 """Dimensions of MLA: latents of queries and of KV; a head without and with positions."""
 MAMBA_HEADS, MAMBA_HEAD_DIM, STATE, KERNEL = 4, 32, 16, 4
-VOCABULARY, EOS, PAD = 688, 2, 0
-"""Sizes of the tokenizer of ``tiny_arith``."""
+VOCABULARY = 688
+"""Size of the tokenizer of ``tiny_arith``."""
+EOS = 2
+PAD = 0
+"""Special tokens of the tokenizer."""
 Config = dict[str, Any]
 Add = Callable[[str, int], None]
 """Adds a part of a layer; gets the part's name and the layer's number."""

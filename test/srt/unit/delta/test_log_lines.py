@@ -18,8 +18,10 @@ from sglang.srt.patchset.environment import EVENT_LOG
 from unit.delta.fakes import Clock
 
 LOGGER = logging.getLogger(__name__)
-#: More names than a server tells apart, and the bound on the logged lines.
-STRANGER_COUNT, MAX_LINES = 10_000, 200
+#: More names than a server tells apart.
+STRANGER_COUNT = 10_000
+#: Bound on the lines that are logged about them.
+MAX_LINES = 200
 
 
 def test_a_peer_is_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:

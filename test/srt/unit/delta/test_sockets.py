@@ -15,7 +15,8 @@ from sglang.srt.disaggregation.delta import peer_messages, wire
 from sglang.srt.disaggregation.delta.wire import PeerSockets
 from unit.delta.fakes import Clock
 
-HOST, PONG = "127.0.0.1", wire.Pong("127.0.0.1:1", True)
+HOST = "127.0.0.1"
+PONG = wire.Pong("127.0.0.1:1", True)
 
 
 class Peers:

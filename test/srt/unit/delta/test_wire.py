@@ -65,7 +65,8 @@ def test_fields_of_a_later_release_are_ignored() -> None:
 
 
 THEIRS = wire.VERSION + 1
-MALFORMED, BEHIND = "malformed", f"protocol {THEIRS}, this prefill server {wire.VERSION}"
+MALFORMED = "malformed"
+BEHIND = f"protocol {THEIRS}, this prefill server {wire.VERSION}"
 
 
 @pytest.mark.parametrize(

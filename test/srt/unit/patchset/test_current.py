@@ -68,7 +68,8 @@ def test_the_table_is_silent(current: FakeSglang) -> None:
     assert (result.stdout, result.stderr) == ("['stock']\n", "")
 
 
-ON, ALL = {"ONE": "1"}, "group lead: one\n  on   one\n  off  two\n"
+ON = {"ONE": "1"}
+ALL = "group lead: one\n  on   one\n  off  two\n"
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,8 @@ def without_the_base(fake: FakeSglang) -> dict[str, str]:
     return {}
 
 
-ALL, NONE = "['stock', 'loud', 'louder'] eager ['stock', 'mixin']", "['stock'] stock ['stock']"
+ALL = "['stock', 'loud', 'louder'] eager ['stock', 'mixin']"
+NONE = "['stock'] stock ['stock']"
 NO_WIRE = "['stock', 'louder'] stock ['stock', 'mixin']"
 AND_CACHE = {"wire": "stock", "cache": "stock"}
 

@@ -16,7 +16,8 @@ sys.argv[1:] = {options}
 runpy.run_module("sglang.srt.patchset", run_name="__main__", alter_sys=True)
 """
 WRONG = {"SGLANG_DISAGGREGATION_HANDSHAKE_TIMEOUT": "soon"}
-OFF, GROUP_OFF = {"SGLANG_PATCHSET": "0"}, {"SGLANG_PATCHSET_DISABLE": "feature"}
+OFF = {"SGLANG_PATCHSET": "0"}
+GROUP_OFF = {"SGLANG_PATCHSET_DISABLE": "feature"}
 
 
 @pytest.mark.parametrize(
