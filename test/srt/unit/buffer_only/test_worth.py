@@ -32,7 +32,7 @@ def chooser(page_size: int = 100, page_bytes: int = 8_000_000, **changes: int) -
         (1, 8_000_000, 0, 3, 0.016),
     ],
 )
-def test_how_long_a_fetch_takes(
+def test_the_time_of_a_fetch(
     pages: int, page_bytes: int, calls_ahead: int, queries: int, seconds: float
 ):
     """A fetch takes rounds of four calls, each as long as its bytes, or as a call of the mean

@@ -27,7 +27,7 @@ def cases_of(tmp_path: Path, *more: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_it_runs(tmp_path: Path) -> None:
+def test_the_benchmark_runs(tmp_path: Path) -> None:
     """Guards against a fake scheduler that lacks an attribute that admission reads."""
     cases = cases_of(tmp_path)
     assert [case["admits"] for case in cases] == [0, 1, 4] * 2
@@ -35,7 +35,7 @@ def test_it_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_runs_with_writes(tmp_path: Path) -> None:
+def test_the_benchmark_runs_with_writes(tmp_path: Path) -> None:
     """Guards against a tree that the benchmark sets up differently from a server."""
     (case,) = cases_of(tmp_path, "--writes")
     assert {"without", "with"} <= case.keys()
