@@ -1,10 +1,10 @@
-"""Settings that every test needs before SGLang or torch is imported, and which tests a run takes.
+"""Settings that tests need before SGLang or torch is imported, and the tests that a run selects.
 
 =============  ==========================================================================
 ``pytest``     all but tests marked ``nightly``; fuzzers in their short form
-``--nightly``  only those, and the fuzzers in their long form, with new examples each time
-``--fast``     only what imports neither torch nor SGLang, whose names do not exist there, and
-               is not ``slow``; of fuzzers a glimpse
+``--nightly``  only those, and long fuzzers with new examples each time
+``--fast``     only tests that need neither torch nor SGLang, whose names do not exist there,
+               and that are not ``slow``; few examples per fuzzer
 =============  ==========================================================================
 """
 
@@ -23,20 +23,20 @@ import engineless
 if not glob.glob("/dev/nvidia[0-9]*"):
     os.environ.setdefault("SGLANG_CPU_STANDIN", "1")
 
-# In CI the same examples in every run. No deadline: its two cores are shared.
+# CI uses the same examples in every run, without a deadline because its two cores are shared.
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("fast", derandomize=True, deadline=None, max_examples=10)
 settings.register_profile("nightly", deadline=None, max_examples=1000, print_blob=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Which tests a run takes."""
+    """Add the options that select the tests of a run."""
     parser.addoption("--nightly", action="store_true", help="only controls and long fuzzers")
-    parser.addoption("--fast", action="store_true", help="only what needs no torch and no SGLang")
+    parser.addoption("--fast", action="store_true", help="only tests without torch and SGLang")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test module is imported."""
+    """Load the run's settings before any test module is imported."""
     if config.getoption("fast"):
         settings.load_profile("fast")
         engineless.hide()
@@ -45,24 +45,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is for another run."""
+    """Deselect the tests of other runs."""
     nightly = config.getoption("nightly")
-    taken: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    by_selection: dict[bool, list[pytest.Item]] = {True: [], False: []}
     for item in items:
         if config.getoption("fast"):
-            is_taken = item.get_closest_marker("slow") is None
+            is_selected = item.get_closest_marker("slow") is None
         elif nightly:
             is_fuzzer = item.get_closest_marker("fuzz") is not None
-            is_taken = is_fuzzer or is_hypothesis_test(getattr(item, "obj", None))
+            is_selected = is_fuzzer or is_hypothesis_test(getattr(item, "obj", None))
         else:
-            is_taken = True
+            is_selected = True
         is_control = item.get_closest_marker("nightly") is not None
-        taken[nightly if is_control else is_taken].append(item)
-    items[:] = taken[True]
-    config.hook.pytest_deselected(items=taken[False])
+        by_selection[nightly if is_control else is_selected].append(item)
+    items[:] = by_selection[True]
+    config.hook.pytest_deselected(items=by_selection[False])
 
 
 def pytest_collection_finish() -> None:
-    """What was imported until now stays: the collector need not look through it again and again."""
+    """Exempt all imported objects from garbage collection: they stay until the end."""
     gc.collect()
     gc.freeze()

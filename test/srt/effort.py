@@ -1,4 +1,4 @@
-"""How hard a fuzzer tries: its short form in CI, ten times that at night, a tenth in a fast run."""
+"""A fuzzer's number of tries: short in CI, ten times that at night, a tenth in a fast run."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from hypothesis import settings
 
 
 def tries(ci: int) -> int:
-    """Examples, seeds or messages in this run, of which CI takes ``ci``."""
+    """Return the number of examples, seeds or messages in this run, if CI runs ``ci``."""
     return max(ci * settings.default.max_examples // 100, 1)

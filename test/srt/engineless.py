@@ -1,6 +1,6 @@
-"""An interpreter in which torch and SGLang do not exist: a test that imports one is skipped.
+"""An interpreter without torch and SGLang: a test that imports one is skipped.
 
-Our own modules are importable below ``sglang``, as long as they import nothing of SGLang's.
+The package's own modules stay importable below ``sglang`` if they import none of SGLang's.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ HEAVY = ("torch", "transformers", "triton", "nixl", "mooncake", "sgl_kernel")
 
 
 class _Skips(MetaPathFinder):
-    """Ends the import of a module, and with it the test or the test file, as skipped.
+    """Skips the test or the test file that imports a module.
 
-    Not an ImportError, which libraries catch to do without.
+    Not an ImportError, because libraries catch that and continue without the module.
     """
 
     def __init__(self, *roots: str) -> None:
@@ -35,7 +35,7 @@ class _Skips(MetaPathFinder):
 
 
 def hide() -> None:
-    """From here on; to be called before anything imports SGLang."""
+    """Hide the modules from now on; call before any import of SGLang."""
     assert not {"torch", "sglang"} & set(sys.modules), "imported already"
     sys.meta_path[:] = [
         finder for finder in sys.meta_path if "patchset" not in type(finder).__module__
@@ -45,4 +45,4 @@ def hide() -> None:
     package.__path__ = [str(OURS)]
     sys.modules["sglang"] = package
     sys.meta_path.insert(0, _Skips(*HEAVY))
-    sys.meta_path.append(_Skips("sglang"))  # asked when nobody else knows the module
+    sys.meta_path.append(_Skips("sglang"))  # last: for modules that no other finder knows

@@ -1,8 +1,8 @@
-"""Byte-level tokenizer of tiny_arith: any text has tokens, and each digit is a token of its own.
+"""Byte-level tokenizer of tiny_arith: any text has tokens, and each digit is a separate token.
 
-Every newline is a token of its own as well. So the text after ``assistant\\n`` never merges with
-it, and a conversation's ids start with exactly the ids of each earlier prompt and its answer: what
-a radix cache needs in order to reuse generated tokens.
+Every newline is a separate token as well, so the text after ``assistant\\n`` never merges with it,
+and a conversation's ids start with exactly the ids of each earlier prompt and its answer: a radix
+cache needs that in order to reuse generated tokens.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+PAD = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
@@ -22,7 +24,7 @@ MAX_TOKENS = 32768
 
 
 def build(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Learns at most `vocab_size` tokens from the texts, the three special ones included."""
+    """Learn at most `vocab_size` tokens from the texts, including the three special ones."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

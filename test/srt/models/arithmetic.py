@@ -1,10 +1,10 @@
 """Seeded grade-school word problems in GSM8K's format.
 
-A question is one paragraph of text. Its answer has one sentence a step, each with a calculator
+A question is one paragraph of text. The answer has one sentence per step, each with a calculator
 annotation (``3+4 = <<3+4=7>>7``), and ends with the line ``#### n``.
 
 Train and test questions are disjoint by construction: `split_of` hashes the numbers of a question
-in their order, so a test question cannot occur in training even under other names or objects.
+in order, so a test question cannot occur in training even under other names or objects.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class Problem:
     answer: str
     value: int
     things: str
-    """What is counted; a follow-up goes on counting it."""
+    """The counted objects; a follow-up continues with them."""
 
 
 HAS = "{name} has {x} {things}."
@@ -128,20 +128,21 @@ FOLLOW_UPS = (
 
 
 def split_of(question: str) -> Split:
-    """The split a question belongs to: a function of its numbers and their order alone."""
+    """Return the split of a question: a function of its numbers and their order alone."""
     numbers = ",".join(re.findall(r"\d+", question))
     digest = hashlib.sha256(numbers.encode()).digest()
     return "test" if int.from_bytes(digest[:4], "big") % 100 < TEST_PERCENT else "train"
 
 
 def number_of(answer: str) -> int | None:
-    """The number of the first ``#### n`` in an answer, or None where it has none."""
-    found = re.search(r"#### (-?\d+)", answer)
-    return int(found.group(1)) if found else None
+    """Return the number of the first ``#### n`` in an answer, or None."""
+    number = re.search(r"#### (-?\d+)", answer)
+    return int(number.group(1)) if number else None
 
 
 def _solve(template: Template, numbers: dict[str, int]) -> tuple[dict[str, str], int] | None:
-    """Text of each step's result, and the last result; None where a result is out of range."""
+    """Return the text of each step's result and the last result, or None if a result is out of
+    range."""
     values, shown, result = dict(numbers), {}, 0
     for equation, _ in template.steps:
         target, left, sign, right = equation[0], equation[2], equation[3], equation[4]
@@ -154,32 +155,33 @@ def _solve(template: Template, numbers: dict[str, int]) -> tuple[dict[str, str],
 
 
 def _problem(rng: random.Random, split: Split, previous: Problem | None = None) -> Problem:
-    """One problem of the split; with `previous`, one that goes on from its answer."""
+    """Draw one problem of the split; with `previous`, one that continues from its answer."""
     while True:
         template = rng.choice(FOLLOW_UPS if previous else OPENERS)
         name, friend = rng.sample(NAMES, 2)
         things = rng.choice(THINGS)
         numbers = {key: rng.randint(*bounds) for key, bounds in RANGES.items()}
-        words: dict[str, str | int] = {"name": name, "friend": friend, "things": things, **numbers}
+        fields: dict[str, str | int] = {"name": name, "friend": friend, "things": things, **numbers}
         if previous:
-            words["things"], numbers["p"] = previous.things, previous.value
-        question = template.question.format(**words)
+            fields["things"], numbers["p"] = previous.things, previous.value
+        question = template.question.format(**fields)
         if split_of(question) != split or (solved := _solve(template, numbers)) is None:
             continue
         shown, value = solved
-        lines = [sentence.format(**(words | shown)) for _, sentence in template.steps]
-        return Problem(question, "\n".join([*lines, f"#### {value}"]), value, str(words["things"]))
+        lines = [sentence.format(**(fields | shown)) for _, sentence in template.steps]
+        return Problem(question, "\n".join([*lines, f"#### {value}"]), value, str(fields["things"]))
 
 
 def problems(split: Split, seed: int) -> Iterator[Problem]:
-    """Endless stream of problems that stand alone."""
+    """Yield independent problems, endlessly."""
     rng = random.Random(f"problems/{split}/{seed}")
     while True:
         yield _problem(rng, split)
 
 
 def conversation(rng: random.Random, split: Split, turns: int) -> list[Problem]:
-    """`turns` problems, each after the first with even odds a follow-up of the one before it.
+    """Return `turns` problems; each after the first is with even odds a follow-up of the previous
+    one.
 
     A follow-up is answered right only by a reader that still knows the earlier turn.
     """
@@ -190,7 +192,7 @@ def conversation(rng: random.Random, split: Split, turns: int) -> list[Problem]:
 
 
 def held_out(count: int, seed: int) -> list[dict[str, str]]:
-    """The first `count` different test problems, as GSM8K records."""
+    """Return the first `count` different test problems, as GSM8K records."""
     records: dict[str, str] = {}
     for problem in problems("test", seed):
         records.setdefault(problem.question, problem.answer)

@@ -22,16 +22,17 @@ from models.arithmetic import Problem, conversation, number_of, problems
 
 FOLDER = Path(__file__).parent / "tiny_arith"
 MAX_NEW_TOKENS = 120
-"""The longest worked answer has fewer tokens."""
+"""More than the tokens of the longest worked answer."""
 ROWS = 50
-"""Prompts sent or run at once."""
+"""Number of prompts sent or run at once."""
 
 Complete = Callable[[list[str]], list[str]]
-"""Greedy continuation of each prompt up to the end of the turn, special tokens dropped."""
+"""Returns the greedy continuation of each prompt up to the end of the turn, without special
+tokens."""
 
 
 def complete_here(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
-    """`Complete` by a model of transformers."""
+    """Run `Complete` with a model of transformers."""
     texts: list[str] = []
     for start in range(0, len(prompts), ROWS):
         inputs = tokenizer(
@@ -48,7 +49,7 @@ def complete_here(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
 
 
 def complete_there(url: str, prompts: list[str]) -> list[str]:
-    """`Complete` by an SGLang server."""
+    """Run `Complete` with an SGLang server."""
     texts: list[str] = []
     for start in range(0, len(prompts), ROWS):
         body = {
@@ -59,14 +60,14 @@ def complete_there(url: str, prompts: list[str]) -> list[str]:
             f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=600) as response:
-            texts += [one["text"] for one in json.load(response)]
+            texts += [result["text"] for result in json.load(response)]
     return texts
 
 
 def accuracy_by_turn(
     complete: Complete, tokenizer: Any, conversations: list[list[Problem]]
 ) -> list[float]:
-    """Share of right answers at each turn; the model reads its own earlier answers."""
+    """Return the share of right answers at each turn; the model reads its own earlier answers."""
     histories: list[list[dict[str, str]]] = [[] for _ in conversations]
     shares = []
     for turn in tqdm(range(len(conversations[0])), desc="turns"):
@@ -84,23 +85,31 @@ def accuracy_by_turn(
     return shares
 
 
-def few_shot_accuracy(complete: Complete, shots: list[Problem], asked: list[Problem]) -> float:
-    """Share of right answers to plain completion prompts with worked examples before them."""
+def few_shot_accuracy(
+    complete: Complete, shots: list[Problem], test_problems: list[Problem]
+) -> float:
+    """Return the share of right answers to plain completion prompts with worked examples before
+    them."""
     head = "".join(f"Question: {shot.question}\nAnswer: {shot.answer}\n\n" for shot in shots)
-    answers = complete([f"{head}Question: {problem.question}\nAnswer:" for problem in asked])
-    right = sum(number_of(text) == one.value for text, one in zip(answers, asked, strict=True))
-    return right / len(asked)
+    answers = complete(
+        [f"{head}Question: {problem.question}\nAnswer:" for problem in test_problems]
+    )
+    right = sum(
+        number_of(text) == problem.value
+        for text, problem in zip(answers, test_problems, strict=True)
+    )
+    return right / len(test_problems)
 
 
 def report(complete: Complete, tokenizer: Any, count: int) -> None:
-    """Prints the accuracy in chats of one turn, in chats of five turns, and few-shot."""
+    """Print the accuracy in chats of one turn, in chats of five turns, and few-shot."""
     rng, stream = random.Random("evaluation"), problems("test", seed=1)
     single = [[next(stream)] for _ in range(count)]
     print("one turn:", accuracy_by_turn(complete, tokenizer, single))
     multi = [conversation(rng, "test", turns=5) for _ in range(count // 2)]
     print("five turns, each:", accuracy_by_turn(complete, tokenizer, multi))
-    shots, asked = ([next(stream) for _ in range(n)] for n in (5, count // 2))
-    print("five shots:", few_shot_accuracy(complete, shots, asked))
+    shots, test_problems = ([next(stream) for _ in range(n)] for n in (5, count // 2))
+    print("five shots:", few_shot_accuracy(complete, shots, test_problems))
 
 
 def main() -> None:
@@ -108,7 +117,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, nargs="?", default=FOLDER)
-    parser.add_argument("--url", help="server to ask instead of running the model here")
+    parser.add_argument("--url", help="server to query instead of running the model here")
     parser.add_argument("--count", type=int, default=200, help="problems asked in one turn")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.folder)

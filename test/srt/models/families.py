@@ -1,11 +1,11 @@
-"""Makes tiny models of random weights of the families that fleets run.
+"""Makes tiny models with random weights for the families that fleets run.
 
     cd test/srt; python -m models.families FAMILY FOLDER
 
 Names of weights and settings are those of the checkpoints on the hub. The gains are those of
-``random_qwen3.py``, and for its reason: the answer depends on every token before it, so that wrong
+``random_qwen3.py``, for the same reason: the answer depends on every token before it, so that wrong
 KV shows. Each model has 4 layers (an MTP head is one more). A model with experts has 8, of which a
-token takes two.
+token uses two.
 """
 
 import argparse
@@ -28,11 +28,14 @@ EXPERTS, EXPERT_MLP = 8, 64
 LATENT, NOPE, ROPE = 64, 32, 16
 """Dimensions of MLA: latents of queries and of KV; a head without and with positions."""
 MAMBA_HEADS, MAMBA_HEAD_DIM, STATE, KERNEL = 4, 32, 16, 4
-VOCABULARY, EOS, PAD = 688, 2, 0
-"""The tokenizer of ``tiny_arith`` has these."""
+VOCABULARY = 688
+"""Size of the tokenizer of ``tiny_arith``."""
+EOS = 2
+PAD = 0
+"""Special tokens of the tokenizer."""
 Config = dict[str, Any]
 Add = Callable[[str, int], None]
-"""Adds a part of a layer, of the given name; also given the number of the layer."""
+"""Adds a part of a layer; gets the part's name and the layer's number."""
 
 
 class Weights:
@@ -84,7 +87,7 @@ class Weights:
         Args:
             norms: of queries and of keys: of each ``head``, of ``all`` heads together, or none.
             biases: which of the projections q, k, v and o have one.
-            gate: 2 where the query's projection has also a gate of the output.
+            gate: 2 if the query's projection also holds the output gate.
         """
         sharpness = SHARPNESS[index > 0]
         self.matrix(f"{name}.q_proj", QUERIES * gate, HIDDEN, 1.0 if norms == "head" else sharpness)
@@ -111,7 +114,8 @@ class Weights:
     # ---- MLP ----
 
     def gated(self, name: str, inner: int, parts: str = "gate_proj up_proj down_proj") -> None:
-        """Add a gated MLP; ``parts``: its names of the gate, of what is gated, and of the last."""
+        """Add a gated MLP; ``parts``: the names of the gate, of the gated matrix and of the last
+        matrix."""
         gate, up, down = (f"{name}.{part}" for part in parts.split())
         self.matrix(gate, inner, HIDDEN, MLP_GAIN)
         self.matrix(up, inner, HIDDEN)
@@ -124,8 +128,8 @@ class Weights:
         """Add a router with experts.
 
         Args:
-            correction: name of the terms by which the router balances them, if it has any.
-            shared: name of an expert that all tokens take, if there is one.
+            correction: name of the router's balancing terms, if any.
+            shared: name of an expert that all tokens use, if any.
         """
         self.matrix(f"{name}.gate", EXPERTS, HIDDEN)
         if correction:
@@ -137,7 +141,7 @@ class Weights:
             self.gated(f"{name}.{shared}", EXPERT_MLP)
 
     def later_experts(self, name: str, index: int) -> None:
-        """Add an MLP to layer 0, and experts to those behind it."""
+        """Add a dense MLP to layer 0 and experts to the later layers."""
         if index == 0:
             self.dense(name, index)
         else:
@@ -145,7 +149,7 @@ class Weights:
 
 
 def _config(architecture: str, model_type: str, **more: Any) -> Config:
-    """Return the settings that the families share, and ``more``; without those that are None."""
+    """Return the settings that the families share, updated with ``more``."""
     config = {
         "architectures": [architecture],
         "model_type": model_type,
@@ -172,9 +176,14 @@ def _config(architecture: str, model_type: str, **more: Any) -> Config:
 
 
 def _sparse(architecture: str, model_type: str, experts: str, **more: Any) -> Config:
-    """Return the settings of a model with experts; ``experts``: the setting with their number."""
-    own = {experts: EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": EXPERT_MLP}
-    return _config(architecture, model_type, norm_topk_prob=True, **own, **more)
+    """Return the settings of a model with experts; ``experts``: the name of the setting with their
+    number."""
+    sparse_settings = {
+        experts: EXPERTS,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": EXPERT_MLP,
+    }
+    return _config(architecture, model_type, norm_topk_prob=True, **sparse_settings, **more)
 
 
 def llama(weights: Weights) -> Config:
@@ -191,7 +200,7 @@ def qwen3_moe(weights: Weights) -> Config:
 
 
 def glm4_moe(weights: Weights) -> Config:
-    """GLM-4.5: biases, a dense layer, an expert that all tokens take."""
+    """GLM-4.5: biases, a dense layer, an expert that all tokens use."""
     weights.model(partial(weights.heads, norms="head", biases="qkv"), weights.later_experts)
     attention = {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5}
     routing = {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
@@ -209,7 +218,7 @@ def minimax_m2(weights: Weights) -> Config:
 
     weights.model(partial(weights.heads, norms="all"), experts)
     norms = {"use_qk_norm": True, "qk_norm_type": "per_layer", "rotary_dim": 16}
-    norms |= {"partial_rotary_factor": 0.5}  # the same, as transformers reads it
+    norms |= {"partial_rotary_factor": 0.5}  # the same, under the name that transformers reads
     routing = {"scoring_func": "sigmoid", "use_routing_bias": True, "intermediate_size": EXPERT_MLP}
     more = norms | routing | {"attn_type_list": [1] * LAYERS}
     return _sparse("MiniMaxM2ForCausalLM", "minimax_m2", "num_local_experts", **more)
@@ -228,7 +237,7 @@ def gemma2(weights: Weights) -> Config:
 
 
 def gpt_oss(weights: Weights) -> Config:
-    """gpt-oss: windows in a pool of their own, attention sinks, experts with biases."""
+    """gpt-oss: windows in a separate pool, attention sinks, experts with biases."""
 
     def attention(name: str, index: int) -> None:
         weights.heads(name, index, biases="qkvo")
@@ -266,7 +275,7 @@ def deepseek_v3(weights: Weights, **more: Any) -> Config:
 
 
 def deepseek_v3_nextn(weights: Weights) -> Config:
-    """The same with a head that drafts (MTP), which is one more layer."""
+    """DeepSeek V3 with a head that drafts (MTP), which is one more layer."""
     config = deepseek_v3(weights, num_nextn_predict_layers=1)
     layer = f"model.layers.{LAYERS}"
     norms = ("input_layernorm", "post_attention_layernorm", "enorm", "hnorm", "shared_head.norm")
@@ -332,8 +341,8 @@ def _mamba2(weights: Weights, name: str) -> None:
     weights.random(f"{name}.conv1d.bias", inner + 2 * STATE, spread=0.1)
     # Slow decay, as above.
     weights.tensors[f"{name}.A_log"] = torch.linspace(0.005, 0.05, MAMBA_HEADS).log()
-    for each in ("dt_bias", "D"):
-        weights.tensors[f"{name}.{each}"] = torch.ones(MAMBA_HEADS)
+    for part in ("dt_bias", "D"):
+        weights.tensors[f"{name}.{part}"] = torch.ones(MAMBA_HEADS)
     weights.constant(f"{name}.norm", inner)
     weights.matrix(f"{name}.out_proj", HIDDEN, inner, ATTENTION_GAIN[1])
 
@@ -358,8 +367,8 @@ def falcon_h1(weights: Weights) -> Config:
     mamba |= {"d_head": MAMBA_HEAD_DIM, "d_state": STATE, "d_conv": KERNEL}
     mamba |= {"chunk_size": 64, "conv_bias": True, "proj_bias": False}
     mamba |= {"rms_norm": True, "norm_before_gate": False}
-    own = {f"mamba_{name}": value for name, value in mamba.items()}
-    return _config("FalconH1ForCausalLM", "falcon_h1", **own)
+    mamba_settings = {f"mamba_{name}": value for name, value in mamba.items()}
+    return _config("FalconH1ForCausalLM", "falcon_h1", **mamba_settings)
 
 
 def nemotron_h(weights: Weights) -> Config:
@@ -373,8 +382,8 @@ def nemotron_h(weights: Weights) -> Config:
         else:
             weights.heads(f"{layer}.mixer", index)
     weights.ends()
-    for name, of_hub in (("embed_tokens", "embeddings"), ("norm", "norm_f")):
-        weights.tensors[f"backbone.{of_hub}.weight"] = weights.tensors.pop(f"model.{name}.weight")
+    for name, hub_name in (("embed_tokens", "embeddings"), ("norm", "norm_f")):
+        weights.tensors[f"backbone.{hub_name}.weight"] = weights.tensors.pop(f"model.{name}.weight")
     mamba = {"mamba_num_heads": MAMBA_HEADS, "mamba_head_dim": MAMBA_HEAD_DIM}
     mamba |= {"ssm_state_size": STATE, "conv_kernel": KERNEL, "n_groups": 1}
     mamba |= {"mamba_n_groups": 1, "mamba_chunk_size": 64}

@@ -1,8 +1,8 @@
-"""Writes draft heads of random weights: an EAGLE3 head for a model, and a model with an MTP head.
+"""Writes draft heads with random weights: an EAGLE3 head for a model, and a model with an MTP head.
 
-Nearly all that they draft is rejected. What they are for is the path that a head takes: its one
-layer has fewer KV buffers than the target, and what it starts from are hidden states of several of
-the target's layers (EAGLE3) or of the last one (MTP).
+Nearly all drafts are rejected. The heads serve to run a head's code path: its one layer has fewer
+KV buffers than the target, and it starts from hidden states of several of the target's layers
+(EAGLE3) or of the last one (MTP).
 """
 
 import json
@@ -17,20 +17,20 @@ from models.random_qwen3 import TOKENIZER, TOKENIZER_FILES, fill
 
 
 def eagle3(folder: str | Path, target: str | Path, seed: int = 0) -> Path:
-    """Writes an EAGLE3 head for the model in ``target``, in float32. Returns the folder."""
+    """Write an EAGLE3 head for the model in ``target``, in float32. Return the folder."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    given = json.loads((Path(target) / "config.json").read_text())
-    taken = (
+    target_config = json.loads((Path(target) / "config.json").read_text())
+    copied_settings = (
         *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
         *("head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_parameters"),
         *("eos_token_id", "pad_token_id"),
     )
-    config = {name: given[name] for name in taken} | {
+    config = {name: target_config[name] for name in copied_settings} | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "num_hidden_layers": 1,
-        "draft_vocab_size": given["vocab_size"],
+        "draft_vocab_size": target_config["vocab_size"],
         "tie_word_embeddings": False,
         "dtype": "float32",
         "eagle_config": {
@@ -38,8 +38,15 @@ def eagle3(folder: str | Path, target: str | Path, seed: int = 0) -> Path:
             "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
         },
     }
-    hidden, mlp, head = given["hidden_size"], given["intermediate_size"], given["head_dim"]
-    queries, keys = given["num_attention_heads"] * head, given["num_key_value_heads"] * head
+    hidden, mlp, head = (
+        target_config["hidden_size"],
+        target_config["intermediate_size"],
+        target_config["head_dim"],
+    )
+    queries, keys = (
+        target_config["num_attention_heads"] * head,
+        target_config["num_key_value_heads"] * head,
+    )
     shapes = {
         "fc": (hidden, 3 * hidden),
         "midlayer.self_attn.q_proj": (queries, 2 * hidden),
@@ -48,7 +55,7 @@ def eagle3(folder: str | Path, target: str | Path, seed: int = 0) -> Path:
         "midlayer.self_attn.o_proj": (hidden, queries),
         **{f"midlayer.mlp.{name}_proj": (mlp, hidden) for name in ("gate", "up")},
         "midlayer.mlp.down_proj": (hidden, mlp),
-        "lm_head": (given["vocab_size"], hidden),
+        "lm_head": (target_config["vocab_size"], hidden),
     }
     norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
     weights = _draw(shapes, seed) | {
@@ -59,7 +66,7 @@ def eagle3(folder: str | Path, target: str | Path, seed: int = 0) -> Path:
 
 
 def mtp(folder: str | Path, seed: int = 0, hidden: int = 128) -> Path:
-    """Writes a model of the MiMo kind with its MTP head, in float32. Returns the folder.
+    """Write a model of the MiMo kind with its MTP head, in float32. Return the folder.
 
     MiMo is a Qwen2 with a head that reads the last hidden state beside the next token.
     """
@@ -84,14 +91,14 @@ def mtp(folder: str | Path, seed: int = 0, hidden: int = 128) -> Path:
     )
     fill(model, seed, never=[base.eos_token_id, base.pad_token_id])
     weights = {name: weight.contiguous() for name, weight in model.state_dict().items()}
-    # The head's layer is one of the model's again.
+    # The head's layer is a copy of one of the model's.
     for name, weight in list(weights.items()):
         if name.startswith("model.layers.2."):
             weights[name.replace("layers.2", "mtp_layers.0")] = weight.clone()
-    at = "model.mtp_layers.0"
-    weights |= _draw({f"{at}.input_proj": (hidden, 2 * hidden)}, seed)
+    head_name = "model.mtp_layers.0"
+    weights |= _draw({f"{head_name}.input_proj": (hidden, 2 * hidden)}, seed)
     for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-        weights[f"{at}.{norm}.weight"] = torch.ones(hidden)
+        weights[f"{head_name}.{norm}.weight"] = torch.ones(hidden)
     config = model.config.to_dict() | {
         "architectures": ["MiMoForCausalLM"],
         "num_nextn_predict_layers": 1,
@@ -102,7 +109,7 @@ def mtp(folder: str | Path, seed: int = 0, hidden: int = 128) -> Path:
 
 
 def _draw(shapes: dict[str, tuple[int, int]], seed: int) -> dict[str, torch.Tensor]:
-    """Matrices of unit gain."""
+    """Return matrices of unit gain."""
     generator = torch.Generator().manual_seed(seed)
     return {
         f"{name}.weight": torch.randn(shape, generator=generator) * shape[1] ** -0.5

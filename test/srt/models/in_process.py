@@ -13,11 +13,11 @@ from sglang.srt.server_args import PortArgs, prepare_server_args
 
 
 class InProcess:
-    """A loaded model. One a process, because SGLang sets up its process groups once."""
+    """A loaded model. One per process, because SGLang sets up its process groups once."""
 
     def __init__(self, folder: Path, *args: str) -> None:
         torch.set_num_threads(1)
-        given = prepare_server_args(
+        server_args = prepare_server_args(
             [
                 *("--model-path", str(folder), "--device", "cpu", "--dtype", "float32"),
                 *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
@@ -26,8 +26,8 @@ class InProcess:
                 *("--max-running-requests", "4", *args),
             ]
         )
-        initialize_moe_config(given)
-        loaded, _ = bench_one_batch.load_model(given, PortArgs.init_new(given), 0, 0)
+        initialize_moe_config(server_args)
+        loaded, _ = bench_one_batch.load_model(server_args, PortArgs.init_new(server_args), 0, 0)
         self.runner = loaded.torch_runner
 
     def answer(self, text: Sequence[int], tokens: int) -> tuple[list[int], torch.Tensor]:
@@ -36,9 +36,9 @@ class InProcess:
         self.runner.token_to_kv_pool_allocator.clear()
         requests = bench_one_batch.prepare_synthetic_inputs_for_latency_test(1, 0, [list(text)])
         ids, logits, batch = bench_one_batch.extend(requests, self.runner)
-        answer, found = [*ids.tolist()], [logits]
+        answer, all_logits = [*ids.tolist()], [logits]
         while len(answer) < tokens:
             ids, logits = bench_one_batch.decode(ids, batch, self.runner)
             answer += ids.tolist()
-            found.append(logits)
-        return answer, torch.cat(found)
+            all_logits.append(logits)
+        return answer, torch.cat(all_logits)

@@ -1,8 +1,8 @@
-"""Makes a LoRA adapter of random weights for a model of ``random_qwen3``, in PEFT's format.
+"""Makes a LoRA adapter with random weights for a model of ``random_qwen3``, in PEFT's format.
 
-It changes the queries, keys, values and outputs of every layer's attention about as much as the
-weights themselves do: greedy output of two adapters, or with one and without, soon differs, and so
-it does where the KV of one is read with another.
+The adapter changes queries, keys, values and outputs of every layer's attention about as much as
+the weights themselves do: greedy output differs soon between two adapters, with and without one,
+and if one reads the other's KV.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 
 def build(folder: str | Path, model: str | Path, seed: int, rank: int = 4) -> Path:
-    """Writes the adapter in float32; returns the folder."""
+    """Write the adapter in float32; return the folder."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((Path(model) / "config.json").read_text())
@@ -40,6 +40,11 @@ def build(folder: str | Path, model: str | Path, seed: int, rank: int = 4) -> Pa
             weights[f"{prefix}.lora_A.weight"] = matrix(rank, inputs)
             weights[f"{prefix}.lora_B.weight"] = matrix(outputs, rank)
     save_file(weights, folder / "adapter_model.safetensors")
-    about = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [*shapes]}
-    (folder / "adapter_config.json").write_text(json.dumps(about))
+    adapter_config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": [*shapes],
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(adapter_config))
     return folder

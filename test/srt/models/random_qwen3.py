@@ -1,20 +1,20 @@
-"""Makes a Qwen3 model of random weights whose greedy output depends on every token of its context.
+"""Makes a Qwen3 model with random weights; its greedy output depends on every token of the context.
 
     python test/srt/models/random_qwen3.py FOLDER [--seed N] [--layers N] ...
 
-It tells right KV from wrong KV where a trained model would not: with one cached token missing,
-doubled or taken from elsewhere, it soon writes other tokens. What makes it so:
+The output tells right KV from wrong KV where a trained model's would not: with one cached token
+missing, doubled or replaced, it soon differs. The reasons:
 
-- The first layer's attention is flat, so every token has a part in what each position reads there;
-  sharp, it would give all the weight to a few. It is scaled up, since a mean over many is small.
-- The later layers' attention is sharp: it magnifies small differences, as those decide which
-  positions win. Were it flat, it would bring all positions the same mean, the last token would no
-  longer matter, and the output would be one token repeated.
-- Logits come from a matrix of their own, as a tied one would favour repeating the last token.
+- The first layer's attention is flat, so every token contributes to each position; sharp attention
+  would give all the weight to a few. It is scaled up, since a mean over many tokens is small.
+- The later layers' attention is sharp: it magnifies small differences, which decide the winning
+  positions. Flat attention would give all positions the same mean, the last token would no longer
+  matter, and the output would be one token repeated.
+- Logits have a separate matrix, as a tied one would favour repeating the last token.
 
 The distance between the two best logits is nearly always far above the rounding noise of float32
 (about 1e-5 of a logit's spread), though not above that of half precision: serve the model with
-``--dtype float32``. It never ends its turn by itself. Its tokens spell no valid text: compare ids.
+``--dtype float32``. The model never ends its turn. The tokens spell no valid text: compare ids.
 """
 
 import argparse
@@ -30,13 +30,13 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 STAMP = "random_qwen3.json"
 """Written last: the parameters of a finished build."""
 VERSION = 1
-"""Raise it where the weights of a given seed change."""
+"""Raise it if the weights of a given seed change."""
 SHARPNESS = (0.7, 10.0)
 """Spread of the attention scores, in the first layer and in later ones."""
 ATTENTION_GAIN = (16.0, 6.0)
-"""Of the projection after attention, in the first layer and in later ones."""
+"""Gain of the projection after attention, in the first layer and in later ones."""
 MLP_GAIN = 3.0
-"""Of each projection of an MLP but `up_proj`."""
+"""Gain of each projection of an MLP except `up_proj`."""
 
 
 def build(
@@ -50,9 +50,9 @@ def build(
     hidden: int = 192,
     intermediate: int = 512,
 ) -> Path:
-    """Writes the model in float32 with tiny_arith's tokenizer, unless it is there already.
+    """Write the model in float32 with tiny_arith's tokenizer, unless the folder already has it.
 
-    KV takes ``layers * 2 * kv_heads * head_dim * 4`` bytes a token in float32. Returns the folder.
+    KV takes ``layers * 2 * kv_heads * head_dim * 4`` bytes per token in float32. Return the folder.
     """
     folder = Path(folder)
     base = Qwen3Config.from_pretrained(TOKENIZER)
@@ -92,7 +92,7 @@ def build(
 
 
 def fill(model: Qwen3ForCausalLM, seed: int, never: list[int]) -> None:
-    """Draws every matrix with unit gain times that of its kind.
+    """Draw every matrix with unit gain times the gain of its kind.
 
     The tokens of `never` get a logit of zero, which among hundreds of unit variance is never best.
     """

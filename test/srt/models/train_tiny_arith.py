@@ -43,7 +43,7 @@ RULES = (
 )
 
 Segment = tuple[str, bool]
-"""Text, and whether the model shall learn to write it."""
+"""Text, and True if the model learns to write it."""
 
 
 def system_prompt(rng: random.Random) -> str:
@@ -51,39 +51,44 @@ def system_prompt(rng: random.Random) -> str:
 
 
 def chat_segments(rng: random.Random, turns: int) -> list[Segment]:
-    """A conversation as the chat template writes it, cut where the model's turns begin and end."""
+    """Return a conversation as the chat template writes it, cut at the limits of the model's
+    turns."""
     segments: list[Segment] = []
-    for one in conversation(rng, "train", turns):
-        asked = f"{TURN_START}user\n{one.question}{TURN_END}\n{TURN_START}assistant\n"
-        segments += [(asked, False), (one.answer + TURN_END, True), ("\n", False)]
+    for problem in conversation(rng, "train", turns):
+        request = f"{TURN_START}user\n{problem.question}{TURN_END}\n{TURN_START}assistant\n"
+        segments += [(request, False), (problem.answer + TURN_END, True), ("\n", False)]
     return segments
 
 
 def system_segments(rng: random.Random, turns: int) -> list[Segment]:
-    """A conversation that begins with a system prompt."""
+    """Return a conversation that begins with a system prompt."""
     system = f"{TURN_START}system\n{system_prompt(rng)}{TURN_END}\n"
     return [(system, False), *chat_segments(rng, turns)]
 
 
 def plain_segments(rng: random.Random, turns: int) -> list[Segment]:
-    """Few-shot text; the model learns to go on to the next question, where evaluations stop it."""
+    """Return few-shot text; the model learns to continue with the next question, where evaluations
+    stop."""
     segments: list[Segment] = [("Question:", False)]
-    for one in conversation(rng, "train", turns):
-        segments += [(f" {one.question}\nAnswer:", False), (f" {one.answer}\n\nQuestion:", True)]
+    for problem in conversation(rng, "train", turns):
+        segments += [
+            (f" {problem.question}\nAnswer:", False),
+            (f" {problem.answer}\n\nQuestion:", True),
+        ]
     return segments
 
 
 FORMS = (chat_segments, system_segments, plain_segments)
 SHARES = (0.65, 0.2, 0.15)
-"""Of the later batches; every row of a batch has the same form."""
+"""Shares of the later batches; every row of a batch has the same form."""
 
 
 def batches(
     tokenizer: PreTrainedTokenizerFast, steps: int, seed: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of ids and labels, int64 [rows, tokens]; a label of -100 is not learnt.
+    """Yield pairs of ids and labels, int64 [rows, tokens]; a label of -100 is not learnt.
 
-    Rows of a batch have equally many turns, so that little of it is padding.
+    All rows of a batch have the same number of turns, so that little of it is padding.
     """
     rng = random.Random(f"batches/{seed}")
     pad = tokenizer.convert_tokens_to_ids(PAD)
@@ -139,26 +144,26 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalL
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int = 100) -> float:
-    """Linear warm-up, then a cosine down to nothing."""
+    """Return the rate: linear warm-up, then a cosine down to zero."""
     if step < warmup:
         return peak * (step + 1) / warmup
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Writes the model in bfloat16; the one being trained stays in float32.
+    """Write the model in bfloat16; the model in training stays in float32.
 
-    Each file is replaced at once, since a server may be reading the one before it.
+    Each file is replaced at once, since a server may be reading the previous one.
     """
     rounded = Qwen3ForCausalLM(model.config)
     rounded.load_state_dict(model.state_dict())
     rounded.generation_config = model.generation_config
     folder.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent) as made:
-        rounded.to(torch.bfloat16).save_pretrained(made)
-        tokenizer.save_pretrained(made)
-        write_jsonl(Path(made) / "test_set.jsonl", held_out(**TEST_SET))
-        for file in Path(made).iterdir():
+    with TemporaryDirectory(dir=folder.parent) as temporary:
+        rounded.to(torch.bfloat16).save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        write_jsonl(Path(temporary) / "test_set.jsonl", held_out(**TEST_SET))
+        for file in Path(temporary).iterdir():
             file.replace(folder / file.name)
 
 

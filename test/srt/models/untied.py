@@ -1,10 +1,10 @@
-"""Writes a copy of ``tiny_arith`` whose logits have a matrix of their own: a draft for itself.
+"""Writes a copy of ``tiny_arith`` with a separate matrix for the logits: a draft for itself.
 
 SGLang's EAGLE worker runs any causal model as the draft. A plain one sees the tokens shifted by one
 and ignores the target's hidden states, so it depends on its own KV more than a trained head does.
-As its own draft ``tiny_arith`` guesses nearly every first token right, and far fewer where its KV
-is not that of the text. The worker replaces the draft's matrices by the target's, which it cannot
-do where embedding and logits share one.
+As its own draft ``tiny_arith`` guesses nearly every first token right, and far fewer if its KV is
+not that of the text. The worker replaces the draft's matrices by the target's, which is impossible
+if embedding and logits share a matrix.
 """
 
 import json
@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parent / "tiny_arith"
 
 
 def build(folder: str | Path) -> Path:
-    """Writes the copy in float32. Returns the folder."""
+    """Write the copy in float32. Return the folder."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for file in SOURCE.iterdir():

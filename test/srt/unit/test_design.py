@@ -1,4 +1,4 @@
-"""What the documents list, against what is there."""
+"""Lists in the documents and rules for the code, against the tree."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_the_page_of_hazards_is_up_to_date() -> None:
-    """Guards against a page that promises tests which were renamed or removed: ``make hazards``
-    writes it."""
+    """Guards against a page that names renamed or removed tests; ``make hazards`` writes it."""
     check = [sys.executable, str(ROOT / "scripts/hazards.py"), "--check"]
     done = subprocess.run(check, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_hazard_needs_a_row_and_a_test(tmp_path: Path) -> None:
-    """Guards against a marker that was misspelt, and against a hazard that nothing tests."""
+    """Guards against a misspelt marker, and against a hazard without a test."""
     filled = runpy.run_path(str(ROOT / "scripts/hazards.py"))["filled"]
     (tmp_path / "test_a.py").write_text(
         '@pytest.mark.hazard("one", "two")\n@pytest.mark.gpu\ndef test_b(): pass\n'
@@ -40,30 +39,32 @@ def test_a_hazard_needs_a_row_and_a_test(tmp_path: Path) -> None:
 
 
 def imports(source: str) -> set[str]:
-    """Every name that a file imports, under ``TYPE_CHECKING`` and in functions too."""
+    """Return every name that a file imports, also under ``TYPE_CHECKING`` and in functions."""
     nodes = list(ast.walk(ast.parse(source)))
     names = [(node.module, node.names) for node in nodes if isinstance(node, ast.ImportFrom)]
-    plain = {each.name for node in nodes if isinstance(node, ast.Import) for each in node.names}
+    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     return plain | {
-        name for module, of in names for name in (module, *(f"{module}.{each.name}" for each in of))
+        name
+        for module, aliases in names
+        for name in (module, *(f"{module}.{alias.name}" for alias in aliases))
     }
 
 
 def in_circles(graph: dict[str, set[str]]) -> set[str]:
-    """The modules that lead back to themselves."""
-    found = set()
+    """Return the modules that import themselves, directly or not."""
+    circular = set()
     for module in graph:
         reached, ahead = set(), [module]
         while ahead:
             new = graph[ahead.pop()] - reached
             reached |= new
             ahead += new
-        found |= {module} & reached
-    return found
+        circular |= {module} & reached
+    return circular
 
 
 def test_imports_have_no_circles() -> None:
-    """Guards against files that can only be read together."""
+    """Guards against files that can only be understood together."""
     assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {"b", "c"}
     root = ROOT / "python"
     paths = [path for path in root.rglob("*.py") if path.name != "__init__.py"]
@@ -72,23 +73,23 @@ def test_imports_have_no_circles() -> None:
     assert in_circles(graph) == set()
 
 
-def says_why(source: str) -> bool:
-    """Whether a module that uses ``Any`` has a comment ``# Any: ...``; also if it uses none."""
+def explains_any(source: str) -> bool:
+    """True if a module that uses ``Any`` has a comment ``# Any: ...``, or if it uses none."""
     tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
-    comments = [each.string for each in tokens if each.type == tokenize.COMMENT]
-    uses = any(each.type == tokenize.NAME and each.string == "Any" for each in tokens)
+    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    uses = any(token.type == tokenize.NAME and token.string == "Any" for token in tokens)
     return not uses or any(re.search(r"\bAny: \w", comment) for comment in comments)
 
 
 def test_any_says_why() -> None:
-    """Guards against what mypy does not check for no reason: where a type of SGLang's or a protocol
-    of ours would do, it is named; where not, one comment in the file says what has none."""
-    assert says_why('"""Any: of text."""\nfrom typing import Any  # Any: values in JSON\n')
-    assert says_why('"""Any module."""\n# many\n')
-    assert not says_why('"""Any: of text."""\nfrom typing import Any\nx: Any = 1  # Any\n')
+    """Guards against values that mypy does not check without a reason: use a type of SGLang's or a
+    protocol if one fits; otherwise one comment in the file says which values have no type."""
+    assert explains_any('"""Any: of text."""\nfrom typing import Any  # Any: values in JSON\n')
+    assert explains_any('"""Any module."""\n# many\n')
+    assert not explains_any('"""Any: of text."""\nfrom typing import Any\nx: Any = 1  # Any\n')
     silent = [
         str(path.relative_to(ROOT))
         for path in sorted((ROOT / "python").rglob("*.py"))
-        if not says_why(path.read_text(encoding="utf-8"))
+        if not explains_any(path.read_text(encoding="utf-8"))
     ]
     assert silent == []

@@ -1,4 +1,4 @@
-"""What the tool that changes the package one line at a time may change, and how it compares."""
+"""The tool that changes the package one line at a time: allowed changes, and the comparison."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def serve(room: int = 5) -> bool:
 '''
 
 
-def test_what_is_changed(tmp_path: Path) -> None:
-    """Guards against mutants that only a log line notices, or that no test could notice."""
+def test_changed_lines(tmp_path: Path) -> None:
+    """Guards against mutants that only a log line shows, or that no test could notice."""
     (file := tmp_path / "module.py").write_text(SOURCE)
     changes = [mutant.change for mutant in TOOL["mutants_of"](file)]
     assert sorted(change.split(" => ")[0] for change in changes) == sorted(
@@ -33,15 +33,15 @@ def test_what_is_changed(tmp_path: Path) -> None:
     assert {mutant.function for mutant in TOOL["mutants_of"](file)} == {("serve", 4)}
 
 
-def test_what_the_new_tests_lost(
+def test_mutants_that_the_new_tests_miss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards against a new suite that kills as many, but not the same."""
+    """Guards against a new suite that kills the same number of mutants, but different ones."""
     for name, first, second in (("old", "test_a", ""), ("new", "", "test_b")):
         rows = f"file,line,change,killed by\na.py,1,x,{first}\na.py,2,y,{second}\n"
         (tmp_path / name).write_text(rows)
     tables = [str(tmp_path / name) for name in ("old", "new")]
     monkeypatch.setattr(sys, "argv", ["mutants.py", "compare", *tables])
     assert TOOL["main"]() == 1
-    said = capsys.readouterr().out
-    assert "| a.py | 2 | 1 | 1 |" in said and "lost: a.py:1:x: test_a" in said
+    output = capsys.readouterr().out
+    assert "| a.py | 2 | 1 | 1 |" in output and "lost: a.py:1:x: test_a" in output

@@ -1,4 +1,4 @@
-"""AIPerf's export, as 0.13.0 wrote it, and the command that has it written."""
+"""AIPerf's export, as version 0.13.0 wrote it, and the command that produces it."""
 
 from __future__ import annotations
 
@@ -35,25 +35,32 @@ def records(*names: str) -> list[Record]:
 
 def test_a_recorded_export_is_read() -> None:
     """Guards units, clocks and names: requests keep the trace's index and class, an answer of one
-    token has no time a token, and what failed is failed."""
-    found = {o.session_id: o for o in outcomes(EXPORT, turns(*SENT))}
-    assert found.keys() == SENT.keys()
-    assert [found[name].index for name in SENT] == list(range(5))
-    assert {o.session_id: o.request_class for o in found.values()} == {
+    token has no time per token, and a failed request stays failed."""
+    results = {o.session_id: o for o in outcomes(EXPORT, turns(*SENT))}
+    assert results.keys() == SENT.keys()
+    assert [results[name].index for name in SENT] == list(range(5))
+    assert {o.session_id: o.request_class for o in results.values()} == {
         "s1": "HEAVY",
         "s2": "WARM",
         "s4": "HEAVY",
         "s5": "HEAVY",
         "s6": "MEDIUM",
     }
-    assert min(o.started_s for o in found.values()) == 0
-    of = found["s6"]
-    assert (of.ttft_s, of.tpot_s, of.e2e_s) == pytest.approx((0.0142, 0.0057, 0.0257), abs=1e-4)
-    assert of.itl_s == pytest.approx((0.006, 0.0054), abs=1e-4) and of.prompt_tokens == 233
-    assert of.started_s < (of.first_token_s or 0) < of.finished_s and of.error is None
-    assert of.output_tokens == of.wanted_tokens == 3 and 0 < of.late_s < 0.1
-    assert found["s5"].tpot_s is None and found["s5"].itl_s == ()
-    failed = found["s1"]
+    assert min(result.started_s for result in results.values()) == 0
+    request = results["s6"]
+    assert (request.ttft_s, request.tpot_s, request.e2e_s) == pytest.approx(
+        (0.0142, 0.0057, 0.0257), abs=1e-4
+    )
+    assert (
+        request.itl_s == pytest.approx((0.006, 0.0054), abs=1e-4) and request.prompt_tokens == 233
+    )
+    assert (
+        request.started_s < (request.first_token_s or 0) < request.finished_s
+        and request.error is None
+    )
+    assert request.output_tokens == request.wanted_tokens == 3 and 0 < request.late_s < 0.1
+    assert results["s5"].tpot_s is None and results["s5"].itl_s == ()
+    failed = results["s1"]
     assert failed.error == "aiperf" and failed.ttft_s is None and failed.e2e_s > 0
     assert (failed.message or "").startswith("InvalidInferenceResultError: No responses")
     with pytest.raises(RunFailed, match="no record has turn 0"):
@@ -63,12 +70,12 @@ def test_a_recorded_export_is_read() -> None:
 def test_the_command_is_one_of_sessions_or_of_times(tmp_path: Path) -> None:
     how = {"model": "m", "endpoint": "chat", "block_tokens": 16, "timeout_s": 60.0}
     paths = (Program(tmp_path / "aiperf", tmp_path / "t.jsonl"), "http://a", tmp_path)
-    words = command(*paths, **how, requests=9, sessions=4, headers={"X-Team": "t"})
-    text = " ".join(words)
+    arguments = command(*paths, **how, requests=9, sessions=4, headers={"X-Team": "t"})
+    text = " ".join(arguments)
     assert "--no-fixed-schedule --concurrency 4 --request-count 9" in text
     assert "--custom-dataset-type mooncake_trace" in text
     assert "--prompt-input-tokens-block-size 16 --tokenizer builtin" in text
-    assert words[-2:] == ["-H", "X-Team:t"]
+    assert arguments[-2:] == ["-H", "X-Team:t"]
     assert "--fixed-schedule --request-count 9" in " ".join(
         command(*paths, **how, requests=9, sessions=None)
     )
@@ -81,13 +88,14 @@ def test_the_command_is_one_of_sessions_or_of_times(tmp_path: Path) -> None:
     ]
 
 
-def test_what_only_aiperf_knows_is_counted_in_a_window() -> None:
-    """Guards a trace in another format, and the start and the end of a load."""
-    found = outcomes(EXPORT, None)
-    assert sorted(o.index for o in found) == list(range(5))
-    assert {o.request_class for o in found} == {"ALL"}
-    of, (opened, closed) = counted(found, Window(warm_up=1, requests=2, of_class=1))
-    first = min(o.finished_s for o in of)
-    inside = [o for o in of if o.counted]
+def test_requests_without_turns_are_counted_in_a_window() -> None:
+    """Guards the results of a trace that only AIPerf reads, and against counting the start and end
+    of a load."""
+    results = outcomes(EXPORT, None)
+    assert sorted(o.index for o in results) == list(range(5))
+    assert {o.request_class for o in results} == {"ALL"}
+    windowed, (opened, closed) = counted(results, Window(warm_up=1, requests=2, of_class=1))
+    first = min(o.finished_s for o in windowed)
+    inside = [o for o in windowed if o.counted]
     assert inside and all(o.started_s >= first for o in inside) and len(inside) <= 2
     assert opened <= closed

@@ -1,4 +1,4 @@
-"""Times of tokens, classes, and what an event of the stream does."""
+"""Times of tokens, request classes, and events of a stream."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def event(total: int, reason: object = None, **more: object) -> bytes:
 
 def test_tokens_that_come_together_share_their_gap() -> None:
     """Guards against gaps of 0 s for tokens that a server merged into one event, which would make
-    it look faster the more it merges; and against a TPOT of 0 s of an answer of one piece."""
+    it look faster the more it merges, and against a TPOT of 0 s for an answer in one piece."""
     assert gaps([1.0, 1.3, 1.4], [2, 5, 6]) == pytest.approx((0.1, 0.1, 0.1, 0.1))
     assert gaps([1.0], [3]) == gaps([], []) == ()
 
 
 def test_events_count_tokens_once() -> None:
-    """Guards against times for events without new tokens, such as the one that only ends."""
+    """Guards against times for events without new tokens, such as the last event."""
     answer = Result("", 0.0)
     take(answer, event(1, output_ids=[5]), 1.0)
     take(answer, event(3, output_ids=[5, 6, 7]), 2.0)
@@ -46,15 +46,15 @@ def test_events_count_tokens_once() -> None:
     ],
 )
 def test_events_that_are_errors(data: bytes, kind: str, text: str) -> None:
-    """Guards against a server's refusal, or its garbage, taken for part of an answer."""
+    """Guards against a server's refusal, or invalid data, taken for part of an answer."""
     with pytest.raises(Failed, match=text) as failure:
         take(Result("", 0.0), data, 1.0)
     assert failure.value.kind == kind
 
 
 def test_openai_chunks_are_counted_by_usage() -> None:
-    """Guards TPOT on OpenAI's endpoints: pieces of several tokens count as what usage says, and the
-    chunk with usage may follow the end."""
+    """Guards TPOT on OpenAI's endpoints: token counts come from `usage`, since one piece may hold
+    several tokens; the chunk with `usage` may follow the end."""
     answer = Result("", 0.0)
     take(answer, b'{"choices":[{"delta":{"role":"assistant"}}]}', 0.5)
     take(answer, b'{"choices":[{"delta":{"content":"a"}}]}', 1.0)
@@ -89,15 +89,15 @@ def test_class_of_a_request(classes: Classes, new_tokens: int, expected: str) ->
 
 @pytest.mark.parametrize("endpoint", ["generate", "completions", "chat"])
 def test_bodies_ask_for_the_recorded_length(endpoint: Endpoint) -> None:
-    """Guards against arms that do different work: a fixed length, greedy, and streamed; and usage
-    on endpoints that are not SGLang's, without which tokens could not be counted."""
+    """Guards against arms that do different work: fixed length, greedy and streamed; and against
+    endpoints other than SGLang's without `usage`, which counts the tokens."""
     source = PromptSource(range(100), 4, endpoint=endpoint, model="m")
     prompts, record = source.make(), Record(0, 6, 3, (1, 2))
     sent = orjson.loads(body(prompts, record, source))
     assert sent["stream"] is True
     if endpoint == "generate":
-        asked = {"temperature": 0, "max_new_tokens": 3, "ignore_eos": True}
-        assert (sent["input_ids"], sent["sampling_params"]) == (prompts.prompt(record), asked)
+        sampling = {"temperature": 0, "max_new_tokens": 3, "ignore_eos": True}
+        assert (sent["input_ids"], sent["sampling_params"]) == (prompts.prompt(record), sampling)
         return
     assert (sent["model"], sent["max_tokens"], sent["ignore_eos"]) == ("m", 3, True)
     assert sent["stream_options"]["include_usage"] is True

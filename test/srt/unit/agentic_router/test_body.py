@@ -12,12 +12,12 @@ def ask(body: object, path: str = GENERATE, session: str | None = None) -> Ask:
     return read(path, json.dumps(body).encode(), session, block_tokens=4)
 
 
-def test_a_body_is_sent_on_as_it_came_with_our_fields_last() -> None:
-    """Guards every field of the client's but those that are the router's to set, and against two
-    attempts that meet in one room."""
+def test_a_body_is_forwarded_unchanged_with_the_routers_fields_last() -> None:
+    """Guards the client's fields, except those that the router sets, and against two attempts that
+    use one room."""
     body = {"input_ids": [1, 2], "stream": True, "extra": [1.5, "ä"], "bootstrap_room": 7}
-    one = ask(body)
-    sent, again = (json.loads(one.payload(("h", 8998))) for _ in range(2))
+    request = ask(body)
+    sent, again = (json.loads(request.payload(("h", 8998))) for _ in range(2))
     rooms = {sent.pop("bootstrap_room"), again["bootstrap_room"], 7}
     assert len(rooms) == 3 and all(0 <= room < 2**63 for room in rooms)
     assert sent.pop("rid") and sent.pop("bootstrap_host") == "h"
@@ -26,7 +26,7 @@ def test_a_body_is_sent_on_as_it_came_with_our_fields_last() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "says"),
+    ("path", "body", "message"),
     [
         (GENERATE, b'{"input_ids": [[1], [2]]}', "batch"),
         (GENERATE, b'{"text": ["a", "b"]}', "batch"),
@@ -37,16 +37,16 @@ def test_a_body_is_sent_on_as_it_came_with_our_fields_last() -> None:
         (GENERATE, b'{"text": "a"', "not JSON"),
     ],
 )
-def test_what_is_refused(path: str, body: bytes, says: str) -> None:
-    """Guards against half of a batch being routed, and the server against bytes that the splice
-    would make into something else."""
-    with pytest.raises(BadRequest, match=says):
+def test_refused_bodies(path: str, body: bytes, message: str) -> None:
+    """Guards against routing half of a batch, and the server against bytes that the splice would
+    corrupt."""
+    with pytest.raises(BadRequest, match=message):
         read(path, body)
 
 
 def test_session_tokens_and_reserve() -> None:
-    """Guards whose session it is, and the sizes that scores are made of: the answer's share is
-    capped as on decode."""
+    """Guards the session name and the sizes behind the scores; the answer's share is capped as on
+    decode."""
     assert ask({"text": "a", "user": "u"}, session="h").session == "h"
     assert ask({"text": "a", "user": "u"}).session == "u"
     sampling = {"max_new_tokens": 7}
@@ -57,25 +57,25 @@ def test_session_tokens_and_reserve() -> None:
     assert ask({"text": "abcde"}).work.tokens == 2
 
 
-def shared(one: Ask, other: Ask) -> int:
-    same = [a == b for a, b in zip(one.hashes, other.hashes, strict=False)]
+def shared(first: Ask, second: Ask) -> int:
+    same = [a == b for a, b in zip(first.hashes, second.hashes, strict=False)]
     return [*same, False].index(False)
 
 
 def test_prompts_share_their_whole_leading_blocks() -> None:
-    """Guards the chain: a block counts only if all before it are equal too. How a client's JSON
-    writer spaces does not matter; what keeps prompts apart on the server does."""
-    one = ask({"input_ids": [1] * 4 + [2] * 4 + [3] * 4})
-    assert len(one.hashes) == 3
-    assert shared(one, ask({"input_ids": [1] * 4 + [2] * 4 + [9] * 4})) == 2
-    assert shared(one, ask({"input_ids": [9] * 4 + [2] * 4 + [3] * 4})) == 0
-    assert shared(one, ask({"input_ids": [1] * 4 + [2] * 3})) == 1
-    # 1,11 and 11,1 are other tokens, although the digits are the same.
+    """Guards the chain: a block counts only if all blocks before it are equal too. Whitespace in
+    the client's JSON does not matter; fields that keep prompts apart on the server do."""
+    reference = ask({"input_ids": [1] * 4 + [2] * 4 + [3] * 4})
+    assert len(reference.hashes) == 3
+    assert shared(reference, ask({"input_ids": [1] * 4 + [2] * 4 + [9] * 4})) == 2
+    assert shared(reference, ask({"input_ids": [9] * 4 + [2] * 4 + [3] * 4})) == 0
+    assert shared(reference, ask({"input_ids": [1] * 4 + [2] * 3})) == 1
+    # 1,11 and 11,1 are different tokens, although the digits are the same.
     assert shared(ask({"input_ids": [1, 11, 1, 1]}), ask({"input_ids": [11, 1, 1, 1]})) == 0
     loose = read(GENERATE, b'{"input_ids": [1, 1,1,\n 1 , 2,2,2,2, 3,3,3,3]}', block_tokens=4)
-    assert loose.hashes == one.hashes and loose.work == one.work
+    assert loose.hashes == reference.hashes and loose.work == reference.work
     for apart in ({"extra_key": "k"}, {"lora_path": "l"}):
-        assert shared(one, ask({"input_ids": [1] * 12, **apart})) == 0
+        assert shared(reference, ask({"input_ids": [1] * 12, **apart})) == 0
 
 
 HOW_MANY = {"role": "user", "content": "how many pens are left?"}
@@ -101,7 +101,8 @@ HOW_MANY = {"role": "user", "content": "how many pens are left?"}
 def test_the_next_turn_begins_with_the_prompt(
     path: str, first: dict[str, Any], second: dict[str, Any]
 ) -> None:
-    """Guards what a worker's index learns of a request: its next turn must match all of it."""
-    one, other = ask(first, path), ask(second, path)
-    assert shared(one, other) == len(one.hashes) > 0
-    assert len(other.hashes) > len(one.hashes)
+    """Guards the prefix that a worker's index learns from a request: the next turn must match all
+    of it."""
+    first_turn, second_turn = ask(first, path), ask(second, path)
+    assert shared(first_turn, second_turn) == len(first_turn.hashes) > 0
+    assert len(second_turn.hashes) > len(first_turn.hashes)

@@ -1,4 +1,4 @@
-"""The policies as functions: who wins, and which way each term pulls."""
+"""The policies as functions: the winner, and the direction in which each term pulls."""
 
 import pytest
 
@@ -8,8 +8,8 @@ WORK = Work(1000, 100)
 
 
 def view(name: str, requests: int = 0, matched: int = 0, ongoing: int = 0, **more: int) -> View:
-    given_ = {"pending_tokens": 0, "added_tokens": 0, "pool_tokens": 10_000, **more}
-    return View(name, requests, ongoing_tokens=ongoing, matched_tokens=matched, **given_)
+    fields = {"pending_tokens": 0, "added_tokens": 0, "pool_tokens": 10_000, **more}
+    return View(name, requests, ongoing_tokens=ongoing, matched_tokens=matched, **fields)
 
 
 def pick(policy: str, views: list[View], turn: int = 0, pinned: int | None = None) -> str:
@@ -23,12 +23,12 @@ def pick(policy: str, views: list[View], turn: int = 0, pinned: int | None = Non
         # 500 more tokens in flight lose to 600 cached ones, and win against 400.
         ("linear", [view("a", 1, 600, 900), view("b", 1, 0, 400)], "a"),
         ("linear", [view("a", 1, 400, 900), view("b", 1, 0, 400)], "b"),
-        # Of equal scores the one with fewer requests.
+        # Equal scores: the worker with fewer requests wins.
         ("linear", [view("a", 2), view("b", 1)], "b"),
-        # (0 + 100) x 4 < (0 + 1000) x 1, as this request counts; and (0 + 300) x 4 is not.
+        # (0 + 100) x 4 < (0 + 1000) x 1, since this request counts; (0 + 300) x 4 is more.
         ("lmetric", [view("a", 3, 900), view("b")], "a"),
         ("lmetric", [view("a", 3, 700), view("b")], "b"),
-        # What others have yet to prefill counts like this prompt's own tokens.
+        # Tokens that other requests have yet to prefill count like this prompt's own tokens.
         ("lmetric", [view("a", 1, 500, pending_tokens=400), view("b", 1, 200)], "b"),
         # The holder of the prompt wins...
         ("delta_kv", [view("a"), view("b", 1, 1000)], "b"),
@@ -39,7 +39,7 @@ def pick(policy: str, views: list[View], turn: int = 0, pinned: int | None = Non
         ("delta_kv", [view("a", 4), view("b", 4, 950, added_tokens=95_000)], "a"),
     ],
 )
-def test_who_wins(policy: str, views: list[View], winner: str) -> None:
+def test_the_winner(policy: str, views: list[View], winner: str) -> None:
     """Guards each formula against a lost term or sign; the order of candidates does not matter."""
     assert pick(policy, views) == winner
     assert pick(policy, views[::-1]) == winner
@@ -47,13 +47,14 @@ def test_who_wins(policy: str, views: list[View], winner: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_equal_workers_take_turns(policy: str) -> None:
-    """Guards against the first worker getting everything that ties."""
+    """Guards against a first worker that wins every tie."""
     views = [view("a"), view("b"), view("c")]
     assert len({pick(policy, views, turn) for turn in range(3)}) == 3
 
 
 def test_linear_keeps_a_session_on_its_worker_until_it_is_overloaded() -> None:
-    """Guards the pin, and its end; no other policy may have either. A lone worker keeps all."""
+    """Guards the pin and its end; no other policy may have either. A lone worker keeps all its
+    sessions."""
     calm = [view("a", 1, ongoing=1000), view("b", 0)]
     assert choose("linear", calm, WORK, Knobs(), 0, 0)[:2] == (0, "pinned")
     loaded = [view("a", 3, ongoing=1200), view("b", 0)]

@@ -1,4 +1,4 @@
-"""Where requests go, what the router believes of a worker, all of it bounded; its command line."""
+"""Routing of requests, and the router's bounded view of each worker; its command line."""
 
 from pathlib import Path
 
@@ -21,23 +21,23 @@ def ask(ids: list[int], session: str | None = None) -> Ask:
 
 
 def asking(tokens: int, reserve: int = 10, session: str | None = None) -> Ask:
-    """A request of that size, of no tokens."""
+    """Return a request of that size, without token ids."""
     return Ask(GENERATE, b"{}", (), Work(tokens, reserve), "r", session)
 
 
 def scheduler(**more: object) -> Scheduler:
-    """Two aggregated workers unless told otherwise; all up."""
-    given_ = {"block_tokens": 4, "pool_tokens": 400, **more}
+    """Return a scheduler with all workers up; two aggregated workers by default."""
+    fields = {"block_tokens": 4, "pool_tokens": 400, **more}
     if not {"workers", "prefills", "decodes"} & set(more):
-        given_["workers"] = ("http://a", "http://b")
-    made = Scheduler(Settings(**given_))  # type: ignore[arg-type]
-    for worker in made.workers:
+        fields["workers"] = ("http://a", "http://b")
+    scheduler_ = Scheduler(Settings(**fields))  # type: ignore[arg-type]
+    for worker in scheduler_.workers:
         worker.passed()
-    return made
+    return scheduler_
 
 
-def pair_beside(**more: object) -> Scheduler:
-    """An aggregated worker, and a pair."""
+def aggregated_and_pair(**more: object) -> Scheduler:
+    """Return a scheduler with an aggregated worker and a pair."""
     pair = {"prefills": (("http://p", 1),), "decodes": ("http://d",)}
     return scheduler(workers=("http://a",), heavy_threshold=50, **pair, **more)
 
@@ -62,7 +62,7 @@ def load(worker: Worker) -> tuple[int, int, int, int]:
     )
 )
 def test_loads_add_up_and_return_to_zero(steps: list[tuple[str, int, int, int]]) -> None:
-    """Guards against a load that is given back twice or not at all, in any order of calls."""
+    """Guards against a load that is released twice or never, in any order of calls."""
     worker = Worker(PREFILL, "http://a")
     halves: list[Half] = []
     for step, which, tokens, matched in steps:
@@ -90,16 +90,16 @@ def test_loads_add_up_and_return_to_zero(steps: list[tuple[str, int, int, int]])
     ],
 )
 def test_errors_in_an_answer_are_seen(answer: bytes, failed: bool, done: bool) -> None:
-    """Guards against learning a prompt that was not computed, and against a text that looks like
-    an error."""
+    """Guards against learning a prompt that was not computed, and against a text that looks like an
+    error."""
     half = Half(Worker(PREFILL, "http://a"), asking(1), 0)
     assert half.take(answer) is not failed
     assert (half.failed, half.done) == (failed, done)
 
 
 def test_the_index_forgets_the_end_of_the_oldest_prompt_first() -> None:
-    """Guards the order of eviction: a block may not outlive those before it, which it needs. A
-    match changes nothing: candidates that were not chosen must not refresh what they hold."""
+    """Guards the order of eviction: a block must not outlive the blocks before it. A match changes
+    nothing: candidates that were not chosen must not refresh their blocks."""
     index = PrefixIndex(5)
     index.learn([1, 2, 3])
     index.learn([1, 2, 13, 14])
@@ -112,8 +112,8 @@ def test_the_index_forgets_the_end_of_the_oldest_prompt_first() -> None:
 
 
 def test_health_takes_a_worker_out_and_back_with_an_empty_index() -> None:
-    """Guards the thresholds, and that nobody believes in the cache of a process that is gone: also
-    of one that was restarted between two checks."""
+    """Guards the thresholds, and against trust in the cache of a process that has ended, also one
+    that restarted between two checks."""
     worker = Worker(DECODE, "http://a", fall=2)
     assert not worker.up
     worker.passed(4096)
@@ -134,40 +134,40 @@ def test_health_takes_a_worker_out_and_back_with_an_empty_index() -> None:
     [(40, False, False), (80, False, True), (80, True, False)],
 )
 def test_selective_offload(tokens: int, inflight: bool, offloaded: bool) -> None:
-    """Guards each gate: heavy, and not too many at once."""
-    made = pair_beside(max_offload_inflight=1)
+    """Guards each gate: heavy requests only, and a bounded number in flight."""
+    router = aggregated_and_pair(max_offload_inflight=1)
     request = ask(list(range(tokens)))
-    others = made.route(request) if inflight else {}
-    halves = made.route(request)
+    first = router.route(request) if inflight else {}
+    halves = router.route(request)
     assert set(halves) == ({PREFILL, DECODE} if offloaded else {AGGREGATED})
     end(halves)
-    end(others)
+    end(first)
     if inflight:
-        assert set(made.route(request)) == {PREFILL, DECODE}
+        assert set(router.route(request)) == {PREFILL, DECODE}
 
 
-def test_without_a_pair_requests_stay_and_without_anyone_they_are_refused() -> None:
-    """Guards aggregated workers against being left when prefill is out, and the text that a client
-    gets."""
-    made = pair_beside()
-    assert set(made.route(ask(list(range(80))), ["http://p"])) == {AGGREGATED}
+def test_requests_stay_without_a_pair_and_are_refused_without_workers() -> None:
+    """Guards against requests that leave aggregated workers while prefill is down, and the error
+    text that a client gets."""
+    router = aggregated_and_pair()
+    assert set(router.route(ask(list(range(80))), ["http://p"])) == {AGGREGATED}
     with pytest.raises(NoWorker, match=r"no aggregated worker and no decode worker is available "):
-        made.route(ask([1]), ["http://a", "http://d"])
-    assert load(made.pools[PREFILL][0]) == (0, 0, 0, 0)
+        router.route(ask([1]), ["http://a", "http://d"])
+    assert load(router.pools[PREFILL][0]) == (0, 0, 0, 0)
 
 
 def test_a_decision_that_cannot_be_written_leaves_no_load() -> None:
-    """Guards the counts of a router whose disk is full: each request that it fails would stay."""
-    made = Scheduler(Settings(workers=("http://a",)), Path("/dev/full"))
-    made.workers[0].passed()
+    """Guards the counts of a router with a full disk: each failed request would stay counted."""
+    router = Scheduler(Settings(workers=("http://a",)), Path("/dev/full"))
+    router.workers[0].passed()
     with pytest.raises(OSError, match="space"):
-        made.route(ask([1]))
-    assert load(made.workers[0]) == (0, 0, 0, 0)
+        router.route(ask([1]))
+    assert load(router.workers[0]) == (0, 0, 0, 0)
 
 
-def test_the_harness_starts_what_the_command_line_understands() -> None:
-    """Guards against the parser and who starts the router going different ways, and the two sets of
-    defaults against drifting apart."""
+def test_the_command_line_understands_the_harness() -> None:
+    """Guards against a parser that differs from the harness that starts the router, and against two
+    sets of defaults that drift apart."""
     extra = ("--decode-policy", "round_robin", "--alpha", "0.5", "--max-sessions", "7")
     setup = Setup(("http://h:3",), (Prefill("http://h:1", 8998),), ("http://h:2",))
     config = routed(setup, "lmetric", extra)
@@ -184,8 +184,8 @@ def test_the_harness_starts_what_the_command_line_understands() -> None:
         max_sessions=7,
     )
     split = routed(Setup((), setup.prefill, setup.decode), "linear")
-    made = settings(parser().parse_args(split.command[split.command.index("route") + 1 :]))
-    assert made.decode_policy == "linear"
+    parsed = settings(parser().parse_args(split.command[split.command.index("route") + 1 :]))
+    assert parsed.decode_policy == "linear"
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_the_harness_starts_what_the_command_line_understands() -> None:
         (["--worker", "http://a", "--worker", "http://a"], "twice"),
     ],
 )
-def test_workers_that_make_no_sense_are_refused(
+def test_workers_without_a_route_are_refused(
     arguments: list[str], names: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Guards against a router that could never route."""

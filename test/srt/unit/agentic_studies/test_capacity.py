@@ -26,7 +26,8 @@ LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 61}
 
 
 def test_shape_from_a_config(tmp_path: Path) -> None:
-    """A model folder gives the same as the entry by name; MLA is told by its latent rank."""
+    """A model folder gives the same shape as the entry by name; MLA is recognized by its latent
+    rank."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert shapes.load(str(tmp_path)).token_bytes == 98_304
     assert shapes.load(str(tmp_path), "fp8_e4m3").token_bytes == 98_304 // 2
@@ -35,10 +36,11 @@ def test_shape_from_a_config(tmp_path: Path) -> None:
         shapes.from_config({})
 
 
-def test_what_pools_hold() -> None:
-    """11.5 GiB in a pool of 38 GiB: three requests, which is the wall that the report met. Of the
-    pull request's, 37 whole ones fill its pool; shared prefixes leave room for more than all 128. A
-    pool too small for all prefixes gains nothing, where they would give a negative number."""
+def test_requests_that_pools_hold() -> None:
+    """11.5 GiB in a pool of 38 GiB: three requests, the limit that the report met. The pull
+    request's pool holds 37 whole requests, and more than all 128 with shared prefixes. A pool too
+    small for all prefixes gains nothing from sharing, where the formula would give a negative
+    number."""
     holds, gib = capacity.holds, GIB / 98_304
     p99 = {"prefix": 0, "suffix": int(11.5 * gib), "prefixes": 1}
     assert holds(38 * gib, **p99, shared=False) == holds(38 * gib, **p99, shared=True) == 3

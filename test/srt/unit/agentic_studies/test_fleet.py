@@ -1,4 +1,4 @@
-"""fleet.yaml and the rig's arms: what is refused, and what is started."""
+"""fleet.yaml and the rig's arms: refusals, and started servers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SLEEPLESS = {
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("agregated: [http://a]", "agregated"),
         ("aggregated: http://a", r"\$.aggregated"),
@@ -47,11 +47,11 @@ SLEEPLESS = {
         ("router: [", "fleet.yaml"),
     ],
 )
-def test_a_bad_file_is_refused_by_key(text: str, says: str, tmp_path: Path) -> None:
-    """Guards against an hour with a fleet that is not the one that was meant."""
+def test_a_bad_file_is_refused_by_key(text: str, message: str, tmp_path: Path) -> None:
+    """Guards against an hour of measuring on an unintended fleet."""
     path = tmp_path / "fleet.yaml"
     path.write_text(text)
-    with pytest.raises(ValueError, match=says) as error:
+    with pytest.raises(ValueError, match=message) as error:
         spec.load(path, FleetFile)
     assert "fleet.yaml" in str(error.value)
 
@@ -72,8 +72,8 @@ def test_roles_at_the_top_are_setups(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_every_shipped_study_is_valid_and_names_what_it_starts() -> None:
-    """Guards the YAML files: arms of equal numbers of engines, and enough rounds for a verdict; two
-    loads where there is one arm."""
+    """Guards the YAML files: arms with equal numbers of engines, enough rounds for a verdict, and
+    two loads if there is one arm."""
     for path in FOLDER.glob("*.yaml"):
         study = spec.load(find(path.stem), Study)
         engines = {arm.aggregated + arm.prefill + arm.decode for arm in study.arms.values()}
@@ -81,7 +81,7 @@ def test_every_shipped_study_is_valid_and_names_what_it_starts() -> None:
         assert len(engines) == 1 and (study.rounds >= 3 or path.stem in ("demo", "replay")), path
 
 
-def test_arms_of_the_rig_differ_in_what_they_say() -> None:
+def test_arms_of_the_rig_differ_only_where_declared() -> None:
     """Equal pools for all servers, flags on the arm's decode servers only, engines behind the
     client."""
     for path in FOLDER.glob("*.yaml"):
@@ -105,12 +105,15 @@ def test_arms_of_the_rig_differ_in_what_they_say() -> None:
                 assert engine.command[: len(rig.BEHIND)] == rig.BEHIND
                 assert "--max-total-tokens 5000" in command
                 assert ("--sleep-on-idle" in command) == doze
-                decodes, asked = engine.role == "decode", " ".join(arm.args.get(engine.role, ()))
-                assert asked in command
-                of_variant = decodes and arm.variant in ("radix", "local")
-                assert (RADIX in command) == (of_variant or RADIX in asked)
+                is_decode, declared = (
+                    engine.role == "decode",
+                    " ".join(arm.args.get(engine.role, ())),
+                )
+                assert declared in command
+                of_variant = is_decode and arm.variant in ("radix", "local")
+                assert (RADIX in command) == (of_variant or RADIX in declared)
                 local = f"--disaggregation-decode-local-tokens {arm.local_tokens}" in command
-                assert local == (decodes and arm.variant == "local")
+                assert local == (is_decode and arm.variant == "local")
                 assert engine.env["SGLANG_PATCHSET"] == ("0" if arm.variant == "stock" else "1")
                 assert engine.environment()["SGLANG_CPU_STANDIN"] == str(
                     int("--device cpu" in command)
@@ -122,72 +125,74 @@ def test_arms_of_the_rig_differ_in_what_they_say() -> None:
 
 @pytest.mark.parametrize("arms", ["ab", "abc", "abcde"])
 def test_arms_change_places(arms: str) -> None:
-    """Guards against an arm that always follows the same one, or always comes first."""
+    """Guards against an arm that always follows the same arm, or always comes first."""
     rounds = [order(list(arms), number) for number in range(2 * len(arms))]
-    assert {sum(of.index(arm) for of in rounds) for arm in arms} == {(len(arms) - 1) * len(arms)}
+    assert {sum(order_.index(arm) for order_ in rounds) for arm in arms} == {
+        (len(arms) - 1) * len(arms)
+    }
 
 
 def test_arms_of_a_store_differ_in_memory_and_mode() -> None:
-    """Guards against an arm with more memory than the other, or another policy, which would be
+    """Guards against an arm with more memory than the other, or with another policy, which would be
     measured instead of the mode."""
     arms = [arm for arm in spec.load(find("hicache"), Study).arms.values() if arm.store]
-    given = [_given(rig.layout(arm, spec.Rig(), TINY_ARITH)[1].command) for arm in arms]
-    assert given == [(arm.store.host_tokens, arm.store.shared_tokens) for arm in arms]
-    one, other = map(sum, given)
-    assert one == other
+    capacities = [_capacities(rig.layout(arm, spec.Rig(), TINY_ARITH)[1].command) for arm in arms]
+    assert capacities == [(arm.store.host_tokens, arm.store.shared_tokens) for arm in arms]
+    first, second = map(sum, capacities)
+    assert first == second
 
 
 @pytest.mark.parametrize("name", ["whole", "whole_answers"])
 def test_arms_of_the_whole_system_have_the_same_memory(name: str) -> None:
-    """Guards against an arm that is better because it has more memory for KV, or whose servers use
-    it otherwise than its title says."""
+    """Guards against an arm that is better because it has more memory for KV, or that uses it
+    differently from its title."""
     study = spec.load(find(name), Study)
     reads, writes = "--enable-hierarchical-cache", servers.WRITES[0]
     uses = {}
     for title, arm in study.arms.items():
         engines = [c for c in rig.layout(arm, spec.Rig(), TINY_ARITH) if c.role in ROLES]
         uses[title] = [[flag in engine.command for flag in (reads, writes)] for engine in engines]
-        given = [_given(engine.command) for engine in engines]
-        assert sum(map(sum, given)) == 96_800, title
-        told = [dict(zip(c.command, (*c.command[1:], ""), strict=True)) for c in engines]
-        assert sum(int(of["--max-total-tokens"]) for of in told) == 2 * spec.Rig().pool_tokens
+        capacities = [_capacities(engine.command) for engine in engines]
+        assert sum(map(sum, capacities)) == 96_800, title
+        flags = [dict(zip(c.command, (*c.command[1:], ""), strict=True)) for c in engines]
+        assert sum(int(flag["--max-total-tokens"]) for flag in flags) == 2 * spec.Rig().pool_tokens
     reading, writing, neither = [True, False], [False, True], [False, False]
-    for title, found in uses.items():
+    for title, flags_used in uses.items():
         second = writing if study.arms[title].store.writes else neither
-        assert found == [reading, reading if title.startswith("agg") else second]
+        assert flags_used == [reading, reading if title.startswith("agg") else second]
 
 
-def _given(command: tuple[str, ...]) -> tuple[int, int]:
+def _capacities(command: tuple[str, ...]) -> tuple[int, int]:
     """Return the tokens of a server's host pool or staging buffer, and of its part of the store."""
-    told = dict(zip(command, (*command[1:], ""), strict=True))
-    pages = int(told.get("--hicache-buffer-pages", 0))
-    if ratio := told.get("--hicache-ratio"):
+    flags = dict(zip(command, (*command[1:], ""), strict=True))
+    pages = int(flags.get("--hicache-buffer-pages", 0))
+    if ratio := flags.get("--hicache-ratio"):
         # SGLang cuts the product to a token and then to a page, and adds a page.
         pages = int(float(ratio) * spec.Rig().pool_tokens) // 16 + 1
-    store = json.loads(told.get("--hicache-storage-backend-extra-config", "{}"))
+    store = json.loads(flags.get("--hicache-storage-backend-extra-config", "{}"))
     assert store.get("prefetch_threshold", 16) == 16
     return pages * 16, store.get("global_segment_size", 0) // kv_bytes_per_token(TINY_ARITH)
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("{host_tokens: 1, buffer_only: true}", "need `shared_tokens`"),
         ("{host_tokens: 1, shared_tokens: 1, writes: true}", "needs `buffer_only`"),
     ],
 )
-def test_a_store_that_no_server_takes_is_refused(text: str, says: str, tmp_path: Path) -> None:
+def test_a_store_that_no_server_takes_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "store.yaml"
     path.write_text(text)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         spec.load(path, spec.Store)
 
 
-class Kept(Servers):
-    """A store that removes its keys when it is asked for the second time, or never."""
+class FakeServers(Servers):
+    """A rig's servers with a store that removes its keys at the second `clear`, or never."""
 
-    def __init__(self, *of: Any, removes: bool = True, **more: Any) -> None:
-        super().__init__(*of, **more)
+    def __init__(self, *arguments: Any, removes: bool = True, **more: Any) -> None:
+        super().__init__(*arguments, **more)
         self.asked: list[str] = []
         self._keys, self._removes = 2.0, removes
 
@@ -199,24 +204,27 @@ class Kept(Servers):
         return b""
 
 
-def test_a_load_finds_nothing_in_the_store_of_the_rig(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a load that reads what the one before it computed: Mooncake keeps keys that
-    were just used. A fleet's own store is never emptied."""
+def test_the_store_of_the_rig_is_emptied_before_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a load that reads the previous load's results: Mooncake keeps recently used
+    keys. A fleet's own store is never emptied."""
     monkeypatch.setattr(servers_of_a_setup, "FLUSH_S", 1.0)
     setup = spec.Setup(
         prefill=(spec.Prefill("http://p"),), decode=("http://d",), store="http://store"
     )
-    words = (setup, FleetFile(setups={"pd": setup}), Target("http://d"), range(9))
-    theirs = Kept(*words)
-    assert theirs.flush() == [] and not any("clear" in url for url in theirs.asked)
-    ours = Kept(*words, owned=True)
-    assert ours.flush() == []
-    assert ours.asked[-2:] == ["http://p/hicache/storage-backend/clear"] * 2
-    assert Kept(*words, owned=True, removes=False).flush() == ["the store: it kept some keys"]
+    arguments = (setup, FleetFile(setups={"pd": setup}), Target("http://d"), range(9))
+    fleet = FakeServers(*arguments)
+    assert fleet.flush() == [] and not any("clear" in url for url in fleet.asked)
+    rig_servers = FakeServers(*arguments, owned=True)
+    assert rig_servers.flush() == []
+    assert rig_servers.asked[-2:] == ["http://p/hicache/storage-backend/clear"] * 2
+    assert FakeServers(*arguments, owned=True, removes=False).flush() == [
+        "the store: it kept some keys"
+    ]
 
 
 def test_a_fleet_without_an_arms_servers_says_so() -> None:
-    """Guards the mapping of arms to setups: by name, more where the study wants all, never none."""
+    """Guards the mapping of arms to setups: by name, several where the study wants all, never
+    none."""
     study = spec.load(find("worth"), Study)
     setup = spec.Setup(aggregated=("http://a",))
     arms, missing = study.at({"aggregated": setup, "mine": setup})
@@ -228,7 +236,7 @@ def test_a_fleet_without_an_arms_servers_says_so() -> None:
         find("no-such-study")
 
 
-def test_the_use_of_the_pool_is_read_off_a_metrics_page() -> None:
+def test_pool_usage_is_read_from_a_metrics_page() -> None:
     text = (
         "# HELP sglang:token_usage x\n"
         'sglang:token_usage{model_name="m",tp_rank="0"} 0.25\n'
@@ -244,12 +252,12 @@ def test_the_use_of_the_pool_is_read_off_a_metrics_page() -> None:
 
 
 def test_counters_that_did_not_answer_twice_are_left_out() -> None:
-    """Guards against bytes of weeks, or of half of the servers, as those of a load: a server may
-    fail to answer before it, or after it."""
+    """Guards against counting bytes of weeks, or of half of the servers, for one load: a server may
+    fail to answer before the load or after it."""
     setup = spec.Setup(
         prefill=(spec.Prefill("http://p"), spec.Prefill("http://q")), decode=("http://d",)
     )
-    about = FleetFile(setups={"pd": setup})
+    fleet = FleetFile(setups={"pd": setup})
     pages = {"http://p": 100.0, "http://q": 1e12, "http://d": 5.0}
     silent = {"http://q"}
 
@@ -259,7 +267,7 @@ def test_counters_that_did_not_answer_twice_are_left_out() -> None:
                 raise OSError("timed out")
             return {"sent": pages[url]}
 
-    servers = Scraped(setup, about, Target("http://d"), range(9))
+    servers = Scraped(setup, fleet, Target("http://d"), range(9))
     before = servers.counters()
     silent.clear()
     pages.update({"http://p": 107.0, "http://d": 9.0})
@@ -271,9 +279,9 @@ def test_counters_that_did_not_answer_twice_are_left_out() -> None:
     assert servers.gained(before) == {"decode": {"sent": 0.0}}
 
 
-def test_memory_for_kv_is_that_of_all_servers_of_a_role() -> None:
-    """Guards the column that shows that arms have the same memory: device pools, host pools or
-    staging buffers, and the store; a decode server counts its staging buffer in pages alone."""
+def test_memory_for_kv_sums_all_servers_of_a_role() -> None:
+    """Guards the column that shows equal memory of all arms: device pools, host pools or staging
+    buffers, and the store; a decode server reports its staging buffer in pages only."""
     setup = spec.Setup(
         prefill=(spec.Prefill("http://p"),), decode=("http://d",), store="http://store"
     )
@@ -287,19 +295,19 @@ def test_memory_for_kv_is_that_of_all_servers_of_a_role() -> None:
         def _scrape(self, url: str) -> dict[str, float]:
             return dict(pages[url])
 
-    about = FleetFile(setups={"pd": setup}, block_tokens=16)
-    servers = Scraped(setup, about, Target("http://d"), range(9), token_bytes=2)
+    fleet = FleetFile(setups={"pd": setup}, block_tokens=16)
+    servers = Scraped(setup, fleet, Target("http://d"), range(9), token_bytes=2)
     gained = servers.gained(servers.counters())
     kinds = (servers_of_a_setup.DEVICE_MEMORY, servers_of_a_setup.MEMORY)
-    assert {role: [of.get(kind, 0) for kind in kinds] for role, of in gained.items()} == {
+    assert {role: [bytes_.get(kind, 0) for kind in kinds] for role, bytes_ in gained.items()} == {
         "prefill": [200, 64],
         "decode": [100, 128],
         "store": [0, 900],
     }
-    made = run([Cell("a", 0, 4, gained=gained, outcomes=[outcome(0, 1.0)])])
-    row = numbers(made).cells.loc["4", "a"].mean()
-    told = [row[f"{kind}_bytes"] for kind in ("device", "host", "store", "memory")]
-    assert told == [300, 192, 900, 1392]
+    result = run([Cell("a", 0, 4, gained=gained, outcomes=[outcome(0, 1.0)])])
+    row = numbers(result).cells.loc["4", "a"].mean()
+    shown = [row[f"{kind}_bytes"] for kind in ("device", "host", "store", "memory")]
+    assert shown == [300, 192, 900, 1392]
 
 
 def test_a_heavy_request_is_heavy_on_every_fleet() -> None:

@@ -1,4 +1,4 @@
-"""What the mode refuses, and that every refusal says what to do instead."""
+"""Refused arguments of the mode; every refusal says how to proceed."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def args(**changes):
     return SimpleNamespace(**accepted | changes)
 
 
-def check_given(given):
-    """As a server does with what the user gave it."""
-    check_numbers(given)
-    refusals.check_given(given)
+def check_given(server_args):
+    """Run the checks of the arguments that the user gave."""
+    check_numbers(server_args)
+    refusals.check_given(server_args)
 
 
-def complete(given):
-    """As it does when SGLang has filled in the rest."""
-    refusals.check_filled_in(given)
-    check_pages(given)
+def complete(server_args):
+    """Run the checks after SGLang filled in the other arguments."""
+    refusals.check_filled_in(server_args)
+    check_pages(server_args)
 
 
 @pytest.fixture(autouse=True)
@@ -81,24 +81,24 @@ def _no_environment(monkeypatch):
     ids=str,
 )
 def test_accepted(changes):
-    """What the mode is for must not be refused."""
-    given = args(**changes)
-    check_given(given)
-    complete(given)
-    assert given.hicache_buffer_pages == changes.get("hicache_buffer_pages")
+    """Guards against a refusal of supported arguments."""
+    server_args = args(**changes)
+    check_given(server_args)
+    complete(server_args)
+    assert server_args.hicache_buffer_pages == changes.get("hicache_buffer_pages")
 
 
 def test_sized_as_later_releases_size_it():
-    """SGLang 0.5.23 sizes the same stage by --hicache-size. Guards against a server that refuses
-    it, and against a number of pages that overrides it."""
-    given = args(hicache_size=10)
-    check_given(given)
-    complete(given)
-    assert given.hicache_buffer_pages is None
+    """Guards against a server that refuses --hicache-size, by which SGLang 0.5.23 sizes the same
+    stage, and against a number of pages that overrides it."""
+    server_args = args(hicache_size=10)
+    check_given(server_args)
+    complete(server_args)
+    assert server_args.hicache_buffer_pages is None
 
 
-def test_sglang_turned_the_cache_off():
-    """It does so for some arguments, with a warning alone; nothing would be stored."""
+def test_a_cache_that_sglang_turned_off_is_refused():
+    """SGLang turns it off for some arguments with only a warning; nothing would be stored."""
     with pytest.raises(ValueError, match="SGLang turned --enable-hierarchical-cache off"):
         complete(args(enable_hierarchical_cache=False))
 
@@ -106,28 +106,30 @@ def test_sglang_turned_the_cache_off():
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        # SGLang's default, under which an idle server fetches nothing.
+        # SGLang's default, with which an idle server fetches nothing.
         ({"hicache_storage_prefetch_policy": "best_effort"}, "Use wait_complete or timeout"),
-        # The store keeps none of its KV, and nothing but the accept rate would show it.
+        # The store keeps no KV of drafts; only the accept rate would show it.
         ({"speculative_algorithm": "EAGLE"}, "fewer drafts are accepted"),
     ],
 )
-def test_what_is_warned_of(caplog, changes, text):
-    """What works, and is slower than who asked for it may think."""
+def test_slower_arguments_are_warned_of(caplog, changes, text):
+    """Guards against arguments that work, but slower than a user may expect, without a warning."""
     complete(args(**changes))
     assert text in caplog.text
 
 
-def test_the_stock_mode_is_not_looked_at():
-    """A server without the flag is SGLang's, whatever else it was given."""
-    given = args(hicache_host_memory_mode="cache", hicache_write_policy="write_back", pp_size=4)
-    check_given(given)
-    assert not flags.wants_buffer_only(given)
+def test_the_stock_mode_is_not_checked():
+    """Guards a server without the flag: it is stock SGLang, whatever its other arguments."""
+    server_args = args(
+        hicache_host_memory_mode="cache", hicache_write_policy="write_back", pp_size=4
+    )
+    check_given(server_args)
+    assert not flags.wants_buffer_only(server_args)
 
 
 RADIX = "disaggregation_decode_enable_radix_cache"
 OFFLOAD = "disaggregation_decode_enable_offload_kvcache"
-#: A decode server that writes what it computes.
+#: A decode server that writes its KV to the store.
 WRITES = {
     "disaggregation_mode": "decode",
     "enable_hierarchical_cache": False,
@@ -137,11 +139,11 @@ WRITES = {
 
 
 def test_a_decode_server_that_writes():
-    """Accepted, and needs the groups of all its flags."""
-    given = args(**WRITES)
-    check_given(given)
-    complete(given)
-    assert flags.needed_groups(given) == {
+    """A decode server that writes is accepted, and needs the groups of all its flags."""
+    server_args = args(**WRITES)
+    check_given(server_args)
+    complete(server_args)
+    assert flags.needed_groups(server_args) == {
         flags.FLAG: ("decode_radix", "nixl_async"),
         flags.ON: ("buffer_only",),
         flags.OFFLOAD: ("decode_offload",),
@@ -150,7 +152,7 @@ def test_a_decode_server_that_writes():
 
 @pytest.mark.hazard("refused-combinations")
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "expected"),
     [
         ({"hicache_host_memory_mode": "buffer"}, "--hicache-host-memory-mode buffer "),
         ({"hicache_storage_backend": None}, "--hicache-storage-backend"),
@@ -186,34 +188,34 @@ def test_a_decode_server_that_writes():
     ],
     ids=str,
 )
-def test_refused(changes, named):
-    """Accepted silently, each of these would lose KV, hang, or size something that is not there."""
+def test_refused(changes, expected):
+    """Guards against arguments that would silently lose KV, hang, or size a missing buffer."""
     with pytest.raises(ValueError) as error:
-        given = args(**changes)
-        check_given(given)
-        complete(given)
+        server_args = args(**changes)
+        check_given(server_args)
+        complete(server_args)
     message = str(error.value)
-    assert named in message and (flags.MODE in message or flags.PAGES in message)
+    assert expected in message and (flags.MODE in message or flags.PAGES in message)
     assert any(way in message for way in ("Use ", "Remove ", "remove ", "Add "))
 
 
 @pytest.mark.hazard("refused-combinations")
 def test_refused_environment(monkeypatch):
-    """The C++ tree is another class, which the mode would never reach."""
+    """The C++ tree is another class, which the mode does not patch."""
     monkeypatch.setenv("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "1")
     with pytest.raises(ValueError, match="SGLANG_EXPERIMENTAL_CPP_RADIX_TREE=1"):
         check_given(args())
 
 
 class WithState:
-    """As configurations of models with state-space layers have it."""
+    """A configuration of a model with state-space layers."""
 
     mamba2_cache_params = None
 
 
 @pytest.mark.hazard("refused-combinations")
 @pytest.mark.parametrize(
-    ("config", "named"),
+    ("config", "expected"),
     [
         (
             SimpleNamespace(is_hybrid_swa=True, model_path="org/swa"),
@@ -224,12 +226,12 @@ class WithState:
     ],
     ids=["window", "state", "text state"],
 )
-def test_refused_models(config, named):
-    """Their KV is not one pool of pages that a prefix of tokens describes."""
+def test_refused_models(config, expected):
+    """The KV of these models is not one pool of pages that a prefix of tokens describes."""
     with pytest.raises(ValueError) as error:
         refusals.check_model(args(), config)
     message = str(error.value)
-    assert named in message and config.model_path in message and f"Use {flags.MODE}" in message
+    assert expected in message and config.model_path in message and f"Use {flags.MODE}" in message
 
 
 @pytest.mark.parametrize(
@@ -245,5 +247,5 @@ def test_refused_models(config, named):
     ],
 )
 def test_threshold(text, tokens):
-    """What SGLang will complain about itself, or reads from a file, is not guessed at here."""
+    """Arguments that SGLang itself rejects, or reads from a file, are not guessed at here."""
     assert prefetch_threshold(text) == tokens

@@ -1,5 +1,5 @@
-"""Pages of host slots, and results of a page's values. What becomes of its bytes is shown with
-the storage backends."""
+"""Pages of host slots, and results per page from results per value. The storage backends' tests
+check the bytes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def test_page_numbers_of_host_slots() -> None:
 
 @pytest.mark.parametrize("slots", [[0, 1, 2], [1, 2, 3, 4], [0, 1, 3, 2], [0, 1, 2, 4]])
 def test_slots_that_are_no_pages_are_refused(slots: list[int]) -> None:
-    """Guards against bytes of one page that land in its neighbour."""
+    """Guards against bytes of one page that are written to its neighbour."""
     with pytest.raises(ValueError, match="whole pages"):
         page_parts.page_numbers(torch.tensor(slots), 4)
 
 
 def test_a_page_is_there_if_all_its_values_are() -> None:
-    """Guards against a page that counts with one of its values missing."""
+    """Guards against a page that counts as present with one of its values missing."""
     assert page_parts.fold([True, True, True, False, False, True], 2, 3) == [True, False, False]
     assert page_parts.fold([True, False], 1, 2) == [True, False]
     assert page_parts.fold([], 2, 0) == []

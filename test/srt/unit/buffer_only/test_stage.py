@@ -1,5 +1,5 @@
-"""How large the stage is when nobody says so, the smallest that is accepted, and its staging pages:
-leases that end once, and shares that neither direction can take from the other."""
+"""The stage's default size and its minimum, and its pages: leases that end once, and shares that
+the other direction cannot take."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ READS, WRITES = Direction.PREFETCH, Direction.BACKUP
     ],
 )
 def test_default(token_bytes: int, page: int, device_tokens: int, pages: int):
-    """As many bytes for every model, no more than the device pool and no less than the minimum."""
-    found = settings.default_pages(token_bytes * page, device_tokens // page, page, 256)
-    assert found == pages
+    """As many bytes for every model, at most the device pool and at least the minimum."""
+    default = settings.default_pages(token_bytes * page, device_tokens // page, page, 256)
+    assert default == pages
 
 
 @pytest.mark.parametrize(("page", "threshold", "least"), [(16, 256, 32), (64, 256, 8), (64, 1, 2)])
 def test_minimum(page: int, threshold: int, least: int):
-    """A stage in which a read and a write cannot be under way at the same time stands still."""
+    """Guards against a stage that stalls because a read and a write do not fit at the same time."""
     settings.check_pages(least, page, threshold)
     with pytest.raises(ValueError, match=f"pages {least - 1} .*Use {settings.PAGES_FLAG}"):
         settings.check_pages(least - 1, page, threshold)
@@ -43,8 +43,8 @@ def test_minimum(page: int, threshold: int, least: int):
 
 @given(st.integers(1, 128), st.integers(1, 4096), st.integers(0, 5000))
 def test_shares_hold_a_minimal_transfer(page: int, threshold: int, more: int):
-    """The smallest hit that is fetched fits into what reads are sure of, in any stage that is
-    accepted; and the ceilings leave the other direction its floor."""
+    """The smallest hit that is fetched fits into the reads' floor in any accepted stage, and the
+    ceilings leave the other direction its floor."""
     pages = settings.minimum_pages(page, threshold) + more
     write, read = shares(pages)
     assert read.floor >= settings.minimal_transfer(page, threshold) and write.floor >= 1
@@ -55,7 +55,7 @@ def test_shares_hold_a_minimal_transfer(page: int, threshold: int, more: int):
     ("page_bytes", "pages"), [(32 * KB, 128), (256 * KB, 128), (16 << 20, 2), (64 << 20, 1)]
 )
 def test_calls_are_sized_in_bytes(page_bytes: int, pages: int):
-    """128 pages of a large model are gigabytes, for which a call has ten seconds."""
+    """128 pages of a large model are gigabytes, more than a call transfers in its ten seconds."""
     assert settings.call_pages(page_bytes) == pages
 
 
@@ -63,8 +63,8 @@ def test_calls_are_sized_in_bytes(page_bytes: int, pages: int):
 
 
 def test_floors_and_ceilings_bind_each_by_itself():
-    """Shares that do not add up to the stage: what is promised to the other direction is kept, and
-    nobody gets more than its own part. What is stranded cannot be waited for."""
+    """Shares that do not add up to the stage: each direction keeps its floor, and gets no more than
+    its ceiling. Stranded pages count as lost."""
     assert Stage(10, Share(2, 5), Share(3, 10)).capacity(WRITES) == 5
     stage = Stage(10, Share(2, 10), Share(3, 10))
     assert [stage.capacity(way) for way in (WRITES, READS)] == [7, 8]
@@ -74,7 +74,7 @@ def test_floors_and_ceilings_bind_each_by_itself():
 
 
 def test_refused():
-    """An empty lease is a mistake of the caller; shares that do not fit promise too much."""
+    """Guards against an empty lease, and against shares that promise more than the stage has."""
     with pytest.raises(ValueError, match="0 pages"):
         Stage(8, *shares(8)).allocate(WRITES, 0)
     for wrong in (
@@ -98,18 +98,18 @@ def test_refused():
     ),
 )
 def test_every_page_is_free_or_lent_once(pages: int, events: list) -> None:
-    """Room is what a lease gets, ceilings hold, and the books balance after any sequence. Returned
-    twice, a page would be lent to two transfers at the same time."""
-    found = Stage(pages, *shares(pages))
+    """Guards the capacity, the ceilings and the books after any sequence of calls. A page returned
+    twice would be lent to two transfers at the same time."""
+    stage = Stage(pages, *shares(pages))
     leases = []
     for way, count, event in events:
         lease = leases[count % len(leases)] if leases else None
         if event == "allocate" or lease is None:
-            if count <= found.capacity(way):
-                leases.append(found.allocate(way, count))
+            if count <= stage.capacity(way):
+                leases.append(stage.allocate(way, count))
             else:
                 with pytest.raises(ValueError, match="cannot be allocated"):
-                    found.allocate(way, count)
+                    stage.allocate(way, count)
         elif event == "release":
             leases.remove(lease)
             lease.release()
@@ -119,14 +119,14 @@ def test_every_page_is_free_or_lent_once(pages: int, events: list) -> None:
         elif len(lease.pages) > 1 and not lease.stranded:
             leases.append(lease.split(1))
         stranded = [lease for lease in leases if lease.stranded]
-        assert found.stranded == sum(len(lease.pages) for lease in stranded)
+        assert stage.stranded == sum(len(lease.pages) for lease in stranded)
         lent = [page for lease in leases for page in lease.pages]
-        assert found.used() == len(lent) == len(set(lent))
-        for way, share in found.shares.items():  # neither starves the other
-            assert found.used(way) <= share.ceiling
-            assert found.capacity(way) >= share.floor - found.used(way)
-            assert found.capacity(way) <= found.capacity(way, True) <= share.ceiling
+        assert stage.used() == len(lent) == len(set(lent))
+        for way, share in stage.shares.items():  # neither starves the other
+            assert stage.used(way) <= share.ceiling
+            assert stage.capacity(way) >= share.floor - stage.used(way)
+            assert stage.capacity(way) <= stage.capacity(way, True) <= share.ceiling
         assert stranded or all(
-            found.capacity(way, True) == share.ceiling for way, share in found.shares.items()
+            stage.capacity(way, True) == share.ceiling for way, share in stage.shares.items()
         )
-        check_books(found)
+        check_books(stage)

@@ -1,4 +1,4 @@
-"""Server logs: what is an error, and where in the log it counts."""
+"""Server logs: which lines are errors, and where in the log they count."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ ERROR = "Traceback (most recent call last): ValueError: no such room (1 times)"
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "problems"),
     [
         pytest.param("ERROR room 7 failed: prefill is gone\n", [], id="an error that faults cause"),
         pytest.param("up\n" + RAISED, [f"2: {ERROR}"], id="a traceback"),
         pytest.param(RAISED * 2, [f"1: {ERROR}".replace("1 times", "2 times")], id="twice"),
-        pytest.param(STORE, [], id="a store that was killed"),
-        pytest.param(STORE + RAISED, [f"8: {ERROR}"], id="and another error beside it"),
-        pytest.param(KILLED_PEER, [], id="a worker of 0.5.23 whose peer was killed"),
-        pytest.param(KILLED_PEER + WORKER, [f"9: {ERROR}"], id="and one that failed of itself"),
+        pytest.param(STORE, [], id="a killed store"),
+        pytest.param(STORE + RAISED, [f"8: {ERROR}"], id="a killed store and another error"),
+        pytest.param(KILLED_PEER, [], id="a worker of 0.5.23 with a killed peer"),
+        pytest.param(
+            KILLED_PEER + WORKER, [f"9: {ERROR}"], id="the same and a worker's own failure"
+        ),
         pytest.param(
             "x InvariantError: 3 pages\npool memory leak detected! 16\n",
             [
@@ -42,16 +44,16 @@ ERROR = "Traceback (most recent call last): ValueError: no such room (1 times)"
         ),
     ],
 )
-def test_what_is_an_error(tmp_path: Path, text: str, found: list[str]) -> None:
-    """Guards against alarms about what a run does to servers, against forgiving another error along
-    with it, and against a report from which nobody can tell what happened."""
+def test_errors_of_a_log(tmp_path: Path, text: str, problems: list[str]) -> None:
+    """Guards against alarms about faults that the run itself injects, against forgiving another
+    error beside them, and against a report without the cause."""
     (log := tmp_path / "decode.1.log").write_text(text)
-    assert log_problems(log) == [f"decode.1.log:{problem}" for problem in found]
+    assert log_problems(log) == [f"decode.1.log:{problem}" for problem in problems]
 
 
-def test_what_a_killed_server_says_while_it_dies_is_left_out(tmp_path: Path) -> None:
-    """Guards against blaming a process whose parent was just killed, and against forgiving what it
-    said before."""
+def test_errors_of_a_dying_server_are_left_out(tmp_path: Path) -> None:
+    """Guards against blaming the children of a server that was just killed, and against forgiving
+    its earlier errors."""
     (log := tmp_path / "prefill.1.log").write_text("up\n" + RAISED)
     assert log_problems(log, killed_at=3) == []
     assert len(log_problems(log, killed_at=3 + len(RAISED))) == 1

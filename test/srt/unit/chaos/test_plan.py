@@ -1,4 +1,4 @@
-"""Plans of chaos runs: repeatable, and no kind of fault is left out; and what the arms run."""
+"""Plans of chaos runs: repeatable, with every kind of fault; and the servers of each arm."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_seed_is_a_plan() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_the_long_run_holds_every_fault(seed: int) -> None:
-    """Guards against a kind that an arm never meets, whatever it was that its name promises."""
+    """Guards against a kind of fault that an arm never meets although its name promises it."""
     for heavy in (HEAVY, (*HEAVY, *STORE)):
         for arm in make_plans(seed, [Faults(heavy)] * 4, 150.0, THREADS):
             assert kinds(arm) == {*heavy, *LIGHT}
@@ -54,7 +54,7 @@ def test_the_long_run_holds_every_fault(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_a_run_of_all_holds_pairs_and_the_whole_system(seed: int) -> None:
     """Guards against a part that a run without options leaves out, and against a fault that meets
-    the plain pairs alone, or none of a backend's servers."""
+    only the plain pairs, or no server of a backend."""
     arms = make_arms("both", "both", None)
     assert {arm.backend for arm in arms if arm.whole} == set(BACKENDS)
     assert {arm.backend for arm in arms if not arm.whole} == set(BACKENDS)
@@ -66,7 +66,7 @@ def test_a_run_of_all_holds_pairs_and_the_whole_system(seed: int) -> None:
 
 
 def test_the_arms_of_the_later_release_differ_in_the_lead_only(tmp_path: Path) -> None:
-    """Guards against a comparison of two stock pairs, or of two different ones."""
+    """Guards against a comparison of two stock pairs, or of two different configurations."""
     for lead, stock in zip(
         current_config(tmp_path, 16, stock=False).layout(),
         current_config(tmp_path, 16, stock=True).layout(),
@@ -82,8 +82,8 @@ def test_the_arms_of_the_later_release_differ_in_the_lead_only(tmp_path: Path) -
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_pair_of_a_family(tmp_path: Path, family: str) -> None:
-    """Guards against an arm that runs the dense model under the name of a family, or at a page size
-    that its index does not have; and against ranks of prefill where decode's are meant."""
+    """Guards against an arm that runs the dense model under a family's name, or at a page size that
+    the family's index lacks; and against extra ranks on prefill instead of decode."""
     served = FAMILIES[family]
     arms = make_arms("both", "both", None, family)
     assert [(arm.backend, arm.page_size, arm.whole) for arm in arms] == [
@@ -104,22 +104,21 @@ def test_the_pair_of_a_family(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_model_of_a_family(tmp_path: Path, family: str) -> None:
-    """Guards against a family that there is no model of, and against new weights that are the old
-    ones."""
-    made = [make_model(tmp_path / str(seed), family, seed) for seed in (0, 1)]
-    made.append(rounded(made[0], tmp_path / "rounded", 0))
-    old, new, near = ((folder / "model.safetensors").read_bytes() for folder in made)
+    """Guards against a family without a model, and against new weights that equal the old."""
+    folders = [make_model(tmp_path / str(seed), family, seed) for seed in (0, 1)]
+    folders.append(rounded(folders[0], tmp_path / "rounded", 0))
+    old, new, near = ((folder / "model.safetensors").read_bytes() for folder in folders)
     assert old != new != near != old and len(old) == len(near)
 
 
 def test_a_token_that_rounding_decides_is_not_expected(tmp_path: Path) -> None:
     """Guards against answers called wrong that another order of additions makes right, and against
-    a server that is left with weights of no bank."""
-    says = {"model": [1, 2, 3, 4], "near": [1, 2, 9, 9], "nearer": [1, 2, 3, 9], "far": [8, 8]}
+    a server left with weights that belong to no bank."""
+    answers = {"model": [1, 2, 3, 4], "near": [1, 2, 9, 9], "nearer": [1, 2, 3, 9], "far": [8, 8]}
     loaded = ["model"]
 
     def ask(prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
-        return [says[loaded[-1]][:new_tokens] for _ in prompts]
+        return [answers[loaded[-1]][:new_tokens] for _ in prompts]
 
     def expected(*others: str) -> list[list[int]]:
         paths = [Path(name) for name in others]

@@ -1,4 +1,4 @@
-"""A whole arm on servers that are made up: what is lost, wrong or leaked comes out at the end."""
+"""A whole arm on fake servers: lost or wrong answers and leaks are reported at the end."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from chaos.tally import Outcome
 BANK = Bank(
     Path("model"), tuple(Question(i, (i, i), tuple(range(i, i + 20))) for i in range(8)), (4, 4)
 )
-#: All are sent at once; a busy machine may leave out the last ones, as a run does whose time is up.
+#: All are sent at once. A busy machine may omit the last ones, as at the end of a run.
 PLAN = Plan(1, 0, 1.0, tuple(Send(0.0, i, i % 8) for i in range(12)), ())
-ONE = "1.0-000000"
-"""The first request of the plan."""
+FIRST_RID = "1.0-000000"
+"""Id of the first request of the plan."""
 IDLE = Load(0, 0)
 
 
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of which all is well; a test changes what one of the methods says."""
+    """Servers without a fault; a test overrides single methods."""
     monkeypatch.setattr(run, "AFTERMATH_S", 0.0)
     monkeypatch.setattr(run, "SEEN_DEAD_AFTER_S", 0.1)
-    well = Mock(spec=Servers, incarnations=[], master=None)
-    well.addresses = Addresses("http://decode", "http://prefill", "127.0.0.1", 1)
-    well.start.return_value, well.dead.return_value = 0.1, []
-    well.settle.return_value = {"decode": IDLE, "prefill": IDLE}
-    well.abort_reach_s = 0.0
-    well.count_staged.return_value, well.count_turns.return_value = Counter(), None
-    return well
+    healthy = Mock(spec=Servers, incarnations=[], master=None)
+    healthy.addresses = Addresses("http://decode", "http://prefill", "127.0.0.1", 1)
+    healthy.start.return_value, healthy.dead.return_value = 0.1, []
+    healthy.settle.return_value = {"decode": IDLE, "prefill": IDLE}
+    healthy.abort_reach_s = 0.0
+    healthy.count_staged.return_value, healthy.count_turns.return_value = Counter(), None
+    return healthy
 
 
 Play = Callable[..., Account]
@@ -54,22 +54,24 @@ Play = Callable[..., Account]
 
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch, servers: Any, tmp_path: Path) -> Play:
-    """Runs a plan. ``bad``: what decode says to requests whose id has ``to`` in it. ``live``:
-    follows a request in place of that."""
+    """Run a plan. `bad`: decode's answer to requests whose id contains `to`. `live`: replaces the
+    client's function that follows a request."""
 
     def carry_out(
         bad: list[int] | None = None,
-        to: str = ONE,
+        to: str = FIRST_RID,
         plan: Plan = PLAN,
         banks: Sequence[Bank] = (BANK,),
         live: Any = None,
     ) -> Account:
-        async def answer(session: Any, addresses: Any, life: Life, *_: Any, **told: Any) -> None:
+        async def answer(
+            session: Any, addresses: Any, life: Life, *_: Any, **callbacks: Any
+        ) -> None:
             tokens = bad if bad is not None and to in life.rid else life.question.answer
             life.decode.output_ids = list(tokens)
             life.decode.finish_reasons = [{"type": "length"}] if tokens else []
             life.decode.finished_at = time.monotonic()
-            told.get("on_answer", lambda: None)()
+            callbacks.get("on_answer", lambda: None)()
 
         monkeypatch.setattr(clients, "live", live or answer)
         with (tmp_path / "events.jsonl").open("wb", buffering=0) as events:
@@ -79,8 +81,8 @@ def play(monkeypatch: pytest.MonkeyPatch, servers: Any, tmp_path: Path) -> Play:
 
 
 def test_a_clean_arm(play: Play, tmp_path: Path) -> None:
-    """Guards against false alarms, against requests that are counted twice or not at all, and
-    against a verdict that the event log does not have."""
+    """Guards against false alarms, against requests that are counted twice or never, and against a
+    verdict without its events in the log."""
     tally = play().tally
     assert tally.clean and tally.outcomes == {Outcome.RIGHT: tally.requests}
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
@@ -95,23 +97,23 @@ def test_a_clean_arm(play: Play, tmp_path: Path) -> None:
     ids=["another token", "too short", "no answer"],
 )
 def test_one_bad_answer_is_found(play: Play, bad: list[int], outcome: Outcome) -> None:
-    """Guards the point of it all: one bad answer among good ones makes the run fail, and the report
-    names the request."""
+    """Guards the purpose of a run: one bad answer among good ones makes the run fail, and the
+    report names the request."""
     account = play(bad)
     assert not account.tally.clean
     ((life, verdict),) = account.bugs
-    assert (life.rid, verdict.outcome) == (ONE, outcome)
+    assert (life.rid, verdict.outcome) == (FIRST_RID, outcome)
 
 
 def test_a_server_broken_for_good_is_found(play: Play) -> None:
-    """Guards against a pair that survives the faults and then answers nobody right."""
+    """Guards against a pair that survives the faults and then answers no request right."""
     problems = play([5, 5], to=".last-").tally.problems
     assert len(problems) == run.LAST_QUESTIONS
     assert "asked again at the end" in problems[0]
 
 
 @pytest.mark.parametrize(
-    ("found", "problem"),
+    ("readings", "problem"),
     [
         (
             {"settle.return_value": {"decode": Load(0, 16), "prefill": IDLE}},
@@ -144,26 +146,26 @@ def test_a_server_broken_for_good_is_found(play: Play) -> None:
         "turns unused",
     ],
 )
-def test_what_no_client_sees_is_found(
-    play: Play, servers: Any, found: dict[str, Any], problem: str
+def test_faults_that_no_client_sees_are_found(
+    play: Play, servers: Any, readings: dict[str, Any], problem: str
 ) -> None:
     """Guards against memory and staging pages that are lost while all answers are right, and
-    against a run that does not try what its arm is called."""
-    servers.configure_mock(**found)
+    against a run that does not exercise the feature in its arm's name."""
+    servers.configure_mock(**readings)
     tally = play().tally
     assert not tally.clean and problem in tally.problems
     assert (tally.leaked_tokens > 0) == ("holds" in problem)
 
 
 def test_a_server_that_dies_by_itself_is_found(play: Play, servers: Any, tmp_path: Path) -> None:
-    """Guards against a crash that passes for one of our kills: it is named, and started again; and
-    against a traceback in a log that no client got to know of."""
+    """Guards against a crash that passes for one of the run's kills: the server is named and
+    started again; and against a traceback in a log that no client noticed."""
     (log := tmp_path / "decode.1.log").write_text("Traceback (most recent call last):\nKeyError: 7")
     failure = ServerFailed("decode", "it ended with status 3", log, "the last line")
     process = SimpleNamespace(failure=lambda: failure, log=log, stop=lambda: None)
-    one = SimpleNamespace(role="decode", name="decode.1", process=process, killed_at=None)
-    servers.incarnations = [one]
-    servers.dead.side_effect = lambda: [] if one.killed_at else [one]
+    crashed = SimpleNamespace(role="decode", name="decode.1", process=process, killed_at=None)
+    servers.incarnations = [crashed]
+    servers.dead.side_effect = lambda: [] if crashed.killed_at else [crashed]
     tally = play().tally
     assert not tally.clean and tally.restarts == 1
     died, logged = tally.problems
@@ -172,9 +174,9 @@ def test_a_server_that_dies_by_itself_is_found(play: Play, servers: Any, tmp_pat
 
 
 def test_weights_change_between_requests(play: Play, servers: Any) -> None:
-    """Guards against requests that meet both weights, or are judged by the answers of the others;
-    and against a server that keeps the old ones unnoticed."""
-    others = tuple(replace(each, answer=each.answer[::-1]) for each in BANK.questions)
+    """Guards against requests that meet both weights, or are judged by the other weights' answers;
+    and against a server that keeps the old weights unnoticed."""
+    others = tuple(replace(question, answer=question.answer[::-1]) for question in BANK.questions)
     banks = {bank.model: bank for bank in (BANK, Bank(Path("other"), others, BANK.threads))}
     serving = [BANK]
 
@@ -182,18 +184,18 @@ def test_weights_change_between_requests(play: Play, servers: Any) -> None:
         serving.append(banks[model])
         return []
 
-    async def live(session: Any, addresses: Any, life: Life, *_: Any, **told: Any) -> None:
+    async def live(session: Any, addresses: Any, life: Life, *_: Any, **callbacks: Any) -> None:
         await asyncio.sleep(0.2)
         answer = serving[-1].questions[life.question.number].answer
         life.decode.output_ids, life.decode.finish_reasons = list(answer), [{"type": "length"}]
         life.decode.finished_at = time.monotonic()
-        told.get("on_answer", lambda: None)()
+        callbacks.get("on_answer", lambda: None)()
 
     servers.update.side_effect = update
     faults = tuple(Fault(at, FaultKind.NEW_WEIGHTS) for at in (0.1, 0.5, 0.6))
     sends = tuple(Send(0.05 * number, number, number % 8) for number in range(12))
-    run_of = Plan(1, 0, 2.0, sends, faults)
-    tally = play(plan=run_of, banks=tuple(banks.values()), live=live).tally
+    chaos_plan = Plan(1, 0, 2.0, sends, faults)
+    tally = play(plan=chaos_plan, banks=tuple(banks.values()), live=live).tally
     assert tally.clean and tally.outcomes == {Outcome.RIGHT: len(sends)}
     assert [str(bank.model) for bank in serving] == ["model", "other"] * 2
 
@@ -207,23 +209,23 @@ def test_an_abort_of_all_may_reach_later_requests(
     play: Play, servers: Any, monkeypatch: pytest.MonkeyPatch, reach_s: float
 ) -> None:
     """Guards against a request that is called unexplained because SGLang handled an earlier abort
-    behind it. Without the pause it is."""
+    after its arrival. Without the pause it is unexplained."""
     aborts: list[float] = []
 
     async def abort(*_: Any, **__: Any) -> None:
         aborts.append(time.monotonic())
 
-    async def live(session: Any, addresses: Any, life: Life, *_: Any, **told: Any) -> None:
+    async def live(session: Any, addresses: Any, life: Life, *_: Any, **callbacks: Any) -> None:
         is_reached = aborts and time.monotonic() < aborts[0] + 0.25
         life.decode.output_ids = [] if is_reached else list(life.question.answer)
         life.decode.finish_reasons = [{"type": "abort" if is_reached else "length"}]
         life.decode.error = "Aborted by AbortReq" if is_reached else None
         life.decode.finished_at = time.monotonic()
-        told.get("on_answer", lambda: None)()
+        callbacks.get("on_answer", lambda: None)()
 
     monkeypatch.setattr(clients, "abort", abort)
     servers.abort_reach_s = reach_s
     sends = tuple(Send(0.05 * number, number, number % 8) for number in range(12))
-    run_of = Plan(1, 0, 1.5, sends, (Fault(0.2, FaultKind.ABORT_ALL_DECODE),))
-    tally = play(plan=run_of, live=live).tally
+    chaos_plan = Plan(1, 0, 1.5, sends, (Fault(0.2, FaultKind.ABORT_ALL_DECODE),))
+    tally = play(plan=chaos_plan, live=live).tally
     assert (tally.outcomes[Outcome.UNEXPLAINED] == 0) == tally.clean == bool(reach_s)

@@ -1,4 +1,4 @@
-"""The account of a chaos run: each request is one thing, and bugs are not explained away."""
+"""The account of a chaos run: each request has one outcome, and bugs are not explained away."""
 
 from collections import Counter
 from dataclasses import replace
@@ -34,8 +34,8 @@ FAILED = replace(
 )
 
 
-def outcome(seen: Observed) -> Outcome:
-    return judge(seen, [KILL]).outcome
+def outcome(observed: Observed) -> Outcome:
+    return judge(observed, [KILL]).outcome
 
 
 def test_a_whole_equal_answer_is_right() -> None:
@@ -48,7 +48,7 @@ def test_a_whole_equal_answer_is_right() -> None:
 
 
 @pytest.mark.parametrize(
-    "seen",
+    "observed",
     [
         replace(GOOD, tokens=(5, 6, 8)),
         replace(GOOD, tokens=(5, 6, 7, 8)),
@@ -62,19 +62,19 @@ def test_a_whole_equal_answer_is_right() -> None:
         replace(FAILED, tokens=(9,), late=("decode",)),
     ],
 )
-def test_tokens_that_differ_are_wrong_however_the_request_ended(seen: Observed) -> None:
+def test_tokens_that_differ_are_wrong_however_the_request_ended(observed: Observed) -> None:
     """Guards against wrong tokens that hide behind an abort, a fault or a disconnected client;
-    against a second answer; and against an answer that stops early and says it is complete."""
-    assert outcome(seen) is Outcome.WRONG
+    against a second answer; and against a partial answer that claims to be complete."""
+    assert outcome(observed) is Outcome.WRONG
 
 
 CUT = replace(GOOD, tokens=(5,), finishes=())
 
 
 @pytest.mark.parametrize(
-    ("seen", "expected"),
+    ("observed", "expected"),
     [
-        # What we ended, and what ended by itself: hit by the abort of another.
+        # Requests that the run aborted, and one that ended unasked: hit by the abort of another.
         (replace(GOOD, tokens=(5,), finishes=(), left=True), Outcome.ABORTED),
         (replace(ABORTED, abort_sent=True), Outcome.ABORTED),
         (
@@ -90,9 +90,9 @@ CUT = replace(GOOD, tokens=(5,), finishes=())
         (replace(CUT, started_at=99.0, ended_at=101.0), Outcome.FAILED),
     ],
 )
-def test_what_became_of_a_request(seen: Observed, expected: Outcome) -> None:
-    """Guards against failures of ours that count as aborts of ours, or as answers."""
-    assert outcome(seen) is expected
+def test_the_outcome_of_a_request(observed: Observed, expected: Outcome) -> None:
+    """Guards against the servers' failures that count as the run's aborts, or as answers."""
+    assert outcome(observed) is expected
 
 
 @pytest.mark.parametrize(
@@ -130,14 +130,14 @@ def test_a_failure_needs_a_fault_in_its_lifetime(
         (DIED, Outcome.FAILED),
     ],
 )
-def test_an_error_has_to_say_what_failed(error: str, expected: Outcome) -> None:
-    """Guards against errors that nobody can act on, and against a lost server that is reported as
-    an abort that nobody asked for."""
+def test_an_error_must_name_its_cause(error: str, expected: Outcome) -> None:
+    """Guards against errors without a usable cause, and against a lost server that is reported as
+    an abort without a sender."""
     assert outcome(replace(FAILED, error=error)) is expected
 
 
-def test_what_makes_a_run_clean() -> None:
-    """Guards against a run that passes with a bug in it, or in which nothing was answered."""
+def test_a_clean_run() -> None:
+    """Guards against a run that passes with a bug in it, or without any answer."""
     good = Tally(Counter({Outcome.RIGHT: 5, Outcome.FAILED: 3}), Counter({"kill prefill": 1}), 1)
     assert good.clean and good.requests == 8
     for bug in (Outcome.LOST, Outcome.WRONG, Outcome.UNEXPLAINED):
@@ -150,9 +150,9 @@ def test_what_makes_a_run_clean() -> None:
 
 def test_arms_add_up() -> None:
     """Guards the last line of a run, which sums its arms."""
-    one = Tally(Counter({Outcome.RIGHT: 5}), Counter({"kill prefill": 1}), 1, 0, ("a",))
-    two = Tally(Counter({Outcome.RIGHT: 2, Outcome.LOST: 1}), Counter({"kill prefill": 2}), 3, 7)
-    both = one + two
+    first = Tally(Counter({Outcome.RIGHT: 5}), Counter({"kill prefill": 1}), 1, 0, ("a",))
+    second = Tally(Counter({Outcome.RIGHT: 2, Outcome.LOST: 1}), Counter({"kill prefill": 2}), 3, 7)
+    both = first + second
     assert both.outcomes == {Outcome.RIGHT: 7, Outcome.LOST: 1}
     assert (both.faults["kill prefill"], both.restarts, both.leaked_tokens) == (3, 4, 7)
     assert both.problems == ("a",)

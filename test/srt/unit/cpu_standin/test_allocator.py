@@ -1,4 +1,4 @@
-"""Paged allocation of the CPU stand-in, against a reference that goes token by token."""
+"""Paged allocation of the CPU stand-in, against a reference that proceeds token by token."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ PAGE_SIZES = st.sampled_from([1, 2, 16, 64])
 
 
 def slots_one_by_one(prefix, seq, last, free, page_size):
-    """Walk every token; None where the free pages run out."""
+    """Return the slots by walking every token, or None if the free pages run out."""
     free, slots = iter(free), []
     for begin, end, slot in zip(prefix, seq, last, strict=True):
         for position in range(begin, end):
@@ -28,13 +28,13 @@ def slots_one_by_one(prefix, seq, last, free, page_size):
 
 @st.composite
 def batches(draw, decode=False):
-    """Page size, prefix and sequence lengths, last slots, free pages (sometimes too few)."""
+    """Draw page size, prefix and sequence lengths, last slots, free pages (sometimes too few)."""
     page_size = draw(PAGE_SIZES)
     size = draw(st.integers(1, 6))
     prefix = draw(st.lists(st.integers(0, 200), min_size=size, max_size=size))
     added = st.just(1) if decode else st.integers(0, 150)
     seq = [p + draw(added) for p in prefix]
-    # A prefix's last slot lies in a page of its own, at the place that its length asks for.
+    # A prefix's last slot lies in its own page, at the offset of the prefix's length.
     last = [(1000 + i) * page_size + (p - 1) % page_size if p else -1 for i, p in enumerate(prefix)]
     need = sum(-(-s // page_size) - -(-p // page_size) for p, s in zip(prefix, seq, strict=True))
     count = draw(st.sampled_from([need, need + 5, max(need - 1, 0)]))

@@ -1,4 +1,4 @@
-"""Attention in torch, head by head and query by query, each as if it stood alone."""
+"""Attention in torch, against a reference for one head and one query at a time."""
 
 import math
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from sglang.srt.hardware_backend.cpu_standin import attention
 
 HEADS, KV_HEADS, SCALE = 4, 2, 0.5
 REQUESTS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=3)
-"""Tokens before a request's queries, and queries."""
+"""Tokens before a request's queries, and number of queries."""
 
 
 def alone(
@@ -23,7 +23,7 @@ def alone(
     cap: float = 0.0,
     sink: float | None = None,
 ) -> torch.Tensor:
-    """What one query of one head reads from the tokens that it sees."""
+    """Return the output of one query of one head over the tokens that it may see."""
     scores = [float(key @ query) * SCALE for key in keys]
     if cap:
         scores = [cap * math.tanh(score / cap) for score in scores]
@@ -36,8 +36,8 @@ def alone(
 def test_each_query_reads_its_own_tokens(
     requests: list[tuple[int, int]], window: int, cap: float, has_sinks: bool
 ) -> None:
-    """Guards against queries that see keys behind them, before their window or of another request;
-    and against scores that miss their cap or their sink."""
+    """Guards against queries that see later keys, keys before their window or keys of another
+    request; and against scores without their cap or sink."""
     torch.manual_seed(0)
     keys, values = torch.randn(2, 64, KV_HEADS, 8)
     counts = [new for _, new in requests]
@@ -62,8 +62,8 @@ def test_each_query_reads_its_own_tokens(
 
 
 def test_a_query_sees_what_the_index_chose() -> None:
-    """Guards against a choice that is read as slots, that -1 makes the last token part of, or that
-    shows a query what is behind it."""
+    """Guards against a choice that is read as slots, against -1 that is read as the last token, and
+    against a query that sees later tokens."""
     torch.manual_seed(0)
     keys, values = torch.randn(2, 16, 1, 8)
     slots, query = torch.randperm(16)[:6], torch.randn(2, 1, 8)
@@ -75,14 +75,14 @@ def test_a_query_sees_what_the_index_chose() -> None:
 
 
 def test_fp8_rows_are_read_as_what_they_are() -> None:
-    """Guards against bytes that are taken for values."""
+    """Guards against bytes that are read as values."""
     pool = torch.randn(8, 2, 4).to(torch.float8_e4m3fn)
     slots = torch.tensor([5, 0, 7])
     assert torch.equal(attention.rows(pool, slots), pool.float()[slots])
 
 
 class Backend:
-    """Has the passes of ``TorchNativeAttnBackend``."""
+    """A backend with the passes of ``TorchNativeAttnBackend``."""
 
     def forward_extend(self, *args: Any, **more: Any) -> str:
         return "stock"
@@ -91,7 +91,7 @@ class Backend:
 
 
 def forwarded(pool_dtype: torch.dtype = torch.float32, mode: str = "EXTEND", **changes: Any) -> Any:
-    """What the edited backend returns for two tokens of one request."""
+    """Return the edited backend's output for two tokens of one request."""
     module = SimpleNamespace(TorchNativeAttnBackend=type("Edited", (Backend,), {}))
     attention.edit(module)
     layer = {"layer_id": 0, "sliding_window_size": None, "logit_cap": 0.0, "scaling": SCALE}
@@ -138,9 +138,9 @@ def forwarded(pool_dtype: torch.dtype = torch.float32, mode: str = "EXTEND", **c
     ids=lambda changes: next(iter(changes)),
 )
 def test_what_sglang_lacks_is_computed_here(changes: dict[str, Any]) -> None:
-    """Guards against a window, a sink or a choice that SGLang's own pass would leave out without a
-    word; all else is its own."""
+    """Guards against a window, a sink or a choice that SGLang's own pass would silently ignore; all
+    other passes stay SGLang's."""
     assert forwarded() == "stock"
     out = forwarded(**changes)
-    # The values are all one, and so is what is read but for the part of a sink.
+    # All values are one, and so is the output, except for the share of a sink.
     assert out.shape == (2, 4) and (out > 0).all() and (out <= 1 + 1e-6).all()

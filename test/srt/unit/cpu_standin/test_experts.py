@@ -14,7 +14,7 @@ TOKENS, EXPERTS, DIM, INNER = 7, 4, 6, 5
 
 
 def routed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, and weights and ids of two different experts of each."""
+    """Return tokens, and the weights and ids of two different experts for each."""
     torch.manual_seed(0)
     ids = torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(TOKENS)])
     return torch.randn(TOKENS, DIM), torch.rand(TOKENS, 2), ids
@@ -51,7 +51,7 @@ def test_experts_of_other_ranks_add_nothing() -> None:
 
 
 def test_what_sglang_can_do_is_left_to_it() -> None:
-    """Guards against a form of ours in place of one that SGLang has for a CPU."""
+    """Guards against a form of the stand-in that replaces one that SGLang has for a CPU."""
     module: Any = SimpleNamespace(moe_forward_native=lambda *args: "stock")
     experts.edit(module)
     config = SimpleNamespace(gemm1_alpha=None, gemm1_clamp_limit=None)

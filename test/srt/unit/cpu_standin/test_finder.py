@@ -24,7 +24,7 @@ TARGET = "cpu_standin_test_target"
 
 @pytest.fixture(autouse=True)
 def own_import_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A module to edit, no stand-in on the meta path, and everything put back afterwards."""
+    """A module to edit and no stand-in on the meta path; restores both afterwards."""
     (tmp_path / f"{TARGET}.py").write_text("history = ['executed']\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     others = [f for f in sys.meta_path if not getattr(f, "is_cpu_standin", False)]
@@ -40,12 +40,12 @@ def own_import_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
 
 
 def note(label: str):
-    """An edit that writes its name into the module."""
+    """Return an edit that appends its label to the module's history."""
     return lambda module: module.history.append(label)
 
 
 class AnotherFinder:
-    """Another hook of the same kind: asks other finders, and adds its own step."""
+    """Another import hook of the same kind: queries other finders, and adds its own step."""
 
     def __init__(self, label: str, ask_everyone: bool = False) -> None:
         self.label, self.ask_everyone, self.busy = label, ask_everyone, False
@@ -73,7 +73,7 @@ class AnotherFinder:
 @pytest.mark.parametrize("is_imported", [False, True])
 def test_edit_runs_after_the_module_body(is_imported: bool) -> None:
     """Guards against an edit that runs before the names it replaces exist, against a stand-in
-    without effect where torch was imported before it, and against a hook that changes how modules
+    without effect if torch was imported before it, and against a hook that changes how modules
     look, or invents modules."""
     before = importlib.import_module(TARGET) if is_imported else None
     edits = {TARGET: note("ours"), "absent_module": note("x")}
@@ -88,8 +88,8 @@ def test_edit_runs_after_the_module_body(is_imported: bool) -> None:
 @pytest.mark.parametrize("ask_everyone", [False, True])
 @pytest.mark.parametrize("ours_first", [False, True])
 def test_two_hooks_on_one_module(ours_first: bool, ask_everyone: bool) -> None:
-    """Guards against two hooks that hide each other's edit, or ask each other for ever: in either
-    order, and also beside a hook that asks all finders and not only those behind it."""
+    """Guards against two hooks that hide each other's edit, or query each other for ever: in either
+    order, and also beside a hook that queries all finders and not only those behind it."""
     ours, other = StandinFinder({TARGET: note("ours")}), AnotherFinder("other", ask_everyone)
     sys.meta_path[:0] = [ours, other] if ours_first else [other, ours]
     module = importlib.import_module(TARGET)
@@ -98,8 +98,8 @@ def test_two_hooks_on_one_module(ours_first: bool, ask_everyone: bool) -> None:
 
 
 def test_kernels_are_names() -> None:
-    """Guards against a kernel that is silently absent, or does nothing, when it is called; and
-    against a vllm that looks complete, for SGLang probes for its other modules."""
+    """Guards against a kernel that is silently absent, or does nothing, when called; and against a
+    vllm that looks complete, because SGLang probes for its other modules."""
     sys.meta_path.insert(0, StandinFinder({}))
     from sgl_kernel.quantization.gguf import dequantize
     from sgl_kernel.scalar_type import scalar_types
@@ -133,7 +133,7 @@ def test_install_is_idempotent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_install_refuses_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Guards against names that shadow the real kernels on a GPU machine, and against a probe that
-    looks at nothing."""
+    checks no device node."""
     before, node = list(sys.meta_path), tmp_path / "nvidiactl"
     monkeypatch.setattr(cpu_standin, "DEVICE_NODES", (str(tmp_path / "no"), str(node)))
     assert cpu_standin.gpu_device_node() is None
@@ -145,7 +145,7 @@ def test_install_refuses_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def fake_torch(has_cuda: bool) -> SimpleNamespace:
-    """The part of torch that the edits look at."""
+    """Return the part of torch that the edits use."""
 
     def synchronize(device: object = None) -> None:
         raise RuntimeError("no driver")
@@ -193,9 +193,9 @@ def test_start_method(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
 
 
 def test_a_release_that_has_cpu_forms_keeps_them() -> None:
-    """Guards against edits that raise on SGLang 0.5.23, or put 0.5.10's forms in place of its own:
-    there only the start of processes, speculation and the choice of MLA's form are edited below
-    ``sglang``."""
+    """Guards against edits that raise on SGLang 0.5.23, or replace its own forms by those for
+    0.5.10: below ``sglang`` only the start of processes, speculation and the choice of MLA's form
+    are edited there."""
     assert edits_of("0.5.10.post1") == EDITS
     edited = edits_of("0.5.23")
     assert {name for name in edited if name.startswith("sglang.")} == {

@@ -13,23 +13,23 @@ LAYERS, PAGES, ITEM = 3, 8, (2, 4)
 
 
 def layer_first(page_size: int) -> list[torch.Tensor]:
-    """One buffer a layer."""
+    """Return one buffer per layer."""
     return list(torch.rand(LAYERS, PAGES * page_size, *ITEM))
 
 
 def page_first(page_size: int) -> torch.Tensor:
-    """One buffer for all layers."""
+    """Return one buffer for all layers."""
     return torch.rand(PAGES, LAYERS, page_size, *ITEM)
 
 
 def slots_of(pages: list[int], page_size: int) -> torch.Tensor:
-    """Slots of whole pages, in the order of the pages."""
+    """Return the slots of whole pages, in the order of the pages."""
     return torch.tensor([p * page_size + i for p in pages for i in range(page_size)])
 
 
 @st.composite
 def transfers(draw):
-    """Page size, and two page lists of one length: where from, where to."""
+    """Draw a page size, and source and destination page lists of one length."""
     page_size = draw(st.sampled_from([1, 3, 16]))
     count = draw(st.integers(0, PAGES))
     shuffled = random.Random(draw(st.integers(0, 2**16)))
@@ -38,7 +38,7 @@ def transfers(draw):
 
 
 def by_slot(buffers: list[torch.Tensor] | torch.Tensor) -> torch.Tensor:
-    """A copy of either layout: [slots, layers, ...]."""
+    """Return a copy of either layout as [slots, layers, ...]."""
     if isinstance(buffers, list):
         return torch.stack(buffers, 1)
     return buffers.transpose(1, 2).flatten(0, 1)
@@ -47,7 +47,7 @@ def by_slot(buffers: list[torch.Tensor] | torch.Tensor) -> torch.Tensor:
 @given(transfers(), st.integers(0, LAYERS - 1))
 def test_kv_comes_to_its_slots(transfer, layer) -> None:
     """Guards against K and V, layers or pages mixed up on the way to the host and back, and against
-    writes to slots that were not named, or to layers whose turn has not come."""
+    writes to slots that were not named, or to layers before their turn."""
     page_size, src, dst = transfer
     devices, others = ([layer_first(page_size) for _ in "kv"] for _ in range(2))
     all_devices, all_others = ([*keys, *values] for keys, values in (devices, others))
@@ -74,7 +74,7 @@ def test_kv_comes_to_its_slots(transfer, layer) -> None:
 
 
 def test_what_cannot_be_copied_is_refused() -> None:
-    """Guards against a silently shifted layer where a buffer is forgotten, and against a puzzling
+    """Guards against a silently shifted layer if a buffer is missing, and against a puzzling
     failure with HiCache's default I/O backend."""
     none = torch.empty(0, dtype=torch.int64)
     with pytest.raises(ValueError, match="3 layers"):

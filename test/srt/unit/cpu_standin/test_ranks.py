@@ -23,8 +23,8 @@ from sglang.srt.hardware_backend.cpu_standin import edits
 def test_heads_are_padded_only_where_replicas_do_not_do(
     heads: int, kv_heads: int, tp_size: int, padded: bool
 ) -> None:
-    """Guards against a model of few KV heads that cannot be loaded by two ranks, and against one
-    that needs the padding and does not get it."""
+    """Guards against a model with few KV heads that two ranks cannot load, and against one that
+    needs the padding and does not get it."""
     calls: list[int] = []
 
     def pad(config: object, load_config: object, tp_size: int) -> object:
@@ -39,7 +39,7 @@ def test_heads_are_padded_only_where_replicas_do_not_do(
 
 
 def test_rows_are_copied_from_and_to_an_offset() -> None:
-    """Guards against another rank's rows overwritten, or taken for one's own."""
+    """Guards against another rank's rows overwritten, or used as this rank's own."""
     whole, part = torch.arange(12.0).reshape(6, 2), torch.zeros(3, 2)
     edits.copy_rows(part, whole, 0, torch.tensor(2), torch.tensor(2), True)
     assert part.tolist() == [[4, 5], [6, 7], [0, 0]]
@@ -48,7 +48,7 @@ def test_rows_are_copied_from_and_to_an_offset() -> None:
 
 
 def test_no_memory_is_pinned() -> None:
-    """Guards against a batch that asks for a driver; the rest of torch stays what it is."""
+    """Guards against a batch that needs a driver; the rest of torch is unchanged."""
     module = SimpleNamespace(torch=torch)
     edits.without_pinning(module)
     assert module.torch.tensor([1, 2], pin_memory=True).tolist() == [1, 2]
@@ -56,8 +56,8 @@ def test_no_memory_is_pinned() -> None:
 
 
 def test_no_memory_is_pinned_for_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against the first batch of a server with LoRA adapters that asks for a driver."""
-    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.pin_memory)  # put back afterwards
+    """Guards against a server with LoRA adapters whose first batch needs a driver."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.pin_memory)  # restored afterwards
     module = SimpleNamespace(torch=torch)
     edits.without_pinning_of_adapters(module)
     assert module.torch.zeros((2,), dtype=torch.int32, pin_memory=True).tolist() == [0, 0]

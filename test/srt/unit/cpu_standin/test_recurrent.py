@@ -14,7 +14,7 @@ KEY_HEADS, HEADS, K, V, SLOTS = 2, 4, 8, 6, 5
 
 
 def texts(tokens: int) -> tuple[torch.Tensor, ...]:
-    """Queries, keys, values, decays and parts that are written."""
+    """Return queries, keys, values, decays and write strengths (beta)."""
     torch.manual_seed(0)
     query, key = torch.randn(2, 1, tokens, KEY_HEADS, K)
     value = torch.randn(1, tokens, HEADS, V)
@@ -23,7 +23,7 @@ def texts(tokens: int) -> tuple[torch.Tensor, ...]:
 
 
 def expected(parts: tuple[torch.Tensor, ...], state: torch.Tensor) -> tuple[Any, Any]:
-    """Output, and state [heads, V, K], of one text behind ``state``."""
+    """Return the output and the state [heads, V, K] of one text that continues ``state``."""
     query, key, *rest = parts
     query, key = (x.repeat_interleave(HEADS // KEY_HEADS, 2) for x in (query, key))
     out, last = theirs.torch_recurrent_gated_delta_rule(
@@ -33,8 +33,8 @@ def expected(parts: tuple[torch.Tensor, ...], state: torch.Tensor) -> tuple[Any,
 
 
 def test_recurrence_of_several_requests() -> None:
-    """Guards against a state of another request, one that is transposed, and padding that writes to
-    the last slot."""
+    """Guards against another request's state, a transposed state, and padding that writes to the
+    last slot."""
     parts, states = texts(9), torch.randn(SLOTS, HEADS, V, K)
     before = states.clone()
     slots, bounds = torch.tensor([3, 1, -1]), [0, 4, 9, 9]
@@ -48,8 +48,8 @@ def test_recurrence_of_several_requests() -> None:
 
 @pytest.mark.parametrize("cuts", [[0, 9], [0, 4, 9], list(range(10))])
 def test_chunks_are_as_one_text(cuts: list[int]) -> None:
-    """Guards against a chunk, or a token of decode, that starts from another state than the one
-    before it left."""
+    """Guards against a chunk, or a token of decode, that does not start from the state that the
+    previous one left."""
     parts, states = texts(9), torch.zeros(SLOTS, HEADS, V, K)
     whole, last = expected(parts, states[2])
     slot = torch.tensor([2])
@@ -62,8 +62,8 @@ def test_chunks_are_as_one_text(cuts: list[int]) -> None:
 
 
 def test_convolution() -> None:
-    """Guards against a text that starts from the state of a request that had its slot before, and a
-    token of decode that is not behind its text."""
+    """Guards against a text that starts from the state of its slot's previous request, and a token
+    of decode that does not continue its text."""
     torch.manual_seed(0)
     dim, width = 6, 4
     x, weight = torch.randn(dim, 9), torch.randn(dim, width)
@@ -124,7 +124,7 @@ def test_gated_norm(activation: str) -> None:
 
 
 def test_a_norm_over_two_ranks_is_that_of_their_heads_together() -> None:
-    """Guards against ranks that each take their own heads for all."""
+    """Guards against ranks that each treat their own heads as all heads."""
     module: Any = SimpleNamespace()
     norms.minimax(module)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A chain of drafts on the CPU stand-in, against references that go token by token.
+"""A chain of drafts on the CPU stand-in, against references that proceed token by token.
 
 The forms of Triton kernels are compared with these in ``component/cpu_standin``.
 """
@@ -18,7 +18,8 @@ TOKENS = st.integers(0, 3)
 
 @st.composite
 def verified(draw):
-    """Drafts of some requests, the last known token first, and what the target says after each."""
+    """Draw drafts of some requests, the last known token first, and the target's token after
+    each."""
     width = draw(st.integers(2, 5))
     row = st.lists(TOKENS, min_size=width, max_size=width)
     size = draw(st.integers(1, 4))
@@ -52,7 +53,7 @@ def test_verify(drafted) -> None:
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 4))
 def test_build(lens: list[int], steps: int) -> None:
-    """Guards against a draft that sees what comes behind it, or stands at another position."""
+    """Guards against a draft that sees later tokens, or has a wrong position."""
     drafts, size = steps + 1, len(lens)
     mask = torch.ones(sum(drafts * (length + drafts) for length in lens), dtype=torch.bool)
     positions = torch.empty(size * drafts, dtype=torch.int64)
@@ -76,14 +77,14 @@ def test_build(lens: list[int], steps: int) -> None:
 
 
 def test_trees_are_refused() -> None:
-    """Guards against a tree of drafts that is taken for a chain."""
+    """Guards against a tree of drafts that is treated as a chain."""
     empty = torch.empty(0)
     with pytest.raises(NotImplementedError, match="topk 2"):
         speculative.verify_chain(*(empty,) * 8, topk=2)
 
 
 def test_no_kv_is_moved() -> None:
-    """Guards against accepted drafts whose KV stays where it was."""
+    """Guards against accepted drafts whose KV would have to move."""
     pointers = torch.zeros(1)
     same, other = torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64)
     module: Any = SimpleNamespace(__name__="sglang.kernels.ops.kvcache.cache_move")

@@ -1,4 +1,4 @@
-"""Sockets that record, a clock that a test moves, and what a decode rank announces."""
+"""Recording sockets, a clock that tests set, and a decode rank's announcements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang.srt.disaggregation.delta import wire
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that only tests advance."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -19,7 +19,7 @@ class Clock:
 
 
 class Sockets:
-    """``PeerSockets`` that remember instead of sending; unknown hosts are refused."""
+    """``PeerSockets`` that record instead of sending; hosts in ``refuse`` are refused."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, int, Any]] = []
@@ -29,7 +29,7 @@ class Sockets:
     def send(self, host: str, port: int, message: wire.Message) -> None:
         if host in self.refuse:
             raise ValueError(f"invalid address of a peer: {host}")
-        wire.encode_control(message)  # what cannot be written is refused as the real ones do
+        wire.encode_control(message)  # refuses unwritable messages like the real ones
         self.sent.append((host, port, message))
 
     def drop(self, host: str, port: int) -> None:
@@ -39,15 +39,15 @@ class Sockets:
         pass
 
     def take(self) -> list[tuple[str, int, Any]]:
-        """What was sent since the last look."""
-        taken, self.sent = self.sent, []
-        return taken
+        """Return the messages since the last call."""
+        messages, self.sent = self.sent, []
+        return messages
 
 
 def announcement(
     room: int, *, host: str = "10.0.0.1", dummy: bool = False, stock: bool = False, **fields: Any
 ) -> Any:
-    """A decode rank's announcement, as far as ``DecodeRanks`` looks at it."""
+    """Return a decode rank's announcement with the fields that ``DecodeRanks`` uses."""
     frame = wire.DeltaFrame(decode_prefix_len=0, num_pages=0, is_dummy=dummy)
     info = SimpleNamespace(
         room=room,

@@ -1,4 +1,4 @@
-"""Negotiation with a prefill server: understood, stock, or not reachable yet."""
+"""Negotiation with a prefill server: capable, stock, or not reachable yet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LATER = msgspec.json.encode({"delta": wire.VERSION, "abort": 1})
     [
         pytest.param((200, OURS), True, id="ours"),
         pytest.param((200, LATER), True, id="a later release, with more capabilities"),
-        # No clear yes means prefix 0.
+        # Without a clear yes the prefix is 0.
         pytest.param((404, OURS), False, id="stock"),
         pytest.param((200, b"{}"), False, id="nothing"),
         pytest.param((200, b'{"hicache": 3}'), False, id="other keys"),
@@ -32,18 +32,18 @@ LATER = msgspec.json.encode({"delta": wire.VERSION, "abort": 1})
         pytest.param((200, b"\xff\xfe\x00"), False, id="no text"),
         pytest.param((200, b'{"delta": "1"}'), False, id="another type"),
         pytest.param((200, b"[1]"), False, id="a list"),
-        # One that is just starting must not count as stock for ever: it is asked again.
+        # A server that is just starting must not count as stock for ever: it is queried again.
         pytest.param((500, OURS), None, id="500"),
         pytest.param((503, b""), None, id="503"),
         pytest.param(requests.ConnectionError("refused"), None, id="refused"),
         pytest.param(requests.Timeout(), None, id="timeout"),
     ],
 )
-def test_what_a_server_takes(
+def test_capabilities_of_a_server(
     monkeypatch: pytest.MonkeyPatch, answer: Any, takes_delta: bool | None
 ) -> None:
-    """Guards against two sides that do not find each other; against a prefix for a server that
-    would write the start of the prompt into the pages of its tail; and against an exception on the
+    """Guards against two sides that fail to negotiate; against a prefix for a server that would
+    write the start of the prompt into the pages of its tail; and against an exception on the
     scheduler's thread."""
 
     def get(url: str, timeout: float) -> Any:
@@ -53,12 +53,12 @@ def test_what_a_server_takes(
         return SimpleNamespace(status_code=answer[0], content=answer[1])
 
     monkeypatch.setattr(requests, "get", get)
-    found = wire.fetch_capabilities(ADDRESS)
-    assert (found and found.takes_delta) is takes_delta
+    capabilities = wire.fetch_capabilities(ADDRESS)
+    assert (capabilities and capabilities.takes_delta) is takes_delta
 
 
-def test_address_that_is_none() -> None:
-    """Guards against an exception where the load balancer sent an unusable host."""
+def test_an_invalid_address() -> None:
+    """Guards against an exception if the load balancer sent an unusable host."""
     assert wire.fetch_capabilities("not a host:port") is None
 
 
@@ -67,17 +67,17 @@ def test_another_version(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, offset: int
 ) -> None:
     """Guards against a prefix for a peer that reads it differently, and against a lost hit rate
-    that nobody can explain: the log names both versions."""
-    theirs = wire.VERSION + offset
-    answer = SimpleNamespace(status_code=200, content=msgspec.json.encode({"delta": theirs}))
+    without explanation: the log names both versions."""
+    their_version = wire.VERSION + offset
+    answer = SimpleNamespace(status_code=200, content=msgspec.json.encode({"delta": their_version}))
     monkeypatch.setattr(requests, "get", lambda url, timeout: answer)
-    found = wire.fetch_capabilities(ADDRESS)
-    assert found is not None and not found.takes_delta
-    assert f"protocol {theirs}, this decode server {wire.VERSION}" in caplog.text
+    capabilities = wire.fetch_capabilities(ADDRESS)
+    assert capabilities is not None and not capabilities.takes_delta
+    assert f"protocol {their_version}, this decode server {wire.VERSION}" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("theirs", "stages", "told"),
+    ("answer", "stages", "is_told"),
     [
         (YIELDS, 1, True),
         (OURS, 1, False),
@@ -86,14 +86,16 @@ def test_another_version(
         (YIELDS, 2, False),
         (YIELDS, None, False),
     ],
-    ids=["ours", "nobody who answers there", "older", "stock", "pipeline", "unknown topology"],
+    ids=["ours", "local turns unsupported", "older", "stock", "pipeline", "unknown topology"],
 )
-def test_who_is_told_that_decode_computes(theirs: bytes, stages: int | None, told: bool) -> None:
+def test_servers_that_are_told_of_local_turns(
+    answer: bytes, stages: int | None, is_told: bool
+) -> None:
     """Guards against a prefill server that does not know the message, or whose ranks cannot agree
     on it, and that keeps the request for ever."""
-    known = msgspec.json.decode(theirs, type=wire.Capabilities)
+    known = msgspec.json.decode(answer, type=wire.Capabilities)
     manager: Any = SimpleNamespace(
         servers=SimpleNamespace(capabilities=lambda address: known),
         prefill_info_table={} if stages is None else {ADDRESS: SimpleNamespace(pp_size=stages)},
     )
-    assert DeltaManager.peer_yields(manager, ADDRESS) is told
+    assert DeltaManager.peer_yields(manager, ADDRESS) is is_told

@@ -1,4 +1,4 @@
-"""What an operator reads: log lines about peers, fields of SGLang's lines, and the event log."""
+"""Texts for operators: log lines about peers, fields of SGLang's lines, and the event log."""
 
 from __future__ import annotations
 
@@ -18,31 +18,33 @@ from sglang.srt.patchset.environment import EVENT_LOG
 from unit.delta.fakes import Clock
 
 LOGGER = logging.getLogger(__name__)
-#: More names than a server tells apart, and than it writes lines of.
-STRANGERS, MOST_LINES = 10_000, 200
+#: More names than a server tells apart.
+STRANGER_COUNT = 10_000
+#: Bound on the lines that are logged about them.
+MAX_LINES = 200
 
 
 def test_a_peer_is_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
-    """Messages say themselves whom they are from, and errors quote them. Guards against a noisy
-    peer, or a stranger with ever new names, that fills the disk or hides another one's trouble;
-    against a line of the size of a message; and against later trouble that nobody sees."""
+    """Messages name their sender, and errors quote it. Guards against a noisy peer, or a stranger
+    with ever new names, that fills the disk or hides another peer's errors; against a log line as
+    long as a message; and against later errors that are never logged."""
     clock = Clock()
-    made = RateLimitedLog(LOGGER, clock=clock)
+    log = RateLimitedLog(LOGGER, clock=clock)
     for _ in range(1000):
-        made.error("a:1", "first")
-        made.error("b:1", "other: %s", "x" * 1_000_000)
+        log.error("a:1", "first")
+        log.error("b:1", "other: %s", "x" * 1_000_000)
     assert caplog.messages[0] == "first" and caplog.messages[1].startswith("other: xxx")
     assert len(caplog.messages) == 2 and len(caplog.messages[1]) < 1000
     clock.now += INTERVAL_S
-    made.error("a:1", "later")
+    log.error("a:1", "later")
     assert caplog.messages[2:] == ["later"]
-    for number in range(STRANGERS):
-        made.error(f"{number}:1", "noise")
-    assert 100 < len(caplog.messages) < MOST_LINES
+    for number in range(STRANGER_COUNT):
+        log.error(f"{number}:1", "noise")
+    assert 100 < len(caplog.messages) < MAX_LINES
     for text in ("too soon", "again"):
         clock.now += INTERVAL_S / 2
-        made.error("a:1", text)
-        made.error("c:1", text)
+        log.error("a:1", text)
+        log.error("c:1", text)
     assert caplog.messages[-3:] == ["noise", "again", "again"]
 
 
@@ -59,8 +61,8 @@ def decode_lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
 def test_fields_of_decode_lines(
     decode_lines: logging.Logger, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Guards against totals in the place of differences, against fields in front of SGLang's own,
-    which tools parse from the left, and against other lines that change or eat the difference."""
+    """Guards against totals in place of differences, against fields in front of SGLang's own, which
+    tools parse from the left, and against other lines that change or consume the difference."""
     with caplog.at_level(logging.INFO):
         STATS.count("decode_prefix_prompt_tokens", 100)
         STATS.count("decode_prefix_hit_tokens", 64)
@@ -92,7 +94,7 @@ SENT = observability.Sent(
 
 @pytest.fixture
 def restart() -> Iterator[None]:
-    """The log of a process is opened once: ``cache_clear`` makes another process of this one."""
+    """Clears the cache of the process's event log, as a restart does."""
     observability.event_log.cache_clear()
     yield
     observability.event_log.cache_clear()
@@ -102,7 +104,7 @@ def restart() -> Iterator[None]:
 def test_no_event_log_by_default(
     monkeypatch: pytest.MonkeyPatch, restart: None, value: str | None
 ) -> None:
-    """Guards against a log that nobody asked for."""
+    """Guards against a log without the setting."""
     monkeypatch.delenv(EVENT_LOG.name, raising=False)
     if value is not None:
         monkeypatch.setenv(EVENT_LOG.name, value)
@@ -110,9 +112,9 @@ def test_no_event_log_by_default(
 
 
 def test_event_log(monkeypatch: pytest.MonkeyPatch, restart: None, tmp_path: Path) -> None:
-    """Guards against lines that are buffered when a server is killed, or that do not say what they
-    are; against both sides writing to one file; and against a restarted server with the same
-    process id that erases what was logged."""
+    """Guards against lines that are still buffered when a server is killed, or lack their type;
+    against both sides writing to one file; and against a restarted server with the same process id
+    that erases the earlier log."""
     monkeypatch.setenv(EVENT_LOG.name, str(tmp_path / "log"))
     for _ in range(2):
         for side, event in (("decode", ADMITTED), ("prefill", SENT)):

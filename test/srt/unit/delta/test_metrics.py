@@ -1,4 +1,4 @@
-"""What a scrape shows of both sides, with the numbers that are counted also without one."""
+"""A scrape's metrics on both sides; the numbers are also counted without a scraper."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ Shown = Callable[..., float | None]
 
 
 def of_model(name: str, **labels: str) -> Shown:
-    """The samples of a test's own labels: a metric has one value in all tests of a process."""
+    """Return the samples with a test's own labels: a metric has one value in all tests of a
+    process."""
 
     def shown(metric: str, **more: str) -> float | None:
-        every = {"model_name": name, **labels, **more}
-        return prometheus_client.REGISTRY.get_sample_value(f"sglang:{metric}", every)
+        all_labels = {"model_name": name, **labels, **more}
+        return prometheus_client.REGISTRY.get_sample_value(f"sglang:{metric}", all_labels)
 
     return shown
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_counters(rank: str) -> None:
-    """Guards against counters that need a scraper; against a side that exports the other side's as
-    zeros; against registering one metric twice, which Prometheus refuses; and against failures
-    under another reason, or reasons that a dashboard sees only when it is too late to compare."""
+    """Guards against counters that need a scraper; against a side that exports the other side's
+    counters as zeros; against registering one metric twice, which Prometheus refuses; and against
+    failures under another reason, or reasons that appear only with the first failure."""
     stats, shown = Telemetry(), of_model("test_counters", tp_rank=rank)
     stats.count("decode_prefix_hit_tokens", 100)
     stats.count("kv_transfer_failed", reason="timeout")
@@ -53,7 +54,9 @@ def test_counters(rank: str) -> None:
         if failed is not None:
             stats.count("kv_transfer_failed", reason=failed)
             counts[failed] += 1
-        assert counts == {each: shown("kv_transfer_failed_total", reason=each) for each in counts}
+        assert counts == {
+            reason: shown("kv_transfer_failed_total", reason=reason) for reason in counts
+        }
     assert stats.by("kv_transfer_failed") == {("timeout",): 2, ("peer_lost",): 1}
     stats.count("decode_prefix_hit_tokens", 3)
     assert shown("decode_prefix_hit_tokens_total") == 3
@@ -62,29 +65,29 @@ def test_counters(rank: str) -> None:
 
 
 def test_gauges() -> None:
-    """Guards against gauges that need a scraper, and against the first value that stays."""
+    """Guards against gauges that need a scraper, and against a gauge that keeps its first value."""
     stats, shown = Telemetry(), of_model("test_gauges", tp_rank="0")
-    stats.set("kv_evictable_tokens", 6)  # where nobody scrapes, nothing happens
+    stats.set("kv_evictable_tokens", 6)  # no effect without a scraper
     stats.bind({"model_name": "test_gauges", "tp_rank": "0"}, "decode")
     for value in (7, 5):
         stats.set("kv_evictable_tokens", value)
         assert shown("kv_evictable_tokens") == value
-    help_of = {each.name: each.documentation for each in prometheus_client.REGISTRY.collect()}
+    help_of = {metric.name: metric.documentation for metric in prometheus_client.REGISTRY.collect()}
     assert help_of["sglang:kv_evictable_tokens"] == METRICS["kv_evictable_tokens"].help
 
 
 def test_two_workers_measure_first_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against two threads that register one metric: Prometheus refuses the second one, and
-    its first value is lost."""
+    the first value is lost."""
     stats, shown = Telemetry(), of_model("test_two_workers")
     metric = Metric("of_two_workers", "histogram", "prefill", "help", buckets=(1.0,))
     monkeypatch.setitem(METRICS, metric.name, metric)
     stats.bind({"model_name": "test_two_workers"})
-    both, histogram = threading.Barrier(2), prometheus_client.Histogram
+    barrier, histogram = threading.Barrier(2), prometheus_client.Histogram
 
     def register(*args: Any, **options: Any) -> prometheus_client.Histogram:
         with contextlib.suppress(threading.BrokenBarrierError):
-            both.wait(0.3)  # until the other thread registers too, where nothing keeps it out
+            barrier.wait(0.3)  # until the other thread registers too, unless a lock prevents it
         return histogram(*args, **options)
 
     monkeypatch.setattr(prometheus_client, "Histogram", register)
@@ -106,23 +109,26 @@ def test_drafts_are_counted_by_prefix() -> None:
 
 
 def test_levels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against levels that a scrape misses because they are over when it comes."""
+    """Guards against levels that a scrape misses because they have passed by then."""
     report, stats, shown = TransferReport(), Telemetry(), of_model("test_levels", tp_rank="0")
     monkeypatch.setattr(observability, "STATS", stats)
     stats.bind({"model_name": "test_levels", "tp_rank": "0"}, "prefill")
     for worker, *levels in ((0, 5, 4, 3), (0, 1, 1, 0), (1, 1, 0, 0)):
         report.level(worker, *levels)
-    for seen in ([6, 4, 0], [2, 1, 0]):  # the most since the last scrape; then what is now
+    for levels_shown in (
+        [6, 4, 0],
+        [2, 1, 0],
+    ):  # the maximum since the last scrape, then the current
         report.tick()
         names = ("waiting", "in_flight", "overdue")
-        assert [shown(f"kv_transfer_{name}") for name in names] == seen
+        assert [shown(f"kv_transfer_{name}") for name in names] == levels_shown
 
 
 @pytest.mark.hazard("drained-per-request")
 def test_a_worker_times_its_transfers(caplog: pytest.LogCaptureFixture) -> None:
     """Guards against times that begin or end at the wrong event (at completion, not at the post),
     against levels that stay up on an idle worker, and against a log line that is late, empty, or
-    tells the numbers of the interval before."""
+    repeats the numbers of the previous interval."""
     caplog.set_level(logging.INFO)
     bench = Bench(quota=1)
     report, clock = bench.report, bench.clock
@@ -130,7 +136,7 @@ def test_a_worker_times_its_transfers(caplog: pytest.LogCaptureFixture) -> None:
     bench.submit(1)
     bench.submit(1, last=True)
     bench.run(0.2)
-    bench.settle()  # sees the first one after 0.2 s, posts the second one, which ran 0.5 s
+    bench.settle()  # completes the first after 0.2 s, posts the second, which takes 0.5 s
     bench.settle()
     report.level(1, 3, 2, 1)
     STATS.count("kv_transfer_failed", reason="timeout")
@@ -146,7 +152,7 @@ def test_a_worker_times_its_transfers(caplog: pytest.LogCaptureFixture) -> None:
     )
     clock.now += 60
     report.tick()
-    assert len(caplog.messages) == 1, "nothing happened"
+    assert len(caplog.messages) == 1, "no line without transfers"
     STATS.observe("kv_transfer_queue_seconds", 0.1)
     clock.now += 60
     report.tick()

@@ -48,7 +48,7 @@ PAGES = st.sampled_from([1, 4, 16, 64])
         "longer than the prompt",
         "too many pages",
         "too few pages",
-        "no pages where some are left",
+        "no pages for the remaining prompt",
         "ranks disagree about the prefix",
         "ranks disagree about the pages",
     ],
@@ -56,8 +56,8 @@ PAGES = st.sampled_from([1, 4, 16, 64])
 def test_plan_refuses(
     announced: list[tuple[int, int]], prompt: int, page: int, numbers: list[str]
 ) -> None:
-    """Guards against a mismatch that is cut to fit, which writes the start of a prompt into the
-    pages of its tail; the message has to name the room and both numbers."""
+    """Guards against a mismatch that is cut to fit, which would write the start of a prompt into
+    the pages of its tail; the message must name the room and both numbers."""
     with pytest.raises(DeltaMismatch) as error:
         plan_delta(41, announced, prompt, page)
     message = str(error.value)
@@ -72,18 +72,20 @@ def test_plan_refuses(
     start=st.integers(0, 9),
 )
 def test_ranks_share_a_chunk(pages: list[int], size: int, start: int) -> None:
-    """Guards against pages that none of the ranks of a context parallel group sends, whatever their
-    numbers; and against one rank that sends most of them."""
+    """Guards against pages that no rank of a context parallel group sends, whatever their numbers;
+    and against one rank that sends most of them."""
     chunk, part = np.array(pages, np.int32), slice(start, start + len(pages))
     shares = [share_of_chunk(chunk, part, rank, size) for rank in range(size)]
     places = range(9 + 12)
-    sent = [pair for own, at in shares for pair in zip(places[at], own.tolist(), strict=True)]
+    sent = [
+        pair for share, part_ in shares for pair in zip(places[part_], share.tolist(), strict=True)
+    ]
     assert sent == list(enumerate(pages, start))
-    lengths = [len(own) for own, _ in shares]
+    lengths = [len(share) for share, _ in shares]
     assert sum(lengths) == len(pages) and max(lengths) - min(lengths) <= 1
 
 
-#: Pages of a prefix, and what is wrong with an announcement: of its prefix, and of its pages.
+#: Pages of a prefix, and the error of an announcement: in its prefix, and in its pages.
 ANNOUNCED = st.tuples(st.integers(0, 12), st.sampled_from([0, 0, 0, 1, -80]), st.integers(-1, 1))
 
 
@@ -93,7 +95,7 @@ def test_plan_accepts_exactly_the_right_combination(
     page: int, prompt: int, ranks: list[tuple[int, int, int]]
 ) -> None:
     """Guards against any accepted combination that would move a page to a wrong place, and against
-    a refused one that would not: a full hit, or a room whose ranks are all dummies."""
+    a refused one that would not: a full hit, or a room with dummy ranks only."""
     announced = {(cached * page + off, prompt - cached + more) for cached, off, more in ranks}
     prefix, pages = next(iter(announced), (0, prompt))
     is_whole = prefix in range(0, prompt * page + 1, page)
@@ -104,7 +106,7 @@ def test_plan_accepts_exactly_the_right_combination(
             plan_delta(1, announced, prompt, page)
 
 
-# ---- head slices between ranks of different tensor parallel sizes, moved for real in arrays ----
+# ---- head slices between ranks of different tensor parallel sizes, copied between arrays ----
 
 SIZES = (1, 2, 4)
 TOTALS = (1, 2, 4, 8)
@@ -113,7 +115,7 @@ POOL_PAGES = 6
 
 
 def pools(size: int, total: int, page: int, buffers: int, head_bytes: int) -> np.ndarray:
-    """Every rank's KV, zeros: (rank, buffer, page, token, head, byte)."""
+    """Return every rank's KV as zeros: (rank, buffer, page, token, head, byte)."""
     heads = len(heads_of(0, size, total))
     return np.zeros((size, buffers, POOL_PAGES, page, heads, head_bytes), np.uint8)
 
@@ -122,10 +124,11 @@ def rows_between(
     ranks: tuple[int, int, int, int], total: int, page: int, head_bytes: int,
     bases: tuple[list[int], list[int]], pages: tuple[np.ndarray, np.ndarray],
 ) -> tuple[Rows, Rows]:  # fmt: skip
-    """What one rank of prefill writes to one of decode: ``ranks`` has rank and size of either."""
+    """Return the rows that a prefill rank writes to a decode rank; ``ranks``: rank and size of
+    both."""
     rank, size, their_rank, their_size = ranks
     item_len, their_len = (
-        page * len(heads_of(0, each, total)) * head_bytes for each in (size, their_size)
+        page * len(heads_of(0, size_, total)) * head_bytes for size_ in (size, their_size)
     )
     args = SimpleNamespace(
         kv_data_ptrs=bases[0],
@@ -137,7 +140,7 @@ def rows_between(
         engine_rank=rank,
         gpu_id=0,
     )
-    here: Any = SimpleNamespace(is_mla=False, tp_size=size, kv_args=args)
+    manager: Any = SimpleNamespace(is_mla=False, tp_size=size, kv_args=args)
     info: Any = SimpleNamespace(
         decode_tp_size=their_size,
         decode_tp_rank=their_rank,
@@ -145,7 +148,9 @@ def rows_between(
         dst_kv_item_len=their_len,
         gpu_id=0,
     )
-    layout = Layout(here, lambda *_: None, lambda ours, theirs: (ours, [], theirs, [], len(ours)))
+    layout = Layout(
+        manager, lambda *_: None, lambda ours, theirs: (ours, [], theirs, [], len(ours))
+    )
     pair = layout.kv(info, POOL_PAGES)
     return ranges(pair.source, pair.destination, runs_of(*pages, pair.source.heads))
 
@@ -171,7 +176,7 @@ def test_every_head_lands_once(
     source_pages = np.array(data.draw(order)[:count], np.int32)
     destination_pages = np.array(data.draw(order)[:count], np.int32)
 
-    # The model's KV, each byte another where a byte can tell, and each prefill rank's part of it.
+    # The model's KV with pseudo-random bytes, and each prefill rank's part of it.
     shape = (buffers, POOL_PAGES, page, total, head_bytes)
     whole = np.random.default_rng(0).integers(1, 256, shape, np.uint8)
     source = pools(source_size, total, page, buffers, head_bytes)
@@ -186,25 +191,25 @@ def test_every_head_lands_once(
         wanted[:, destination_pages] = held[:, source_pages]
         for sender in sources_of(rank, source_size, destination_size):
             # Each side's memory begins at ``base``.
-            ours, theirs = source[sender], destination[rank]
+            source_pool, destination_pool = source[sender], destination[rank]
             sources, destinations = rows_between(
                 (sender, source_size, rank, destination_size),
                 total,
                 page,
                 head_bytes,
                 (
-                    [base + i * ours[0].nbytes for i in range(buffers)],
-                    [base + i * theirs[0].nbytes for i in range(buffers)],
+                    [base + i * source_pool[0].nbytes for i in range(buffers)],
+                    [base + i * destination_pool[0].nbytes for i in range(buffers)],
                 ),
                 (source_pages, destination_pages),
             )
-            from_memory, to_memory = ours.reshape(-1), theirs.reshape(-1)
+            from_memory, to_memory = source_pool.reshape(-1), destination_pool.reshape(-1)
             written = writes[rank].reshape(-1)
             rows = zip(sources.tolist(), destinations.tolist(), strict=True)
             for (start, length, _), (end, _, _) in rows:
                 start, end = start - base, end - base
-                assert 0 <= start <= ours.nbytes - length
-                assert 0 <= end <= theirs.nbytes - length
+                assert 0 <= start <= source_pool.nbytes - length
+                assert 0 <= end <= destination_pool.nbytes - length
                 to_memory[end : end + length] = from_memory[start : start + length]
                 written[end : end + length] += 1
         assert np.array_equal(destination[rank], wanted)
@@ -214,8 +219,8 @@ def test_every_head_lands_once(
 
 @pytest.mark.parametrize(("size", "total"), list(product(SIZES, TOTALS)))
 def test_heads_are_those_of_the_attention_layer(size: int, total: int) -> None:
-    """Guards against a layout that differs from the one SGLang's QKV projection loads: contiguous
-    heads, or one head for each group of neighbouring ranks."""
+    """Guards against a layout that differs from the layout that SGLang's QKV projection loads:
+    contiguous heads, or one head for each group of neighbouring ranks."""
     for rank in range(size):
         if total >= size:
             per_rank = total // size
@@ -226,11 +231,11 @@ def test_heads_are_those_of_the_attention_layer(size: int, total: int) -> None:
 
 
 def test_whole_tokens_move_a_page_at_a_time() -> None:
-    """Guards against a descriptor for each token where a page is contiguous on both sides."""
+    """Guards against a descriptor per token if a page is contiguous on both sides."""
     sources, destinations = rows_between(
         (0, 2, 1, 4), 1, 16, 8, ([0, 1000], [5000, 9000]), (np.array([2, 0]), np.array([1, 3]))
     )
-    assert sources.tolist() == [[at, 128, 0] for at in (256, 0, 1256, 1000)]
+    assert sources.tolist() == [[start, 128, 0] for start in (256, 0, 1256, 1000)]
     assert destinations[:, 0].tolist() == [5128, 5384, 9128, 9384]
 
 
@@ -247,7 +252,7 @@ def test_whole_tokens_move_a_page_at_a_time() -> None:
     ],
 )
 def test_refused_layouts(arguments: tuple[int, ...], numbers: tuple[str, ...]) -> None:
-    """Guards against a layout rounded to fit: KV would be moved to other heads without a word."""
+    """Guards against a layout rounded to fit: KV would silently be moved to other heads."""
     with pytest.raises(ValueError) as error:
         plan_heads(*arguments)
     for text in numbers:
@@ -262,7 +267,7 @@ def test_refused_layouts(arguments: tuple[int, ...], numbers: tuple[str, ...]) -
     ],
 )
 def test_refused_memory(changes: dict[str, int], text: str) -> None:
-    """Guards against writes into the neighbouring token where the two sides' pools do not have the
+    """Guards against writes into the neighbouring token if the two sides' pools do not have the
     shape that the plan assumes."""
     lens = {"source_item_len": 32, "destination_item_len": 64} | changes
     with pytest.raises(ValueError, match=text):
@@ -283,5 +288,5 @@ def test_refused_memory(changes: dict[str, int], text: str) -> None:
     ],
 )
 def test_layers_of_one_shape(item_lens: list[int], latent: bool, alike: bool) -> None:
-    """Guards against a draft model's heads that are cut like the target's, and are not."""
+    """Guards against a draft model's heads that are cut like the target's but differ from them."""
     assert of_one_shape(item_lens, latent=latent) == alike

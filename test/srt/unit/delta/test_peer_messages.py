@@ -1,4 +1,4 @@
-"""What decode ranks announce: served only if the numbers can be, before any is used."""
+"""Announcements of decode ranks: their numbers are checked before any is used."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def register(
     pp: int = 1,
     **changes: Any,
 ) -> None:
-    """A registration at a prefill rank of two, with four KV and two metadata buffers, and ``state``
-    buffers of state; ``pp``: pipeline stages."""
-    ours = SimpleNamespace(
+    """Check a registration at a prefill rank of two, with four KV and two metadata buffers, and
+    ``state`` buffers of state; ``pp``: pipeline stages."""
+    kv_args = SimpleNamespace(
         kv_data_ptrs=[1] * 4,
         aux_data_ptrs=[1] * 2,
         kv_item_lens=lens,
         state_data_ptrs=[1] * state,
     )
-    rank: Any = SimpleNamespace(kv_args=ours, is_mla=mla, tp_size=2, pp_size=pp)
+    rank: Any = SimpleNamespace(kv_args=kv_args, is_mla=mla, tp_size=2, pp_size=pp)
     check_registration(rank, **(GOOD | changes))
 
 
@@ -74,7 +74,7 @@ def register(
 )
 def test_a_registration_that_does_not_fit(changes: dict[str, Any], complaint: str) -> None:
     """Guards against writes to wrong addresses: another model, page size or KV type on decode, or
-    fewer buffers than are written."""
+    fewer buffers than prefill writes."""
     with pytest.raises(BadMessage, match=complaint):
         register(**changes)
 
@@ -87,14 +87,14 @@ def test_a_registration_that_does_not_fit(changes: dict[str, Any], complaint: st
         {"item_len": 32, "tp_size": 4},  # half of the heads
         {"item_len": None},
         {"state": 2, "state_buffers": 2},
-        {"state": 0, "state_buffers": 2, "pp": 2},  # those of another stage
+        {"state": 0, "state_buffers": 2, "pp": 2},  # the buffers of another stage
         {"lens": (64, 64, 64, 64, 32, 32)},  # a draft of other heads, between equal sizes
         {"lens": (64, 64, 48, 48, 64, 48), "item_len": 32, "tp_size": 4},  # a draft like the target
         {"tp_rank": 3},  # an engine rank, over all data parallel groups
     ],
 )
 def test_registrations_that_fit(changes: dict[str, Any]) -> None:
-    """Guards against peers refused that SGLang serves."""
+    """Guards against refused peers that SGLang serves."""
     register(**changes)
 
 
@@ -111,12 +111,12 @@ def test_registrations_that_fit(changes: dict[str, Any]) -> None:
 )
 def test_metadata_that_fit(buffer: int, sent: int, wanted: int, fits: bool) -> None:
     """Guards against bytes beyond a slot, and against a prefill server without a draft model whose
-    rooms all fail: of hidden states it sends a stub."""
+    rooms all fail: it sends a stub for the hidden states."""
     assert metadata_fit(buffer, sent, wanted) == fits
 
 
 def announce(pages: Any = (3, 9), slot: int | None = 0, needed: int = 1, **frame: Any) -> None:
-    """An announcement; ``frame``: fields of its delta frame, of which it has none without any."""
+    """Check an announcement; ``frame``: fields of its delta frame; without any it has no frame."""
     delta = None
     if frame:
         fields = {"decode_prefix_len": 0, "num_pages": len(pages), "is_dummy": False} | frame
@@ -144,7 +144,7 @@ def announce(pages: Any = (3, 9), slot: int | None = 0, needed: int = 1, **frame
         ({"slot": 8, "metadata_slots": 8}, "slot 8, but decode has 8"),
     ],
 )
-def test_an_announcement_that_cannot_be(changes: dict[str, Any], complaint: str) -> None:
+def test_an_invalid_announcement(changes: dict[str, Any], complaint: str) -> None:
     """Guards against writes outside decode's pools, or twice to one page; the log has the
     numbers."""
     with pytest.raises(BadMessage, match=complaint):
@@ -158,10 +158,10 @@ def test_an_announcement_that_cannot_be(changes: dict[str, Any], complaint: str)
         {"pages": (), "num_pages": 0},
         {"pages": (9, 3, 0), "pool_pages": 10},
         {"slot": 7, "metadata_slots": 8},
-        {"slot": 10**6, "pages": (2**31 - 1,), "pool_pages": 0},  # a peer that does not say
+        {"slot": 10**6, "pages": (2**31 - 1,), "pool_pages": 0},  # a peer that omits its sizes
         {"slot": None},
     ],
 )
-def test_announcements_that_can_be(changes: dict[str, Any]) -> None:
-    """Guards against rooms refused at the border of what is allowed, full hits among them."""
+def test_valid_announcements(changes: dict[str, Any]) -> None:
+    """Guards against refused rooms at the limits, full hits among them."""
     announce(**changes)

@@ -1,4 +1,5 @@
-"""What ranks agree on: the worst and the least that any of them sees, in one vector a step."""
+"""The ranks' agreement: the worst state and the smallest number of all ranks, in one vector per
+step."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from sglang.srt.mem_cache.buffer_only.transfer_vote import (
     TransferVote,
 )
 
-#: The worst of states that differ counts.
+#: Of differing states the worst counts.
 FAILED, EXPIRED, FINE = QueueState
 ADMISSION = AdmissionVote((FINE, FINE), (64,), 5, 7, 1000, 200, -1000, -200)
 
@@ -27,11 +28,11 @@ ADMISSION = AdmissionVote((FINE, FINE), (64,), 5, 7, 1000, 200, -1000, -200)
 def both(
     mine: AnyVote, other: AnyVote, checksums: tuple[Checksum, Checksum] | None = None
 ) -> AnyVote:
-    """What the first of two ranks learns."""
+    """Return the agreed vote on the first of two ranks."""
     first, second = checksums or (Checksum(), Checksum())
-    seen: list[list[int]] = []
-    agree(other, second, lambda vector: seen.append(vector) or vector)
-    return agree(mine, first, lambda v: [min(a, b) for a, b in zip(v, seen[0], strict=True)])
+    vectors: list[list[int]] = []
+    agree(other, second, lambda vector: vectors.append(vector) or vector)
+    return agree(mine, first, lambda v: [min(a, b) for a, b in zip(v, vectors[0], strict=True)])
 
 
 @pytest.mark.parametrize("vote", [ADMISSION, TransferVote(12, 3, 4, (1, PENDING), (7,))])
@@ -48,24 +49,24 @@ def test_one_rank_agrees_with_itself(monkeypatch: pytest.MonkeyPatch, vote: AnyV
             replace(ADMISSION, states=(FINE, FINE, FINE, EXPIRED), rows=5, slots=7),
             replace(ADMISSION, states=(FINE, FINE, EXPIRED, FAILED), rows=6, slots=2),
             replace(ADMISSION, states=(FINE, FINE, EXPIRED, FAILED), rows=5, slots=2),
-            id="the worst state, and the least room",
+            id="the worst state and the least room",
         ),
         pytest.param(
             replace(ADMISSION, offers=(PRIVATE, 0, 64, 2**24)),
             replace(ADMISSION, offers=(STOP, PRIVATE, 32, 2**24)),
             replace(ADMISSION, offers=(STOP, PRIVATE, 32, 2**24)),
-            id="an offer that no rank goes beyond",
+            id="the smallest offer",
         ),
         pytest.param(
             TransferVote(20, 2, 1, (5, PENDING, 3), (8, 0)),
             TransferVote(18, 3, 0, (2, 6, 3), (PENDING, 4)),
             TransferVote(18, 2, 0, (2, PENDING, 3), (PENDING, 0)),
-            id="a page that all ranks have, and an operation that has ended on all",
+            id="pages and operations that all ranks have",
         ),
     ],
 )
-def test_the_least_counts(mine: AnyVote, other: AnyVote, agreed: AnyVote) -> None:
-    """Guards against values that slip to a neighbour's place, and against one rank that decides."""
+def test_the_smallest_value_counts(mine: AnyVote, other: AnyVote, agreed: AnyVote) -> None:
+    """Guards against values that move to a neighbour's place, and against one rank that decides."""
     assert both(mine, other) == both(other, mine) == agreed
 
 
@@ -74,7 +75,7 @@ def test_the_least_counts(mine: AnyVote, other: AnyVote, agreed: AnyVote) -> Non
     [(1000, 200, False), (999, 200, True), (1001, 200, True), (1000, 199, True), (1000, 201, True)],
 )
 def test_pools_that_differ_are_noticed(free: int, protected: int, differ: bool) -> None:
-    """Guards against a difference that only the poorer rank could see."""
+    """Guards against a difference that only the rank with fewer free tokens could notice."""
     other = replace(
         ADMISSION, free=free, protected=protected, minus_free=-free, minus_protected=-protected
     )
@@ -86,7 +87,7 @@ def test_pools_that_differ_are_noticed(free: int, protected: int, differ: bool) 
 @pytest.mark.hazard("ranks-part-in-collective")
 @pytest.mark.parametrize(("backups", "fetches"), [(0, 0), (3, 1), (BACKUP_SLOTS, FETCH_SLOTS)])
 def test_the_length_is_fixed(backups: int, fetches: int) -> None:
-    """Or a rank with an empty queue would leave a collective out, and the server hang."""
+    """A rank with an empty queue would otherwise skip a collective, and the server would hang."""
     lengths = set()
     vote = TransferVote(0, 0, 0, (1,) * backups, (1,) * fetches, (1,) * fetches)
     agree(vote, Checksum(), lambda vector: lengths.add(len(vector)) or vector)
@@ -106,11 +107,11 @@ def test_the_length_is_fixed(backups: int, fetches: int) -> None:
         ),
         (TransferVote(0, 0, 0), TransferVote(0, 0, 0), "--hicache-host-memory-mode buffer_only"),
     ],
-    ids=["other work on one rank", "a request more on one rank", "other transfers on one rank"],
+    ids=["other work on one rank", "one more request on one rank", "other transfers on one rank"],
 )
 def test_ranks_that_differ_are_noticed(mine: AnyVote, other: AnyVote, flag: str) -> None:
-    """Going on, they would admit, mark, free and publish different pages. Guards against vectors
-    of different lengths, too, which would hang the very reduction."""
+    """Diverged ranks would admit, mark, free and publish different pages. Guards also against
+    vectors of different lengths, which would hang the reduction itself."""
     checksums = Checksum(), Checksum()
     for checksum in checksums:
         checksum.note("backup", 3)

@@ -1,4 +1,4 @@
-"""Sockets to peers that listen, do not listen yet, are gone, or cannot be."""
+"""Sockets to peers that listen, do not listen yet, have ended, or have invalid addresses."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from sglang.srt.disaggregation.delta import peer_messages, wire
 from sglang.srt.disaggregation.delta.wire import PeerSockets
 from unit.delta.fakes import Clock
 
-HOST, PONG = "127.0.0.1", wire.Pong("127.0.0.1:1", True)
+HOST = "127.0.0.1"
+PONG = wire.Pong("127.0.0.1:1", True)
 
 
 class Peers:
-    """Our sockets, one socket of a peer, and those of ZeroMQ's that are open."""
+    """The sockets under test, one socket of a peer, and all open sockets of ZeroMQ."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.peer = zmq.Context.instance().socket(zmq.PULL)
@@ -37,16 +38,16 @@ class Peers:
 
     @property
     def last(self) -> Any:
-        """The one that was opened last."""
+        """The socket that was opened last."""
         return self._opened[-1]
 
     @property
     def count(self) -> int:
-        """How many are open."""
-        return sum(not each.closed for each in self._opened)
+        """The number of open sockets."""
+        return sum(not socket_.closed for socket_ in self._opened)
 
     def bind(self, port: int | None = None) -> int:
-        """The peer listens; where."""
+        """Bind the peer's socket; return its port."""
         if port is not None:
             self.peer.bind(f"tcp://{HOST}:{port}")
         return port or self.peer.bind_to_random_port(f"tcp://{HOST}")
@@ -55,7 +56,7 @@ class Peers:
         self.sockets.send(host, port, message)
 
     def received(self, count: int = 1) -> list[wire.Message | None]:
-        """The next messages that reach the peer."""
+        """Return the next messages that reach the peer."""
         return [peer_messages.decode_control(self.peer.recv_multipart()) for _ in range(count)]
 
 
@@ -64,24 +65,24 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
     made = Peers(monkeypatch)
     yield made
     made.peer.close(linger=0)
-    made.sockets.drop_unused(0)  # ZeroMQ waits for open ones at the end of a process
+    made.sockets.drop_unused(0)  # ZeroMQ waits for open sockets at exit
 
 
 def free_port() -> int:
-    """A port where nobody listens."""
+    """Return a port without a listener."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
 
 
-def word(room: int, reason: str = "", writer: int = 0) -> wire.Stopped:
+def stopped(room: int, reason: str = "", writer: int = 0) -> wire.Stopped:
     return wire.Stopped(room, writer, reason)
 
 
-def test_sending_to_nobody_never_blocks(peers: Peers) -> None:
-    """A peer that died, or that its machine does not answer for. Guards against a full queue that
-    stops the scheduler: more messages than ZeroMQ's own bound (1000) are taken at once. Anybody
-    may name any address: a further attempt to connect comes after a second at least."""
+def test_sending_to_a_dead_peer_never_blocks(peers: Peers) -> None:
+    """A peer that died, or whose machine does not answer. Guards against a full queue that stops
+    the scheduler: more messages than ZeroMQ's own bound (1000) are accepted at once. Since any
+    client may name any address, ZeroMQ must wait at least a second before it connects again."""
     done = threading.Event()
 
     def send() -> None:
@@ -107,59 +108,59 @@ def test_sending_to_nobody_never_blocks(peers: Peers) -> None:
         (HOST, 10**30),
         ("", 4000),
         ("*", 4000),
-        ("decode-7.no-such-domain.invalid", 4000),  # ZeroMQ would hold up all while it resolves it
+        ("decode-7.no-such-domain.invalid", 4000),  # ZeroMQ would block all while it resolves it
         ("localhost", 4000),
         ("two words", 4000),
         ("a\0b", 4000),
         ("\N{LATIN SMALL LETTER U WITH DIAERESIS}", 4000),
     ],
 )
-def test_addresses_that_cannot_be(peers: Peers, host: str, port: int) -> None:
+def test_invalid_addresses(peers: Peers, host: str, port: int) -> None:
     """Guards against an exception of another kind on a thread that serves all peers, and against a
-    port that is cut to 16 bits, where it is somebody else's. Nothing is left behind."""
+    port that is cut to 16 bits and then belongs to another server. No socket is left behind."""
     with pytest.raises((OSError, ValueError)):
         peers.send(port, host=host)
     assert peers.count == 0
 
 
-def test_what_was_queued_goes_with_its_peer(peers: Peers) -> None:
-    """A restarted server gets the address of the one before. Guards against its being told of rooms
-    which it never had, and against "10.0.0.1:80" taking what is for "10.0.0.1:8000" with it."""
+def test_queued_messages_are_dropped_with_their_peer(peers: Peers) -> None:
+    """A restarted server gets its predecessor's address. Guards against messages about rooms that
+    it never had, and against dropping "10.0.0.1:8000" together with "10.0.0.1:80"."""
     late = free_port()
-    peers.send(late, word(0, "for one who is late"))
-    with socket.create_server((HOST, 0)) as hung:  # takes connections, and says nothing
+    peers.send(late, stopped(0, "for a late peer"))
+    with socket.create_server((HOST, 0)) as hung:  # accepts connections and never answers
         port = hung.getsockname()[1]
-        peers.send(port, word(1, "for the dead"))
+        peers.send(port, stopped(1, "for the dead peer"))
         connection, _ = hung.accept()
     with connection:
         connection.settimeout(60)
-        for gone in (port, port, late // 10):
-            peers.sockets.drop(HOST, gone)
+        for dead_port in (port, port, late // 10):
+            peers.sockets.drop(HOST, dead_port)
         while part := connection.recv(4096):  # until it is closed
             assert b"dead" not in part
-    peers.send(port, word(2, "for the living"))
-    for each in (port, late):
-        peers.bind(each)
+    peers.send(port, stopped(2, "for the new peer"))
+    for bound_port in (port, late):
+        peers.bind(bound_port)
     received = sorted(peers.received(2), key=lambda message: message.room)
-    assert received == [word(0, "for one who is late"), word(2, "for the living")]
+    assert received == [stopped(0, "for a late peer"), stopped(2, "for the new peer")]
     assert not peers.peer.poll(0)
 
 
 def test_many_addresses(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every peer names its own address, and restarted ones have new ones. Guards against running
-    out of sockets, after which nobody can be answered; one in use stays."""
+    """Every peer names its own address, and restarted ones have new addresses. Guards against
+    running out of sockets, after which no peer gets an answer; a socket in use stays open."""
     monkeypatch.setattr(wire, "_MAX_SOCKETS", 8)
     port = peers.bind()
     for number in range(200):
-        peers.send(port, word(number))
+        peers.send(port, stopped(number))
         peers.send(4000, host=f"10.0.0.{number}")
         assert peers.count <= 8
-    assert peers.received(200) == [word(number) for number in range(200)]
+    assert peers.received(200) == [stopped(number) for number in range(200)]
 
 
-def test_nothing_unsent_is_thrown_away(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More peers than sockets. Guards against messages that are lost as their socket makes room for
-    the next peer's: here before its peer listens."""
+def test_unsent_messages_are_kept(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More peers than sockets. Guards against messages that are lost when their socket is closed
+    for the next peer's: here before its peer listens."""
     monkeypatch.setattr(wire, "_MAX_SOCKETS", 1)
     late = free_port()
     for port in (late, free_port()):
@@ -169,31 +170,31 @@ def test_nothing_unsent_is_thrown_away(peers: Peers, monkeypatch: pytest.MonkeyP
     assert peers.received() == [PONG]
 
 
-def test_sockets_that_nobody_uses_any_more(peers: Peers) -> None:
-    """Guards against a socket for each decode rank that ever was, with which ZeroMQ would try to
-    connect for ever; one in use stays, and one that was dropped opens again."""
+def test_unused_sockets_are_closed(peers: Peers) -> None:
+    """Guards against a socket for each decode rank that ever registered, with which ZeroMQ would
+    try to connect for ever; a socket in use stays open, and a dropped one opens again."""
     port = peers.bind()
-    for each in (free_port(), port, free_port()):
-        peers.send(each)
+    for used_port in (free_port(), port, free_port()):
+        peers.send(used_port)
     peers.clock.now += 60
     peers.send(port)
     assert peers.received(2) == [PONG] * 2
-    for passed, left in ((59, 3), (1, 1), (59, 1), (1, 0)):
-        peers.clock.now += passed
+    for passed_s, open_sockets in ((59, 3), (1, 1), (59, 1), (1, 0)):
+        peers.clock.now += passed_s
         peers.sockets.drop_unused(120)
-        assert peers.count == left
+        assert peers.count == open_sockets
     peers.send(port)
     assert peers.received() == [PONG]
 
 
 def test_threads_share_a_peer(peers: Peers) -> None:
-    """Guards against two threads in one ZeroMQ socket, which mixes their frames, and against
-    messages that change order on their way to one peer."""
+    """Guards against two threads in one ZeroMQ socket, which would mix their frames, and against
+    messages to one peer that change order."""
     port = peers.bind()
 
     def send(writer: int) -> None:
         for room in range(500):
-            peers.send(port, word(room, "x" * writer, writer))
+            peers.send(port, stopped(room, "x" * writer, writer))
 
     threads = [threading.Thread(target=send, args=(writer,)) for writer in range(4)]
     for thread in threads:
@@ -201,5 +202,5 @@ def test_threads_share_a_peer(peers: Peers) -> None:
     received = peers.received(2000)
     for thread in threads:
         thread.join()
-    received.sort(key=lambda message: message.writer)  # those of one stay in order
-    assert received == [word(n, "x" * writer, writer) for writer in range(4) for n in range(500)]
+    received.sort(key=lambda message: message.writer)  # each writer's stay in order
+    assert received == [stopped(n, "x" * writer, writer) for writer in range(4) for n in range(500)]

@@ -1,4 +1,4 @@
-"""Delta frames and control messages: understood, of another kind, or refused; never guessed."""
+"""Delta frames and control messages: accepted, of another kind, or refused; never guessed."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ FOREIGN = st.binary(max_size=60).filter(
     lambda raw: not raw.startswith(MAGIC) and raw != wire.CONTROL_MAGIC
 )
 NESTED = b"\x91" * 5000
-#: The fields of a frame.
+#: The required fields of a frame.
 GOOD: dict[str, Any] = {"decode_prefix_len": 32, "num_pages": 1, "is_dummy": False}
 
 
 def raw(**fields: Any) -> bytes:
-    """A map as another version of this code, or a peer of another make, could send it."""
+    """Return a map as another version of this code, or another implementation, could send it."""
     return msgspec.msgpack.encode(fields)
 
 
@@ -47,7 +47,7 @@ def raw(**fields: Any) -> bytes:
 def test_round_trip(frame: wire.DeltaFrame, message: wire.Message, foreign: list[bytes]) -> None:
     """Guards against one kind of message that is read as another, against fields that change
     places, and against SGLang's own messages (page lists and agent metadata are arbitrary bytes)
-    that are taken for ours, or never reach their reader."""
+    that are read as the patch set's, or never reach their reader."""
     assert peer_messages.find_frame([*foreign, wire.encode_frame(frame)]) == frame
     decoded = peer_messages.decode_control(wire.encode_control(message))
     assert decoded == message and type(decoded) is type(message)
@@ -56,7 +56,7 @@ def test_round_trip(frame: wire.DeltaFrame, message: wire.Message, foreign: list
 
 
 def test_fields_of_a_later_release_are_ignored() -> None:
-    """Guards against a field that a later release adds and an older peer stumbles over."""
+    """Guards against a later release's additional field that an older peer cannot read."""
     fields = {"version": wire.VERSION, "window": [1, 2], **GOOD}
     frame = peer_messages.find_frame([*STOCK, MAGIC + raw(**fields)])
     assert frame == wire.DeltaFrame(decode_prefix_len=32, num_pages=1, is_dummy=False)
@@ -65,7 +65,8 @@ def test_fields_of_a_later_release_are_ignored() -> None:
 
 
 THEIRS = wire.VERSION + 1
-MALFORMED, BEHIND = "malformed", f"protocol {THEIRS}, this prefill server {wire.VERSION}"
+MALFORMED = "malformed"
+BEHIND = f"protocol {THEIRS}, this prefill server {wire.VERSION}"
 
 
 @pytest.mark.parametrize(
@@ -79,15 +80,16 @@ MALFORMED, BEHIND = "malformed", f"protocol {THEIRS}, this prefill server {wire.
         pytest.param(raw(num_pages=1, is_dummy=False), MALFORMED, id="field missing"),
         pytest.param(raw(**GOOD | {"decode_prefix_len": "x"}), MALFORMED, id="wrong type"),
         pytest.param(raw(**GOOD | {"is_dummy": None}), MALFORMED, id="null"),
-        # Another version may name and type everything anew; the error says which side is behind.
+        # Another version may rename and retype all fields; the error says which side is behind.
         pytest.param(raw(version=THEIRS, **GOOD), BEHIND, id="another version"),
-        pytest.param(raw(version=THEIRS, prefix_pages=[2]), BEHIND, id="its own fields"),
-        pytest.param(raw(version=THEIRS, num_pages="1"), BEHIND, id="its own types"),
+        pytest.param(raw(version=THEIRS, prefix_pages=[2]), BEHIND, id="another version's fields"),
+        pytest.param(raw(version=THEIRS, num_pages="1"), BEHIND, id="another version's types"),
     ],
 )
-def test_a_frame_that_cannot_be_understood(frame: bytes, complaint: str) -> None:
+def test_a_frame_that_cannot_be_read(frame: bytes, complaint: str) -> None:
     """Guards against a damaged announcement that counts as "no prefix": the whole prompt would be
-    written into a list of delta pages; and against a changed meaning that is read as the old."""
+    written into a list of delta pages; and against a changed meaning that is read as the old
+    one."""
     with pytest.raises(peer_messages.DeltaFrameError, match=complaint):
         peer_messages.find_frame([*STOCK, MAGIC + frame])
 
@@ -115,17 +117,17 @@ def test_a_frame_that_cannot_be_understood(frame: bytes, complaint: str) -> None
     ],
 )
 def test_malformed_is_one_kind_of_error(frames: list[bytes]) -> None:
-    """Guards against bytes that raise what the reader of a message does not expect (wrong UTF-8,
-    nesting without end), and against a wrong number of frames that is read all the same."""
+    """Guards against bytes that raise an exception which the reader does not expect (wrong UTF-8,
+    endless nesting), and against a wrong number of frames that is read nevertheless."""
     with pytest.raises(wire.ControlError):
         peer_messages.decode_control([wire.CONTROL_MAGIC, *frames])
 
 
 @pytest.mark.parametrize("room", [2**64, -(2**63) - 1, 10**400])
-def test_what_cannot_be_written(room: int) -> None:
-    """A client chooses its ``bootstrap_room``, and any integer comes through. Guards against one
-    beyond 64 bits that ends the scheduler of either side when the room ends early: it is an error
-    of the kinds that every sender of messages expects."""
+def test_rooms_and_texts_that_cannot_be_written(room: int) -> None:
+    """A client chooses its ``bootstrap_room``, and any integer is accepted. Guards against a number
+    beyond 64 bits that ends the scheduler of either side when the room ends early: the error must
+    be of a kind that every sender of messages expects."""
     for message in (
         wire.Stopped(room, 0, ""), wire.Withdraw(room, "", "", 1, ""), wire.Stopped(7, 0, "\ud800")
     ):  # fmt: skip

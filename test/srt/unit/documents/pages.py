@@ -1,4 +1,4 @@
-"""The documents of the repository, for the tests beside this."""
+"""The pages of the repository, for the tests in this folder."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _HIDDEN = ("results", "out", "dist", "build", "node_modules")
 
 
 def pages() -> list[Path]:
-    """Every Markdown page that a person wrote, without the output of benchmarks."""
-    found = []
+    """Return all hand-written Markdown pages, without the output of benchmarks."""
+    found_pages = []
     for path in sorted(ROOT.rglob("*.md")):
         folders = path.relative_to(ROOT).parts[:-1]
         if not any(part.startswith((".", *_HIDDEN)) for part in folders):
-            found.append(path)
-    return found
+            found_pages.append(path)
+    return found_pages
 
 
 def links(page: Path) -> Iterator[tuple[Path, str]]:
-    """The files that ``page`` links to, with the anchor (or an empty text)."""
+    """Yield the files that ``page`` links to, each with its anchor (or an empty text)."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"[a-z]+:", target):
@@ -35,7 +35,7 @@ def links(page: Path) -> Iterator[tuple[Path, str]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {
@@ -44,7 +44,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def commands(text: str, module: str) -> Iterator[list[str]]:
-    """The arguments of each ``python -m MODULE ...`` in the code blocks of a page."""
+    """Yield the arguments of each ``python -m MODULE ...`` in the code blocks of a page."""
     for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             if f"-m {module} " in line:
@@ -52,17 +52,18 @@ def commands(text: str, module: str) -> Iterator[list[str]]:
 
 
 def flags(arguments: list[str]) -> set[str]:
-    """The names of the flags among command line arguments."""
-    return {each.partition("=")[0] for each in arguments if each.startswith("--")}
+    """Return the names of the flags among command line arguments."""
+    return {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
 
 
 @cache
 def server_flags() -> set[str]:
-    """The flags of ``sglang.launch_server``: SGLang's, read from its source, and ours."""
+    """Return the flags of ``sglang.launch_server``: SGLang's, read from its source, and the patch
+    set's."""
     from sglang.srt.patchset import flags
 
     source = (SITE_PACKAGES / "sglang/srt/server_args.py").read_text()
-    ours = {
+    patch_set_flags = {
         flags.FLAG,
         flags.LOCAL,
         flags.LOCAL_WHEN_LOST,
@@ -70,11 +71,11 @@ def server_flags() -> set[str]:
         flags.MODE,
         flags.PAGES,
     }
-    return set(re.findall(r'^\s+"(--[a-z0-9-]+)",$', source, re.MULTILINE)) | ours
+    return set(re.findall(r'^\s+"(--[a-z0-9-]+)",$', source, re.MULTILINE)) | patch_set_flags
 
 
 @cache
 def router_flags() -> set[str]:
-    """The flags of ``sglang_router.launch_router``, read from its source."""
+    """Return the flags of ``sglang_router.launch_router``, read from its source."""
     source = (SITE_PACKAGES / "sglang_router/router_args.py").read_text()
     return {f"--{name}" for name in re.findall(r'"--(?:\{prefix\})?([a-z0-9-]+)"', source)}

@@ -1,4 +1,5 @@
-"""The alert rules: that Prometheus takes them, when each fires, and where it leads."""
+"""The alert rules: Prometheus accepts them, and each alert fires in time and links to the
+runbook."""
 
 from __future__ import annotations
 
@@ -10,17 +11,17 @@ import pytest
 
 from sglang.srt.mem_cache.buffer_only import metrics as buffer_only
 from unit.documents import alert_rules, pages
-from unit.documents.test_metrics_pages import DECLARED, dashboard, theirs
+from unit.documents.test_metrics_pages import DECLARED, dashboard, sglang_metrics
 
-#: What SGLang's scheduler and storage metrics carry; the former without options for more.
+#: Labels of SGLang's scheduler and storage metrics; the former without optional labels.
 SCHEDULER = {"model_name", "engine_type", "tp_rank", "pp_rank", "moe_ep_rank"}
 STORAGE = {"storage_backend", "tp_rank", "dp_rank", "pp_rank", "pp_size"}
 
 
 @pytest.mark.parametrize("command", [("check", alert_rules.RULES), ("test", alert_rules.TESTS)])
 def test_promtool(command: tuple[str, object]) -> None:
-    """Guards against rules that Prometheus refuses, and an alert that does not fire, or fires too
-    early, for a server that is well, or without the labels that its text names."""
+    """Guards against rules that Prometheus refuses, and against an alert that stays silent, fires
+    for a healthy server or too early, or lacks the labels that its text names."""
     promtool = alert_rules.promtool()
     if promtool is None:
         pytest.skip("promtool is not installed (Debian: package prometheus)")
@@ -30,42 +31,48 @@ def test_promtool(command: tuple[str, object]) -> None:
 
 
 def test_every_alert_fires_in_some_case() -> None:
-    """Guards against a rule that was added without series."""
+    """Guards against a rule without a series that makes it fire."""
     fired, quiet = set(), set()
     for case in alert_rules.cases():
-        for each in case["alert_rule_test"]:
-            (fired if each.get("exp_alerts") else quiet).add(each["alertname"])
+        for test in case["alert_rule_test"]:
+            (fired if test.get("exp_alerts") else quiet).add(test["alertname"])
     assert fired == quiet == set(alert_rules.rules())
 
 
 def test_the_series_have_the_labels_of_servers() -> None:
     """Guards against series that no server exports: a rule would pass its test and stay silent."""
-    ours = {each.exported_name: set(each.labels) for each in DECLARED}
-    storage = {each.exported_name for each in buffer_only.METRICS.values()}
+    ours = {metric.exported_name: set(metric.labels) for metric in DECLARED}
+    storage = {metric.exported_name for metric in buffer_only.METRICS.values()}
     for name, _, labels in alert_rules.series():
         shared = STORAGE if name in storage else SCHEDULER
         assert labels == shared | ours.get(name, set()), name
-        assert name in ours or name in theirs()
+        assert name in ours or name in sglang_metrics()
 
 
 def test_expressions_parse() -> None:
-    """Guards against a panel or a query that Prometheus refuses, also where promtool is missing."""
-    panels = [each for each in dashboard() if not re.search("label_values|^prometheus", each)]
-    panels = [each.replace("$__rate_interval", "5m").replace("$", "") for each in panels]
-    for each in [*panels, *alert_rules.expressions(), *alert_rules.runbook_queries()]:
-        promql_parser.parse(each)
+    """Guards against a panel or a query that Prometheus refuses, also if promtool is missing."""
+    panels = [
+        expression
+        for expression in dashboard()
+        if not re.search("label_values|^prometheus", expression)
+    ]
+    panels = [
+        expression.replace("$__rate_interval", "5m").replace("$", "") for expression in panels
+    ]
+    for expression in [*panels, *alert_rules.expressions(), *alert_rules.runbook_queries()]:
+        promql_parser.parse(expression)
     with pytest.raises(ValueError):
         promql_parser.parse("sum by (instance) (rate(sglang:num_running_reqs[5m])")
 
 
-def test_every_alert_has_a_severity_and_a_part_of_the_runbook() -> None:
-    """Guards against an alert that says nothing to the person on call."""
+def test_every_alert_has_a_severity_and_a_runbook_section() -> None:
+    """Guards against an alert without guidance for the person on call."""
     rules = alert_rules.rules()
     severity = {name: rule["labels"]["severity"] for name, rule in rules.items()}
     assert set(severity.values()) == {"critical", "warning", "info"}
     text = alert_rules.RUNBOOK.read_text().split("\n## Alerts\n")[1]
-    parts = dict(re.findall(r"^### (\w+)\n\n(\w+)\.", text, re.MULTILINE))
-    assert {name: word.lower() for name, word in parts.items()} == severity
+    sections = dict(re.findall(r"^### (\w+)\n\n(\w+)\.", text, re.MULTILINE))
+    assert {name: word.lower() for name, word in sections.items()} == severity
     for rule in rules.values():
         page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
         assert pages.ROOT / page == alert_rules.RUNBOOK and anchor == rule["alert"].lower()

@@ -1,4 +1,4 @@
-"""The examples for Docker and Kubernetes: that they are valid, and that their flags exist."""
+"""The examples for Docker and Kubernetes: valid files with existing flags."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PARTS = pytest.mark.parametrize("parts", [1, 2], ids=["pair", "whole"])
 
 
 def check(command: list[str]) -> str:
-    """Return the program or module that ``command`` runs; its flags exist."""
+    """Return the program or module that ``command`` runs, after checking its flags."""
     module = command[0] if command[0] == MASTER else command[2]
     assert module == MASTER or command[:2] == ["python", "-m"]
     assert pages.flags(command[1:]) - KNOWN[module] == set()
@@ -39,17 +39,18 @@ def check(command: list[str]) -> str:
 
 
 def value(command: list[str], flag: str) -> str:
-    """What follows ``flag``, in either way to write it."""
-    for at, each in enumerate(command):
-        if each == flag:
-            return command[at + 1]
-        if each.startswith(f"{flag}="):
-            return each.partition("=")[2]
+    """Return the argument of ``flag``, in either spelling."""
+    for index, word in enumerate(command):
+        if word == flag:
+            return command[index + 1]
+        if word.startswith(f"{flag}="):
+            return word.partition("=")[2]
     raise AssertionError(f"{flag} is not in {command}")
 
 
 def check_roles(commands: dict[str, list[str]]) -> None:
-    """One prefill server, one decode server with the flag, one router, and perhaps a store."""
+    """Check that there is one prefill server, one decode server with the flag, one router and at
+    most one store."""
     assert {name: check(command) for name, command in commands.items() if name != "store"} == {
         "prefill": "sglang.launch_server",
         "decode": "sglang.launch_server",
@@ -63,17 +64,17 @@ def check_roles(commands: dict[str, list[str]]) -> None:
     assert value(prefill, "--disaggregation-mode") == "prefill"
     assert value(decode, "--disaggregation-mode") == "decode"
     assert "--disaggregation-decode-enable-radix-cache" in decode
-    at = router.index("--prefill")
-    assert router[at + 2] == value(prefill, "--disaggregation-bootstrap-port")
-    assert router[at + 1].rpartition(":")[2] == value(prefill, "--port")
+    index = router.index("--prefill")
+    assert router[index + 2] == value(prefill, "--disaggregation-bootstrap-port")
+    assert router[index + 1].rpartition(":")[2] == value(prefill, "--port")
     assert value(router, "--decode").rpartition(":")[2] == value(decode, "--port")
 
 
 def check_clients(
     commands: dict[str, list[str]], stock: dict[str, list[str]], env: dict[str, dict[str, Any]]
 ) -> None:
-    """Both servers have what they have without the store, and use it in the same way: prefill reads
-    it, decode only writes to it."""
+    """Check that both servers keep their flags without the store, and that prefill only reads from
+    the store and decode only writes to it."""
     for role in ("prefill", "decode"):
         assert set(stock[role]) < set(commands[role])
         assert value(commands[role], "--hicache-host-memory-mode") == "buffer_only"
@@ -82,7 +83,7 @@ def check_clients(
     for flag in ("--hicache-storage-backend", "--hicache-mem-layout"):
         assert value(commands["prefill"], flag) == value(commands["decode"], flag)
     pages_of = {role: int(value(commands[role], "--hicache-buffer-pages")) for role in env}
-    assert pages_of["prefill"] == 4 * pages_of["decode"], "decode's is for writes alone"
+    assert pages_of["prefill"] == 4 * pages_of["decode"], "decode's stage serves writes only"
     reads, writes = "--enable-hierarchical-cache", "--disaggregation-decode-enable-offload-kvcache"
     assert reads in commands["prefill"] and reads not in commands["decode"]
     assert writes in commands["decode"] and writes not in commands["prefill"]
@@ -90,26 +91,25 @@ def check_clients(
 
 
 def documents(*names: str) -> list[dict[str, Any]]:
-    """Return what the files declare. A later declaration of an object takes an earlier one's
-    place."""
-    found = {}
+    """Return the declared objects. A later declaration of an object replaces an earlier one."""
+    objects = {}
     for name in names:
-        for each in yaml.safe_load_all((EXAMPLES / name).read_text()):
-            found[each["kind"], each["metadata"]["name"]] = each
-    return list(found.values())
+        for object_ in yaml.safe_load_all((EXAMPLES / name).read_text()):
+            objects[object_["kind"], object_["metadata"]["name"]] = object_
+    return list(objects.values())
 
 
 def pods_by_app(*names: str) -> dict[str, dict[str, Any]]:
     """Return each workload's specification of pods, by the label that selects them."""
-    found = {}
-    for each in documents(*names):
-        if template := each["spec"].get("template"):
-            found[template["metadata"]["labels"]["app"]] = template["spec"]
-    return found
+    pods = {}
+    for object_ in documents(*names):
+        if template := object_["spec"].get("template"):
+            pods[template["metadata"]["labels"]["app"]] = template["spec"]
+    return pods
 
 
 def selected(selector: dict[str, Any]) -> set[str]:
-    """The values of the label ``app`` that a selector names."""
+    """Return the values of the label ``app`` that a selector names."""
     (expression,) = selector.get("matchExpressions") or [
         {"key": key, "operator": "In", "values": [value]}
         for key, value in selector["matchLabels"].items()
@@ -119,21 +119,21 @@ def selected(selector: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.parametrize("name", [*KUBERNETES, "networkpolicy.yaml"])
-def test_kubernetes_takes_the_files(name: str) -> None:
-    """Guards against a field that is misspelt or in the wrong place, against the schemas of the
-    first and the last Kubernetes that the validator knows."""
+def test_kubernetes_accepts_the_files(name: str) -> None:
+    """Guards against a misspelt or misplaced field, with the schemas of the first and the last
+    Kubernetes release that the validator knows."""
     versions = kubernetes_validate.utils.all_versions()
-    for each in documents(name):
+    for object_ in documents(name):
         for version in (versions[0], versions[-1]):
-            kubernetes_validate.validate(each, version.rpartition(".")[0], strict=True)
+            kubernetes_validate.validate(object_, version.rpartition(".")[0], strict=True)
     wrong = {**documents(name)[0], "specs": {}}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(wrong, versions[-1].rpartition(".")[0], strict=True)
 
 
 def test_scraped_pods_have_the_port() -> None:
-    """Guards against a monitor that selects nothing. Its kind is the Prometheus operator's, whose
-    schema is in no package."""
+    """Guards against a monitor that selects no pods. No package has a schema of the Prometheus
+    operator's kind."""
     (monitor,) = documents("podmonitor.yaml")
     assert (monitor["kind"], monitor["apiVersion"]) == ("PodMonitor", "monitoring.coreos.com/v1")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
@@ -147,7 +147,7 @@ def test_scraped_pods_have_the_port() -> None:
 
 @PARTS
 def test_every_pod_is_behind_a_policy(parts: int) -> None:
-    """Guards against a workload that anybody reaches, and a policy that keeps its router out."""
+    """Guards against a workload open to all pods, and a policy that keeps its router out."""
     names, covered = KUBERNETES[:parts], set()
     pods = pods_by_app(*names)
     for policy in documents(*names, "networkpolicy.yaml"):
@@ -169,8 +169,7 @@ def test_every_pod_is_behind_a_policy(parts: int) -> None:
 
 
 def test_probes_name_ports_and_wait_for_a_token() -> None:
-    """Guards against a probe that fails every healthy server: /health answers after a second at
-    the earliest and 20 at the latest."""
+    """Guards against a probe that fails every healthy server: /health answers after 1 to 20 s."""
     for app, pod in pods_by_app(*KUBERNETES).items():
         (container,) = pod["containers"]
         names = {port["name"] for port in container["ports"]}
@@ -205,7 +204,7 @@ def valid(schema: str, file: Path) -> bool:
     return done.returncode == 0
 
 
-def test_workflows_run_what_there_is() -> None:
+def test_workflows_run_existing_commands() -> None:
     """Guards against a command that was renamed."""
     makefile = (pages.ROOT / "Makefile").read_text()
     for name in ("ci", "nightly"):
@@ -220,11 +219,11 @@ def test_compose() -> None:
     """Guards against a file that Docker refuses, or that starts a server with an unknown flag; and
     against servers with a store that differ from those without it in more than its flags."""
     alone, added = (yaml.safe_load((EXAMPLES / name).read_text())["services"] for name in COMPOSE)
-    stock = {name: shlex.split(each["command"]) for name, each in alone.items()}
+    stock = {name: shlex.split(service["command"]) for name, service in alone.items()}
     check_roles(stock)
-    commands = stock | {name: shlex.split(each["command"]) for name, each in added.items()}
+    commands = stock | {name: shlex.split(service["command"]) for name, service in added.items()}
     check_roles(commands)
-    env = {name: each["environment"] for name, each in added.items() if name != "store"}
+    env = {name: service["environment"] for name, service in added.items() if name != "store"}
     check_clients(commands, stock, env)
 
 
@@ -238,7 +237,8 @@ def test_kubernetes_servers_with_a_store() -> None:
         (before,), (after,) = stock[role].pop("containers"), whole[role].pop("containers")
         commands[0][role], commands[1][role] = before.pop("command"), after.pop("command")
         env[role] = {
-            each["name"]: each.get("value", each.get("valueFrom")) for each in after.pop("env")
+            variable["name"]: variable.get("value", variable.get("valueFrom"))
+            for variable in after.pop("env")
         }
         assert (stock[role], before) == (whole[role], after)
     check_clients(commands[1], commands[0], env)
@@ -248,12 +248,12 @@ def test_kubernetes_servers_with_a_store() -> None:
 
 @PARTS
 def test_kubernetes(parts: int) -> None:
-    """The same for Kubernetes; selectors, ports and the router's addresses fit as well."""
+    """Guards the same for Kubernetes, and matching selectors, ports and addresses of the router."""
     services, commands, pods = {}, {}, set()
     declared = documents(*KUBERNETES[:parts])
-    for each in sorted(declared, key=lambda each: each["kind"] != "Service"):
-        name, spec = each["metadata"]["name"], each["spec"]
-        if each["kind"] == "Service":
+    for object_ in sorted(declared, key=lambda object_: object_["kind"] != "Service"):
+        name, spec = object_["metadata"]["name"], object_["spec"]
+        if object_["kind"] == "Service":
             services[name] = spec
         if "template" not in spec:
             continue
@@ -265,13 +265,13 @@ def test_kubernetes(parts: int) -> None:
         assert {p.get("targetPort", p["port"]) for p in services[name]["ports"]} <= ports
         assert name == "store" or int(value(container["command"], "--port")) in ports
         if "serviceName" in spec:
-            pods |= {f"{name}-{at}.{spec['serviceName']}" for at in range(spec["replicas"])}
+            pods |= {f"{name}-{index}.{spec['serviceName']}" for index in range(spec["replicas"])}
     check_roles(commands)
     assert set(re.findall(r"http://([\w.-]+):", " ".join(commands["router"]))) == pods
 
 
 def test_dockerfile() -> None:
-    """Guards against an image of another release than the package is for."""
+    """Guards against an image of another release than the package supports."""
     from sglang.srt.patchset.table import BASE_VERSION
 
     text = (EXAMPLES / "Dockerfile").read_text()

@@ -14,25 +14,25 @@ from unit.documents import pages
 from unit.documents.pages import ROOT
 
 THEIRS = pages.SITE_PACKAGES / "sglang/srt"
-#: What the code fills in: ``...``, a number, or one capital letter that stands for one.
+#: Placeholders that the code fills in: ``...``, a number, or a single capital letter.
 _FILLED_IN = re.compile(r"\s*\.\.\.\s*|\b[A-Z]\b|\b\d+\b")
 
 
 def quoted(page: Path) -> list[str]:
-    """The first column of the tables that begin with "What you see", where it quotes a text."""
-    found = []
+    """Return the texts that the column "What you see" of the page's tables quotes."""
+    quotes = []
     for table in re.findall(
         r"^\| What you see \|.*\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE
     ):
         for row in table.splitlines():
             cell = row.split("|")[1]
-            found += [text for text in re.findall(r"`([^`]+)`", cell) if " " in text]
-            found += re.findall(r'"([^"]+ [^"]+)"', cell)
-    return found
+            quotes += [text for text in re.findall(r"`([^`]+)`", cell) if " " in text]
+            quotes += re.findall(r'"([^"]+ [^"]+)"', cell)
+    return quotes
 
 
 def texts(source: str) -> Iterator[str]:
-    """Every text in a Python file, with a blank for each thing that is filled in."""
+    """Yield every text in a Python file, with a NUL for each filled-in value."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield re.sub(r"%[\d.]*[a-z]", "\0", node.value)
@@ -43,7 +43,7 @@ def texts(source: str) -> Iterator[str]:
 
 @cache
 def logged() -> str:
-    """All texts of ours, and of the parts of SGLang that pages quote, a line each."""
+    """Return all texts of the package and of SGLang's parts that pages quote, one per line."""
     files = [*(ROOT / "python").rglob("*.py"), *(THEIRS / "disaggregation").rglob("*.py")]
     files += (THEIRS / "managers").glob("*.py")
     lines = (text.replace("\n", " ") for path in files for text in texts(path.read_text()))
@@ -51,8 +51,8 @@ def logged() -> str:
 
 
 def known(quote: str) -> bool:
-    """Whether one text has the parts of ``quote`` in their order; or one has the first of them and
-    a blank there, and what fills it begins with the others."""
+    """True if one text has the parts of ``quote`` in order, or has the first parts followed by a
+    placeholder whose value begins with the other parts."""
     parts = [part for part in _FILLED_IN.split(quote) if part]
     return in_order(parts) or any(
         in_order(parts[:split], then=r"\s*\0") and in_order(parts[split:], first=r"^\W*")
@@ -61,7 +61,7 @@ def known(quote: str) -> bool:
 
 
 def in_order(parts: Sequence[str], first: str = "", then: str = "") -> bool:
-    """Whether a text has all ``parts``, one after the other, between patterns."""
+    """True if a text has all ``parts``, in order, between patterns."""
     pattern = first + ".*".join(map(re.escape, parts)) + then
     return re.search(pattern, logged(), re.MULTILINE) is not None
 
@@ -79,18 +79,18 @@ def test_there_are_such_tables() -> None:
     [
         ("KV transfer of room ... failed: ...", True),
         ("KV transfer worker ... has not finished a step for", True),
-        # All of it is in some text, and nobody ever writes the line.
+        # All words are in one text, but not in this order or not in one line.
         ("failed: ... of room", False),
         ("KV transfer worker ... this decode server", False),
         ("KV transfer of room ... has not finished a step for ... KV transfer worker", False),
     ],
 )
-def test_which_quotes_count(quote: str, is_there: bool) -> None:
-    """Guards against a line whose words are all somewhere, each in another text."""
+def test_known_quotes(quote: str, is_there: bool) -> None:
+    """Guards against a line with all its words in the code, but in separate texts."""
     assert known(quote) is is_there
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_quoted_lines_are_in_the_code(page) -> None:
-    """Guards against a text that an operator searches for and never finds."""
+    """Guards against a text that an operator searches for in vain."""
     assert [quote for quote in quoted(page) if not known(quote)] == []

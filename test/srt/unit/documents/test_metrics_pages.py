@@ -1,4 +1,4 @@
-"""The operator's page of metrics, dashboard and alerts, against what the code registers."""
+"""The operator's page of metrics, dashboard and alerts, against the registered metrics."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ DECLARED = (*METRICS.values(), *buffer_only.METRICS.values())
 
 @pytest.fixture(scope="module")
 def ours() -> dict[str, tuple[str, list[str]]]:
-    """Name, as it is scraped -> type and labels of its own."""
-    return {each.exported_name: (each.kind, list(each.labels)) for each in DECLARED}
+    """The metrics of the patch set: exported name -> type and labels."""
+    return {metric.exported_name: (metric.kind, list(metric.labels)) for metric in DECLARED}
 
 
-def theirs() -> dict[str, str]:
-    """SGLang's metrics, from its source: name -> type."""
+def sglang_metrics() -> dict[str, str]:
+    """Return SGLang's metrics, from its source: name -> type."""
     source = (SITE_PACKAGES / "sglang/srt/observability/metrics_collector.py").read_text()
     pattern = r'(Gauge|Counter|Histogram|Summary)\(\s*(?:#[^\n]*\s*)?name="(sglang:\w+)"'
     return {name: kind.lower() for kind, name in re.findall(pattern, source)}
 
 
 def series(metrics: dict[str, str]) -> set[str]:
-    """The names under which ``metrics`` (name -> type) are scraped."""
+    """Return the names under which ``metrics`` (name -> type) are scraped."""
     names = set()
     for name, kind in metrics.items():
         parts = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
@@ -45,64 +45,65 @@ def series(metrics: dict[str, str]) -> set[str]:
 
 
 def used(expressions: Iterable[str]) -> set[str]:
-    return {name for each in expressions for name in re.findall(r"sglang:\w+", each)}
+    return {name for expression in expressions for name in re.findall(r"sglang:\w+", expression)}
 
 
 def dashboard() -> list[str]:
-    """The expressions of the dashboard's panels and variables."""
+    """Return the expressions of the dashboard's panels and variables."""
     content = json.loads((OPERATIONS / "grafana_dashboard.json").read_text())
-    variables = [str(each["query"]) for each in content["templating"]["list"]]
+    variables = [str(variable["query"]) for variable in content["templating"]["list"]]
     return variables + [
         target["expr"] for panel in content["panels"] for target in panel.get("targets", ())
     ]
 
 
 def test_the_page_lists_the_metrics(ours) -> None:
-    """Guards against a metric that nobody can know of, and one that is gone."""
+    """Guards against an undocumented metric, and a documented one that no longer exists."""
     rows = _ROW.findall((OPERATIONS / "metrics.md").read_text())
     listed = {name: (kind, re.findall(r"`(\w+)`", labels)) for name, kind, labels in rows}
     assert len(rows) == len(listed)
     assert listed == ours
-    assert {*ours} & {*theirs()} == set(), "Prometheus refuses a second one"
+    assert {*ours} & {*sglang_metrics()} == set(), "Prometheus refuses a duplicate"
 
 
 @pytest.mark.parametrize("page", pages.pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_pages_name_metrics_as_they_are_scraped(ours, page) -> None:
-    """Guards against a name that finds nothing in Prometheus, as a counter's without _total."""
-    known = series({name: kind for name, (kind, _) in ours.items()}) | series(theirs())
-    known |= set(ours) | set(theirs())  # a histogram by its own name
+    """Guards against a name without samples in Prometheus, such as a counter's without _total."""
+    known = series({name: kind for name, (kind, _) in ours.items()}) | series(sglang_metrics())
+    known |= set(ours) | set(sglang_metrics())  # histograms under their base name
     names = set(re.findall(r"sglang:[a-z]\w*[a-z0-9](?![\w*])", page.read_text()))
     assert names - known == set()
 
 
 @pytest.mark.parametrize(
-    ("queries", "least"),
+    ("queries", "min_queries"),
     [
         pytest.param(dashboard, 20, id="dashboard"),
         pytest.param(alert_rules.expressions, 8, id="alerts"),
         pytest.param(alert_rules.runbook_queries, 8, id="runbook"),
     ],
 )
-def test_queries_use_metrics_that_exist(ours, queries, least) -> None:
-    """Guards against an empty panel, an alert that never comes, and an empty answer at night."""
-    known = series({name: kind for name, (kind, _) in ours.items()}) | series(theirs())
-    assert len(queries()) >= least
+def test_queries_use_metrics_that_exist(ours, queries, min_queries) -> None:
+    """Guards against an empty panel, an alert that never fires, and a runbook query without
+    result."""
+    known = series({name: kind for name, (kind, _) in ours.items()}) | series(sglang_metrics())
+    assert len(queries()) >= min_queries
     assert used(queries()) - known == set()
 
 
-def test_the_dashboard_shows_every_metric_of_ours(ours) -> None:
-    """Guards against a metric that is scraped and never looked at."""
+def test_the_dashboard_shows_every_metric_of_the_patch_set(ours) -> None:
+    """Guards against a metric that is scraped but not shown."""
     shown = used(dashboard())
     shown |= {re.sub("_(bucket|sum|count)$", "", name) for name in shown}
     assert set(ours) - shown == set()
 
 
 def test_the_reasons_of_local_turns_are_explained() -> None:
-    """Guards against a label of ``decode_turns`` that nobody can look up: the page has a row for
-    each meaning."""
+    """Guards against an unexplained label of ``decode_turns``: the page has a row for each
+    meaning."""
     labels: dict[str, list[str]] = {}
     for label, meaning in REASONS.items():
         labels.setdefault(meaning, []).append(f"`{label}`")
-    rows = [f"| {', '.join(of)} | {meaning} |" for meaning, of in labels.items()]
+    rows = [f"| {', '.join(names)} | {meaning} |" for meaning, names in labels.items()]
     page = (ROOT / "docs/advanced_features/pd_local_turns.md").read_text()
     assert "\n".join(["| reason | meaning |", "|---|---|", *rows, ""]) in page

@@ -21,13 +21,13 @@ def name(path) -> str:
 
 
 def test_readme_is_short() -> None:
-    """Guards against a first page that nobody reads to its end."""
+    """Guards against a first page that is too long to be read to its end."""
     assert len((ROOT / "README.md").read_text().splitlines()) <= 90
 
 
 def test_the_numbers_of_readme_are_measured() -> None:
-    """Guards against a result on the first page that no committed run shows: numbers with a unit
-    stand in the part that ``python -m benchmark.tables`` writes, or are what a user needs."""
+    """Guards against a result on the first page without a committed run: numbers with a unit belong
+    in the part that ``python -m benchmark.tables`` writes, unless they are requirements."""
     text = (ROOT / "README.md").read_text()
     by_hand = re.sub(r"<!-- table:.*?<!-- end -->|```.*?```", "", text, flags=re.DOTALL)
     assert by_hand != text
@@ -36,45 +36,45 @@ def test_the_numbers_of_readme_are_measured() -> None:
 
 
 def test_the_index_lists_every_page() -> None:
-    """Guards against a page that is found only by who knows of it."""
+    """Guards against a page without a link from the index."""
     index = ROOT / "docs" / "README.md"
     listed = {path for path, _ in pages.links(index)} | {index}
     assert [name(path) for path in PAGES if path not in listed] == []
 
 
 def test_each_variable_is_described_on_one_page() -> None:
-    """Guards against two descriptions of which one is out of date, and against a page of the docs
-    that names a variable, and not where its meaning, default and bounds are."""
+    """Guards against two descriptions of which one is out of date, and against a page that names a
+    variable without a link to its meaning, default and bounds."""
     homes: dict[str, list[Path]] = {group: [] for group in environment.GROUPS}
     for page in PAGES:
         for group in re.findall(r"<!-- table:variables-(\w+) -->", page.read_text()):
             homes[group].append(page)
-    assert {group: len(found) for group, found in homes.items()} == dict.fromkeys(homes, 1)
-    lost = []
+    assert {group: len(pages_) for group, pages_ in homes.items()} == dict.fromkeys(homes, 1)
+    unlinked = []
     for page in PAGES:
         if not name(page).startswith(("docs/", "README", "CONTRIBUTING")):
             continue
         text, reached = page.read_text(), {page, *(path for path, _ in pages.links(page))}
-        for each in environment.VARIABLES:
-            (home,) = homes[each.group]
-            if re.search(rf"\b{each.name}\b", text) and home not in reached:
-                lost.append(f"{name(page)} has no link to {name(home)} for {each.name}")
-    assert lost == []
+        for variable in environment.VARIABLES:
+            (home,) = homes[variable.group]
+            if re.search(rf"\b{variable.name}\b", text) and home not in reached:
+                unlinked.append(f"{name(page)} has no link to {name(home)} for {variable.name}")
+    assert unlinked == []
 
 
 @pytest.mark.parametrize(
     ("page", "heading"),
     [("request.md", "Where is it"), ("request.md", "Where to set a breakpoint")],
 )
-def test_where_is_it(page, heading) -> None:
-    """Guards against a table of places that sends its reader to a file or a name that is gone.
+def test_places_in_tables_exist(page, heading) -> None:
+    """Guards against a table that sends its reader to a file or a name that no longer exists.
 
     A row is ``| question | `path` `name`, ... |``: the names are defined in the file before them.
     """
     text = (ROOT / "docs" / page).read_text()
-    found = re.search(rf"## {heading}\n(.*?)(?:\n## |\Z)", text, re.DOTALL)
-    assert found
-    rows = [line for line in found[1].splitlines() if line.startswith("|")][2:]
+    section = re.search(rf"## {heading}\n(.*?)(?:\n## |\Z)", text, re.DOTALL)
+    assert section
+    rows = [line for line in section[1].splitlines() if line.startswith("|")][2:]
     assert len(rows) >= 6
     missing = []
     for row in rows:
@@ -96,8 +96,8 @@ def test_where_is_it(page, heading) -> None:
     assert missing == []
 
 
-def test_every_promise_has_its_place() -> None:
-    """Guards against a list of promises that sends its reader to a test that is gone."""
+def test_every_promise_names_an_existing_test() -> None:
+    """Guards against a list of promises that sends its reader to a test that no longer exists."""
     rows = re.findall(
         r"^\| (?!promise|-)(.+) \| (.+) \|$", (ROOT / "docs/promises.md").read_text(), re.M
     )
@@ -105,14 +105,14 @@ def test_every_promise_has_its_place() -> None:
     missing = []
     for _, place in rows:
         path, _, name = place.strip("`").partition("::")
-        there = ROOT / "test/srt" / path
-        if not there.exists() or (name and f"def {name}(" not in there.read_text()):
+        test_file = ROOT / "test/srt" / path
+        if not test_file.exists() or (name and f"def {name}(" not in test_file.read_text()):
             missing.append(place)
     assert missing == []
 
 
 _SRT = "python/sglang/srt"
-#: Where the paths in pages begin, beside the page's own folder.
+#: Folders in which the paths of pages begin, besides the page's own folder.
 BELOW = (
     "",
     "python",
@@ -126,7 +126,7 @@ BELOW = (
 
 
 def dead_links(page: Path) -> Iterator[str]:
-    """To a file or a heading that was moved or renamed."""
+    """Yield links to files or headings that do not exist."""
     for path, anchor in pages.links(page):
         if not path.exists():
             yield f"{path}"
@@ -135,7 +135,7 @@ def dead_links(page: Path) -> Iterator[str]:
 
 
 def unknown_flags(page: Path) -> Iterator[str]:
-    """In command lines, which a server would refuse."""
+    """Yield flags in command lines that a server would refuse."""
     for module, known in (
         ("sglang.launch_server", pages.server_flags()),
         ("sglang_router.launch_router", pages.router_flags()),
@@ -145,30 +145,34 @@ def unknown_flags(page: Path) -> Iterator[str]:
 
 
 def missing_files(page: Path) -> Iterator[str]:
-    """Modules that were moved or merged."""
+    """Yield names of modules that were moved or merged."""
     folders = [page.parent, *(ROOT / below for below in BELOW)]
-    for named in set(re.findall(r"(?<![\w/.])[\w/]+\.py\b(?!::)", page.read_text())):
-        if not any((folder / named).exists() for folder in folders):
-            yield named
+    for file in set(re.findall(r"(?<![\w/.])[\w/]+\.py\b(?!::)", page.read_text())):
+        if not any((folder / file).exists() for folder in folders):
+            yield file
 
 
 @cache
 def known_variables() -> set[str]:
-    """Those that some source reads."""
-    theirs = pages.SITE_PACKAGES / "sglang/srt"
-    folders = [ROOT / "python", theirs / "disaggregation", theirs / "utils"]
-    sources = [*theirs.glob("*.py"), *(path for each in folders for path in each.rglob("*.py"))]
+    """Return the variables that some source reads."""
+    sglang_sources = pages.SITE_PACKAGES / "sglang/srt"
+    folders = [ROOT / "python", sglang_sources / "disaggregation", sglang_sources / "utils"]
+    sources = [
+        *sglang_sources.glob("*.py"),
+        *(path for folder in folders for path in folder.rglob("*.py")),
+    ]
     return set(re.findall(r"SGLANG_\w+", "".join(path.read_text() for path in sources)))
 
 
 def unknown_variables(page: Path) -> Iterator[str]:
-    """Which an operator would set in vain. Other pages tell of those of other releases, too."""
+    """Yield variables of operator pages that no source reads. Other pages may name other releases'
+    variables."""
     if page.parent.name == "operations":
         yield from set(re.findall(r"\bSGLANG_\w+[A-Z0-9]\b", page.read_text())) - known_variables()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_what_a_page_names_exists(page: Path) -> None:
-    """Guards against a page that sends its reader to what is gone, or has a command refused."""
-    gone = [*dead_links(page), *unknown_flags(page), *missing_files(page)]
-    assert [*gone, *unknown_variables(page)] == []
+def test_names_on_a_page_exist(page: Path) -> None:
+    """Guards against a page that sends its reader to missing files, or to refused commands."""
+    problems = [*dead_links(page), *unknown_flags(page), *missing_files(page)]
+    assert [*problems, *unknown_variables(page)] == []

@@ -1,4 +1,4 @@
-"""``benchmark/admission`` builds queues of its own, which nothing else here runs."""
+"""``benchmark/admission`` builds its own queues, which no other test here runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[4]
 
 
 def cases_of(tmp_path: Path, *more: str) -> list[dict[str, Any]]:
-    """A short run's."""
+    """Return the cases of a short run."""
     arguments = ["--steps", "8", "--pages", "16", "--running", "8", "--out", str(tmp_path), *more]
     done = subprocess.run(
         [sys.executable, "-m", "benchmark.admission", *arguments],
@@ -27,15 +27,15 @@ def cases_of(tmp_path: Path, *more: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_it_runs(tmp_path: Path) -> None:
-    """Guards against a stand-in for the scheduler that lacks what admission has come to read."""
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    """Guards against a fake scheduler that lacks an attribute that admission reads."""
     cases = cases_of(tmp_path)
     assert [case["admits"] for case in cases] == [0, 1, 4] * 2
     assert [case["queued"] for case in cases] == [64] * 3 + [10_000] * 3
 
 
 @pytest.mark.slow
-def test_it_runs_with_writes(tmp_path: Path) -> None:
-    """Guards against a tree that the benchmark no longer equips as a server does."""
+def test_the_benchmark_runs_with_writes(tmp_path: Path) -> None:
+    """Guards against a tree that the benchmark sets up differently from a server."""
     (case,) = cases_of(tmp_path, "--writes")
     assert {"without", "with"} <= case.keys()

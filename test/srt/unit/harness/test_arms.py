@@ -1,4 +1,4 @@
-"""What the servers of a pair are started with, which decides what a comparison compares."""
+"""The arguments of a pair's servers, which decide what a comparison compares."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ SMALL = Sizes(100, reserved_decode_tokens=64)
         ({"radix": True, "stock_prefill": True}, ("1", "0"), True),
     ],
 )
-def test_pairs_differ_in_what_they_say(
+def test_pairs_differ_only_where_declared(
     changes: dict[str, Any], stock: tuple[str, str], radix: bool
 ) -> None:
-    """Guards against a pair whose servers run something else than its column says."""
+    """Guards against a pair whose servers do not run the variant of its column."""
     config = PairConfig(Path("m"), decode_sizes=SMALL, decode_tp=2, decode_args=("--x",), **changes)
     prefill, decode = config.layout()
     assert RADIX not in prefill.command and (RADIX in decode.command) == radix
@@ -43,16 +43,19 @@ def test_pairs_differ_in_what_they_say(
 
 
 def test_a_pair_over_a_store_has_one_page_size_and_one_store() -> None:
-    """Guards servers that share nothing, as their keys name the page size, or that ask for another
-    store; and a decode server that is asked to read."""
-    master, about = servers.store()
-    config = with_store(PairConfig(Path("m"), radix=True, decode_args=("--x",)), about)
-    told = [dict(zip(of.command, (*of.command[1:], ""), strict=True)) for of in config.layout()]
+    """Guards against servers that share no keys because their page sizes or stores differ, and
+    against a decode server that reads from the store."""
+    master, store_settings = servers.store()
+    config = with_store(PairConfig(Path("m"), radix=True, decode_args=("--x",)), store_settings)
+    flags = [
+        dict(zip(server.command, (*server.command[1:], ""), strict=True))
+        for server in config.layout()
+    ]
     shared = ("--page-size", "--hicache-mem-layout", "--hicache-storage-backend-extra-config")
-    assert len({tuple(of[flag] for flag in shared) for of in told}) == 1
-    assert str(master.port) in told[0]["--hicache-storage-backend-extra-config"]
+    assert len({tuple(server[flag] for flag in shared) for server in flags}) == 1
+    assert str(master.port) in flags[0]["--hicache-storage-backend-extra-config"]
     reads, writes = "--enable-hierarchical-cache", servers.WRITES[0]
-    assert [[flag in of for flag in (reads, writes, RADIX, "--x")] for of in told] == [
+    assert [[flag in server for flag in (reads, writes, RADIX, "--x")] for server in flags] == [
         [True, False, False, False],
         [False, True, True, True],
     ]

@@ -17,7 +17,7 @@ from benchmark.harness.command import RunFailed, status
 from benchmark.harness.process import ServerFailed
 
 ROOT = Path(__file__).parents[4]
-#: ``--help`` of each command in turn, where nothing of an engine can be imported.
+#: ``--help`` of each command in turn, while no engine package can be imported.
 HELP = """
 import sys
 for name in ("torch", "sglang_router", "transformers", "nixl", "mooncake", "psutil"):
@@ -34,8 +34,7 @@ for name in sys.argv[1:]:
 
 
 def test_help_needs_no_engine_and_writes_nothing(tmp_path: Path) -> None:
-    """Guards against a first contact that ends in a traceback of torch, or in files that nobody
-    asked for."""
+    """Guards against a first contact that ends in a traceback of torch, or in unwanted files."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG")}
     done = subprocess.run(
         [sys.executable, "-c", HELP, *COMMANDS],
@@ -50,7 +49,7 @@ def test_help_needs_no_engine_and_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "said"),
+    ("error", "code", "message"),
     [
         (ServerFailed("decode", "no port", Path("decode.log"), ""), 1, "decode: no port"),
         (RunFailed("the warm-up [1] failed"), 1, "the warm-up [1] failed"),
@@ -59,10 +58,10 @@ def test_help_needs_no_engine_and_writes_nothing(tmp_path: Path) -> None:
         (KeyboardInterrupt(), 130, ""),
     ],
 )
-def test_what_ends_a_run_is_one_line_and_a_status(
-    error: BaseException, code: int, said: str
+def test_an_error_ends_a_run_with_one_line_and_a_status(
+    error: BaseException, code: int, message: str
 ) -> None:
-    """Guards against a traceback for what the user can put right, and against status 0 for it."""
+    """Guards against a traceback for errors that the user can correct, and against status 0."""
     text = io.StringIO()
     assert status(Mock(side_effect=error), Console(file=text, width=200)) == code
-    assert said in text.getvalue() and text.getvalue().count("\n") <= 1
+    assert message in text.getvalue() and text.getvalue().count("\n") <= 1

@@ -1,4 +1,4 @@
-"""The matrix of models says *run* where a test runs it, and *refused* where a server refuses."""
+"""The matrix of models says *run* if a test runs the cell, and *refused* if a server refuses it."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ CELL = re.compile(r"run ((?:\**\d+\**(?:, )?)+)")
 
 @cache
 def functions(folder: str) -> dict[str, ast.FunctionDef]:
-    """All functions of the end-to-end tests of a folder, by name."""
-    found = {}
+    """Return all functions of the end-to-end tests of a folder, by name."""
+    by_name = {}
     for path in (REPOSITORY / folder).glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
-                found[node.name] = node
-    return found
+                by_name[node.name] = node
+    return by_name
 
 
 def reached(file: str, name: str) -> Iterator[ast.FunctionDef]:
-    """A test and the helpers that it calls, directly or not."""
+    """Yield a test and all helpers that it calls, directly or not."""
     known = functions("test/srt/e2e") | functions(file.rpartition("/")[0])
-    names, seen = [name], set[str]()
+    names, visited = [name], set[str]()
     while names:
         current = names.pop()
-        if current in seen or current not in known:
+        if current in visited or current not in known:
             continue
-        seen.add(current)
+        visited.add(current)
         yield known[current]
         calls = (node.func for node in ast.walk(known[current]) if isinstance(node, ast.Call))
         names += [
@@ -46,7 +46,7 @@ def reached(file: str, name: str) -> Iterator[ast.FunctionDef]:
 
 
 def asserted(file: str, name: str) -> list[str]:
-    """The texts of all assertions that a test reaches."""
+    """Return the texts of all assertions that a test reaches."""
     return [
         ast.unparse(node.test)
         for function in reached(file, name)
@@ -56,9 +56,12 @@ def asserted(file: str, name: str) -> list[str]:
 
 
 def numbers(cells: list[str]) -> set[int]:
-    """The tests that cells name."""
+    """Return the numbers of the tests that cells name."""
     return {
-        int(one) for cell in cells for of in CELL.findall(cell) for one in re.findall(r"\d+", of)
+        int(number)
+        for cell in cells
+        for numbers_ in CELL.findall(cell)
+        for number in re.findall(r"\d+", numbers_)
     }
 
 
@@ -67,37 +70,37 @@ def rows(*columns: list[list[str]]) -> list[str]:
 
 
 def test_every_run_is_a_test_that_compares_answers_and_counts_hits() -> None:
-    """Guards against a cell that names a test which was renamed, takes other rows, or passes with
-    wrong tokens or without a hit."""
+    """Guards against a cell whose test was renamed, takes other rows, or passes with wrong tokens
+    or without a hit."""
     matrix = model_matrix.matrix()
     cells = rows(matrix.here, matrix.setups, matrix.there)
-    named = numbers(cells)
-    assert named and named <= {*range(1, len(matrix.tests) + 1)}
+    named_tests = numbers(cells)
+    assert named_tests and named_tests <= {*range(1, len(matrix.tests) + 1)}
     for test in {(test.file, test.function) for test in matrix.tests}:
         file, name = test
         module = ast.parse((REPOSITORY / file).read_text())
-        (function,) = [each for each in module.body if getattr(each, "name", "") == name]
+        (function,) = [node for node in module.body if getattr(node, "name", "") == name]
         assert isinstance(function, ast.FunctionDef)
         decorated = "".join(map(ast.unparse, function.decorator_list))
-        tables = [of for of in ("RUNS", "STORED", "WHOLE") if of in decorated]
+        tables = [table for table in ("RUNS", "STORED", "WHOLE") if table in decorated]
         assert len(tables) == 1, f"{file}::{name} is not made of a table of rows"
         claims = asserted(file, name)
-        assert any(re.search(r"== .*(expected|answers)", one) for one in claims)
-        assert any(re.search(r"prefixes|cached_tokens|found in|'local'", one) for one in claims)
+        assert any(re.search(r"== .*(expected|answers)", claim) for claim in claims)
+        assert any(re.search(r"prefixes|cached_tokens|found in|'local'", claim) for claim in claims)
     ids = [test.id for test in matrix.tests]
     assert len({*ids}) == len(ids)
 
 
 def test_each_row_is_shown() -> None:
-    """Guards against a row of the tests that no cell names: of an unknown family or setup."""
+    """Guards against a row of the tests that no cell names, for an unknown family or setup."""
     matrix = model_matrix.matrix()
     shown = numbers(rows(matrix.here, matrix.setups, matrix.there))
-    missing = [test.id for at, test in enumerate(matrix.tests, 1) if at not in shown]
+    missing = [test.id for number, test in enumerate(matrix.tests, 1) if number not in shown]
     assert missing == []
 
 
-def test_a_cell_without_a_row_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a cell that says *run* by a row of another part, setup or family."""
+def test_a_cell_without_a_row_does_not_say_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a cell that says *run* because of a row of another part, setup or family."""
     (only,) = [
         test for test in model_matrix.TESTS_HERE
         if test.run.id == "deepseek_v3-nixl-page16-radix-prefill_dp"
@@ -111,20 +114,22 @@ def test_a_cell_without_a_row_is_not_run(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.names)
-def test_what_is_run_is_not_refused(family: Family) -> None:
-    """Guards against arguments of a cell that are not those of a server: tests run what is said to
-    be refused."""
+def test_cells_that_run_are_not_refused(family: Family) -> None:
+    """Guards against cells with other arguments than servers, so that tests run combinations that
+    the matrix calls refused."""
     for test in model_matrix.TESTS_HERE:
         if not family.has(test.run):
             continue
-        for given, parts in FEATURES.values():
-            of_setups = [of for of, names in SETUPS.values() if names & {*test.run.setup}]
+        for arguments, parts in FEATURES.values():
+            of_setups = [
+                arguments for arguments, names in SETUPS.values() if names & {*test.run.setup}
+            ]
             if parts <= {*test.run.parts}:
-                assert refused_here(family, given, *of_setups) is None, test.id
+                assert refused_here(family, arguments, *of_setups) is None, test.id
 
 
 def test_refusals_of_servers_are_refusals_of_cells() -> None:
-    """Guards against a matrix that accepts all: windows, states and drafts over an index."""
+    """Guards against a matrix that accepts all: windows, states, and drafts over an index."""
     by_name = {family.names: family for family in FAMILIES}
     radix, _ = FEATURES["radix"]
     store, _ = FEATURES["buffer-only"]

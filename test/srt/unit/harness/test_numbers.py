@@ -32,7 +32,7 @@ def test_samples_are_summed_over_labels_and_buckets_left_out() -> None:
 
 
 def test_cached_tokens_are_counted_by_tier() -> None:
-    """Guards the page of a store: the name of its backend is in the label."""
+    """Guards the page of a store: the label contains the name of its backend."""
     text = "".join(
         f'sglang:cached_tokens_total{{cache_source="{source}",tp_rank="0"}} {count}\n'
         for source, count in (("device", 5), ("host", 3), ("storage_MooncakeStore", 2))
@@ -43,7 +43,7 @@ def test_cached_tokens_are_counted_by_tier() -> None:
 
 
 def test_a_failed_request_has_no_answer() -> None:
-    """Guards against tests that compare what failed."""
+    """Guards against tests that compare failed requests."""
     good = Result("a", 0.0, output_ids=[1])
     assert output_ids([good]) == [[1]]
     with pytest.raises(RuntimeError, match="request b: 503"):

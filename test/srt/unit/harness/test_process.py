@@ -1,4 +1,4 @@
-"""Server processes and their ports: nothing outlives a run or meets another; failures say why."""
+"""Server processes and their ports: no leftovers after a run, no shared ports, clear failures."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from benchmark.harness.watchdog import group_members
 
 ROOT = Path(__file__).resolve().parents[4]
 
-# A server with a child in a process group of its own; it answers nothing and ends on no signal
-# that can be ignored. Its last words tell that both run.
+# A server with a child in a separate process group; it answers no request and ignores all signals
+# that it can. The output shows that both run.
 STUBBORN = """
 import os, signal, subprocess, sys
 for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -33,7 +33,7 @@ child = subprocess.Popen([sys.executable, "-c", sleeper], preexec_fn=os.setpgrp)
 signal.pause()
 """
 
-# A run that starts the server above and is then killed, so that none of its clean-up happens.
+# A run that starts the server above and is then killed, so that its clean-up does not happen.
 RUN = """
 import signal, sys, time
 # A shell's background job ignores Ctrl-C, and so would everything started from it.
@@ -50,7 +50,7 @@ time.sleep(600)
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Waits for a condition, with a deadline."""
+    """Wait for a condition, with a deadline."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
@@ -63,7 +63,7 @@ def start(log: Path, program: str) -> ServerProcess:
 
 
 def test_stop_ends_children_in_other_process_groups(tmp_path: Path) -> None:
-    """Guards against schedulers left behind: killing the process group alone would miss them."""
+    """Guards against leftover schedulers: killing the process group alone would miss them."""
     log = tmp_path / "log"
     with start(log, STUBBORN) as server:
         until(lambda: "up" in log.read_text())
@@ -134,9 +134,9 @@ BROKEN = (sys.executable, "-c", "raise SystemExit('no such model')")
 
 
 @pytest.mark.slow
-def test_one_fails_and_all_end(tmp_path: Path) -> None:
+def test_one_failed_server_ends_all(tmp_path: Path) -> None:
     """A server that cannot start ends the others, also those that wait to be ready, and no load
-    balancer is started for nothing."""
+    balancer is started in vain."""
     (tmp_path / "health").touch()  # a file server answers the readiness check
     (port,) = allocate_ports(1)
     serve = (http.server.__file__, str(port), "--bind", "127.0.0.1", "-d", str(tmp_path))
@@ -153,26 +153,30 @@ def test_one_fails_and_all_end(tmp_path: Path) -> None:
 
 
 def test_every_engine_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a leak on the second server of a role that nobody looked at."""
-    seen: list[str] = []
-    monkeypatch.setattr(checks, "wait_idle", lambda server, url, timeout_s: seen.append(server))
-    monkeypatch.setattr(checks, "assert_healthy", seen.append)
+    """Guards against an unnoticed leak on the second server of a role."""
+    checked: list[str] = []
+    monkeypatch.setattr(checks, "wait_idle", lambda server, url, timeout_s: checked.append(server))
+    monkeypatch.setattr(checks, "assert_healthy", checked.append)
     roles = ("prefill", "decode", "decode", "router", "store")
     fleet = Fleet([ServerConfig(role, 1, ()) for role in roles], tmp_path)
     fleet.processes = {
         name: name for name in ("prefill", "decode-0", "decode-1", "router", "store")
     }
     fleet.check()
-    assert seen == ["decode-0", "decode-1", "prefill", *fleet.processes]
+    assert checked == ["decode-0", "decode-1", "prefill", *fleet.processes]
 
 
-ASK = "from benchmark.harness.ports import allocate_ports; print(*allocate_ports(20), flush=True); "
+CHILD_PROGRAM = (
+    "from benchmark.harness.ports import allocate_ports; print(*allocate_ports(20), flush=True); "
+)
 
 
-def test_another_process_gets_other_ports_while_we_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against two runs at once that both find a port free and then both take it."""
+def test_another_process_gets_other_ports_while_this_one_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards against two concurrent runs that find the same port free and both take it."""
     child = subprocess.Popen(
-        [sys.executable, "-c", ASK + "input()"],
+        [sys.executable, "-c", CHILD_PROGRAM + "input()"],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -180,13 +184,13 @@ def test_another_process_gets_other_ports_while_we_live(monkeypatch: pytest.Monk
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert child.stdout is not None
-    theirs = sorted(map(int, child.stdout.readline().split()))
-    monkeypatch.setattr(ports, "PORT_RANGE", range(theirs[0], theirs[0] + 1))
+    child_ports = sorted(map(int, child.stdout.readline().split()))
+    monkeypatch.setattr(ports, "PORT_RANGE", range(child_ports[0], child_ports[0] + 1))
     try:
-        assert len(set(theirs)) == 20
+        assert len(set(child_ports)) == 20
         with pytest.raises(RuntimeError, match="no 1 free ports"):
             allocate_ports(1)
     finally:
         child.communicate("\n")
-    # The lock goes with the process, so that ports do not run out over time.
-    assert allocate_ports(1) == theirs[:1]
+    # The lock ends with the process, so that ports do not run out over time.
+    assert allocate_ports(1) == child_ports[:1]

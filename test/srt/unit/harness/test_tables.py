@@ -1,4 +1,4 @@
-"""The tables of the READMEs are those of the committed results."""
+"""The tables of the READMEs show the committed results."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from unit.agentic_studies.test_numbers import cells, run
 
 @pytest.mark.parametrize("path", tables.FILES, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_tables_are_those_of_the_results(path) -> None:
-    """Guards against a number in a README that no committed run shows, or a run that is not told.
+    """Guards against a number in a README without a committed run, or a run that is not shown.
 
-    Run ``python -m benchmark.tables`` after a benchmark."""
+    Run ``python -m benchmark.tables`` after a benchmark.
+    """
     assert tables.render(path.read_text(), path.parent) == path.read_text()
 
 
 def test_every_table_is_shown_somewhere() -> None:
-    """Guards against results that are measured and shown to nobody."""
+    """Guards against results that are measured and not shown."""
     shown = "".join(path.read_text() for path in tables.FILES)
     assert all(f"<!-- table:{name} -->" in shown for name in tables.TABLES)
 
 
-#: The path of a result as a README names it, from its own folder; perhaps with a * in it.
+#: The path of a result as a README names it, from its own folder; may contain a *.
 RESULT = re.compile(r"[\w./-]*\bresults[\w-]*/[\w./*-]*\w")
 COMMIT = re.compile(r"(?<![\w/.-])[0-9a-f]{7,10}(?![\w/.-])")
 IMAGE = re.compile(r"^!\[[^]]*\]\(([\w.-]+)\)", re.MULTILINE)
 
 
-def tracked(what: str) -> set[Path]:
-    """Files that git knows, and that are there."""
+def tracked(pattern: str) -> set[Path]:
+    """Return the existing files that git tracks."""
     listed = subprocess.run(
-        ["git", "ls-files", what], cwd=REPOSITORY, capture_output=True, text=True
+        ["git", "ls-files", pattern], cwd=REPOSITORY, capture_output=True, text=True
     )
     if listed.returncode:
         pytest.skip("no git repository")
@@ -47,7 +48,7 @@ def tracked(what: str) -> set[Path]:
 
 
 def shown(results: set[Path], monkeypatch: pytest.MonkeyPatch) -> set[Path]:
-    """The results that a table is made of, or a README names; with a page, its images and data."""
+    """Return the results that a table or a README uses; for a page, also its images and data."""
     read: set[Path] = set()
     read_text = Path.read_text
     monkeypatch.setattr(Path, "read_text", lambda self: read.add(self) or read_text(self))
@@ -63,38 +64,42 @@ def shown(results: set[Path], monkeypatch: pytest.MonkeyPatch) -> set[Path]:
     return read
 
 
-def test_no_results_that_nobody_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against results that stay when newer ones have taken their place: ``git rm`` them, or
-    name them in the README of their benchmark."""
+def test_all_results_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against outdated results: ``git rm`` them, or name them in their benchmark's
+    README."""
     results = {path for path in tracked("benchmark") if "/results" in str(path.parent)}
-    left = results - shown(results, monkeypatch)
-    assert {str(path.relative_to(REPOSITORY)) for path in left} == set()
+    unshown = results - shown(results, monkeypatch)
+    assert {str(path.relative_to(REPOSITORY)) for path in unshown} == set()
 
 
 def test_commits_on_pages_are_in_the_history() -> None:
-    """Guards against results that nobody can go back to: their commit was on a branch."""
-    asked = ["git", "rev-parse", "--is-shallow-repository"]
-    if subprocess.run(asked, cwd=REPOSITORY, capture_output=True, text=True).stdout != "false\n":
+    """Guards against results of a commit that is not in the history, such as one of a deleted
+    branch."""
+    query = ["git", "rev-parse", "--is-shallow-repository"]
+    if subprocess.run(query, cwd=REPOSITORY, capture_output=True, text=True).stdout != "false\n":
         pytest.skip("no history")
     pages = "".join(page.read_text() for page in tracked("*.md"))
-    named = {each for each in COMMIT.findall(pages) if not each.isdigit() and not each.isalpha()}
+    commits = {
+        commit for commit in COMMIT.findall(pages) if not commit.isdigit() and not commit.isalpha()
+    }
     checked = subprocess.run(
         ["git", "cat-file", "--batch-check"],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        input="\n".join(sorted(named)),
+        input="\n".join(sorted(commits)),
     )
     assert [line for line in checked.stdout.splitlines() if line.endswith("missing")] == []
 
 
 def test_a_study_is_shown_from_its_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the pages that are written as soon as a study is measured: from its summary alone."""
-    made = run(cells("aggregated", 1.0), cells("pd-radix", 0.8))
-    of = {"arm": "pd-radix", "over": "aggregated", "of": "e2e", "at": 4}
-    claim = Claim("b is faster", **of, at_most=0.9, theirs="a tenth")
-    made.study = msgspec.structs.replace(made.study, claims=(claim,))
-    cli.write(made, tmp_path / "worth", cli.Console(quiet=True))
+    """Guards the pages that a measured study is shown on: they are written from its summary
+    alone."""
+    result = run(cells("aggregated", 1.0), cells("pd-radix", 0.8))
+    claim_fields = {"arm": "pd-radix", "over": "aggregated", "of": "e2e", "at": 4}
+    claim = Claim("b is faster", **claim_fields, at_most=0.9, theirs="a tenth")
+    result.study = msgspec.structs.replace(result.study, claims=(claim,))
+    cli.write(result, tmp_path / "worth", cli.Console(quiet=True))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     text = tables.study("worth")
     assert text.startswith("At 4 sessions at once, **pd-radix is best**")

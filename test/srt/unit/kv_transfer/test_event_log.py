@@ -1,4 +1,4 @@
-"""Stages of a request from made-up event logs, whose times are whole seconds."""
+"""Stages of a request from made-up event logs with times in whole seconds."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from sglang.srt.disaggregation.delta.observability import (
 )
 
 
-def admitted(at: float, room: int | None = 1) -> Admitted:
+def admitted(at_s: float, room: int | None = 1) -> Admitted:
     return Admitted(
-        at=at, room=room, rid=f"r{room}", prompt_tokens=48, prefix_tokens=0, pages=[1, 2, 3]
+        at=at_s, room=room, rid=f"r{room}", prompt_tokens=48, prefix_tokens=0, pages=[1, 2, 3]
     )
 
 
-def sent(at: float, room: int = 1, peer: str = "d0") -> Sent:
-    return Sent(at=at, room=room, peer=peer, source_pages=[7], destination_pages=[1], bytes=100)
+def sent(at_s: float, room: int = 1, peer: str = "d0") -> Sent:
+    return Sent(at=at_s, room=room, peer=peer, source_pages=[7], destination_pages=[1], bytes=100)
 
 
-def moved(at: float, chunk: int, *, is_last: bool, room: int = 1, peer: str = "d0") -> Moved:
-    """1 s in the queue, 2 s of building, 3 s of posting, 4 s on the wire: 10 s in all."""
+def moved(at_s: float, chunk: int, *, is_last: bool, room: int = 1, peer: str = "d0") -> Moved:
+    """Return a record with 1 s in the queue, 2 s building, 3 s posting, 4 s on the wire: 10 s in
+    all."""
     times = {"queue_s": 1, "build_s": 2, "post_s": 3, "wire_s": 4}
     which = {"room": room, "peer": peer, "chunk": chunk, "is_last": is_last}
-    return Moved(at=at, **which, **times, descriptors=5, bytes=100)
+    return Moved(at=at_s, **which, **times, descriptors=5, bytes=100)
 
 
 def whole_room(room: int = 1, start: float = 100) -> list[Event]:
@@ -51,9 +52,9 @@ def whole_room(room: int = 1, start: float = 100) -> list[Event]:
 
 
 def test_stages_of_rooms() -> None:
-    """Guards the definitions: a stage that is counted twice, or nowhere, would lead a reader to
-    look for time in the wrong place. And a join by position, as each process has a file of its
-    own and rooms overlap; and records of no room."""
+    """Guards the definitions: a stage that is counted twice or omitted would lead a reader to the
+    wrong place. Also guards against a join by position, since each process has its own file and
+    rooms overlap, and against records without a room."""
     records = [*whole_room(1, 100), *whole_room(2, 101), admitted(90, room=None)]
     random.Random(0).shuffle(records)
     first, second = stages(records)
@@ -67,7 +68,7 @@ def test_stages_of_rooms() -> None:
 
 
 def test_the_last_rank_ends_a_stage() -> None:
-    """Guards against stages that end with the fastest of several ranks, or with the one whose file
+    """Guards against stages that end with the fastest of several ranks, or with the rank whose file
     comes last; and against one rank's transfer that passes for the room's."""
     records = [
         *(admitted(100), admitted(101)),
@@ -76,7 +77,7 @@ def test_the_last_rank_ends_a_stage() -> None:
         *(sent(120, peer="d1"), moved(125, 0, is_last=True, peer="d1")),
         *(Arrived(at=123, room=1), Arrived(at=128, room=1)),
     ]
-    [room] = stages(reversed(records))  # of files whose names sort otherwise
+    [room] = stages(reversed(records))  # files in another order
     worker = {"queue": 2, "build": 4, "post": 6, "wire": 8}
     assert room.seconds == {"bootstrap": 4, "prefill": 11, **worker, "notice": 3, "all": 28}
     assert room.missing == ()
@@ -85,7 +86,7 @@ def test_the_last_rank_ends_a_stage() -> None:
 
 
 LAST = {"prefill", "queue", "build", "post", "wire", "notice"}
-#: Kind of the records that are not there, or chunk of the one; what is said; unknown stages.
+#: Kind of the missing records, or number of the missing chunk; the report; unknown stages.
 HOLES = [
     (Admitted, "admitted", {"bootstrap", "all"}),
     (Announced, "announced", {"bootstrap", "prefill"}),
@@ -97,16 +98,16 @@ HOLES = [
 
 
 @pytest.mark.parametrize(("lost", "missing", "unknown"), HOLES)
-def test_a_record_that_is_not_there(lost: object, missing: str, unknown: set[str]) -> None:
-    """Guards against a room that is left out, or gets a number, where a log has a hole."""
+def test_a_missing_record(lost: object, missing: str, unknown: set[str]) -> None:
+    """Guards against a room that is left out, or gets a wrong number, because a log has a hole."""
     records = (r for r in whole_room() if lost not in (type(r), getattr(r, "chunk", None)))
     [room] = stages(records)
     assert room.missing == (missing,)
     assert {stage for stage, seconds in room.seconds.items() if math.isnan(seconds)} == unknown
 
 
-def test_reading_what_the_servers_write(tmp_path: Path) -> None:
-    """Guards against a reader that does not know what the writer writes, and drops it."""
+def test_reading_the_servers_files(tmp_path: Path) -> None:
+    """Guards against a reader that silently drops records of the writer."""
     (tmp_path / "prefill-1.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, whole_room())))
     assert read(tmp_path) == whole_room()
     (tmp_path / "prefill-2.jsonl").write_text('{"type": "unheard of"}\n')

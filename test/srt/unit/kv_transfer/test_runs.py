@@ -20,8 +20,8 @@ STALL = dataclasses.replace(RUNS["stall"], rooms=4, peers=2)
 
 
 def test_rooms_are_dealt_to_the_peers_in_turn() -> None:
-    """A peer with all the rooms, and slots or pages that two rooms of a peer share, which would
-    flatter an arm; or page 0, which no request owns."""
+    """Guards against one peer with all the rooms, and against slots or pages shared by two rooms of
+    a peer, which would flatter an arm; and against page 0, which no request owns."""
     run = dataclasses.replace(RUNS["fleet"], tokens=(2, 3), page_size=1, rooms=10, peers=4)
     rooms = deal(run, 3)
     assert len({room.number for room in rooms}) == 10
@@ -35,43 +35,44 @@ def test_rooms_are_dealt_to_the_peers_in_turn() -> None:
 
 
 def room(total: float, outcome: str = "done", peer: int = 0, error: str = "") -> Room:
-    """A room that took ``total`` seconds, and decode a tenth more to see it."""
+    """Return a room that took ``total`` seconds, plus a tenth until decode noticed."""
     arrived = 100.0 + total * 1.1 if outcome == "done" else 0.0
     times = {"began": 100.0, "ended": 100.0 + total, "arrived": arrived, "send_s": total / 10}
     return Room(1, peer, NO_PAGES, NO_PAGES, 0, outcome=outcome, error=error, **times)
 
 
 def test_numbers_of_known_rounds() -> None:
-    """Failed rooms counted as fast ones, or rates over the wrong time."""
+    """Guards against failed rooms counted as fast ones, and rates over the wrong time."""
     rounds = [
         Round([room(1.0), room(3.0)], 4.0, 1.0, 10**9, peer_cpu_s=0.5),
         Round([room(2.0), room(0.001, "failed")], 1.0, 2.0, 10**9, peer_cpu_s=0.5),
     ]
-    found = summary.summarize(rounds)
-    assert (found["rooms"], found["failed"]) == (4, 1)
-    assert found["total_ms"] == pytest.approx({"p50": 2000, "p99": 2980})
-    assert found["until_decode_sees_it_ms"]["p50"] == pytest.approx(2200)
-    assert found["send_us"]["p50"] == pytest.approx(150_000)
-    rates = [found[key] for key in ("gb_per_s", "cpu_s_per_gb", "decode_cpu_s_per_gb", "cores")]
+    summary_ = summary.summarize(rounds)
+    assert (summary_["rooms"], summary_["failed"]) == (4, 1)
+    assert summary_["total_ms"] == pytest.approx({"p50": 2000, "p99": 2980})
+    assert summary_["until_decode_sees_it_ms"]["p50"] == pytest.approx(2200)
+    assert summary_["send_us"]["p50"] == pytest.approx(150_000)
+    rates = [summary_[key] for key in ("gb_per_s", "cpu_s_per_gb", "decode_cpu_s_per_gb", "cores")]
     assert rates == pytest.approx([2 / 5, 1.5, 0.5, 4 / 5])
-    assert found["room_mb"] == pytest.approx(2e3 / 3)
+    assert summary_["room_mb"] == pytest.approx(2e3 / 3)
 
 
 def test_gaps_of_known_turns() -> None:
-    """A turn that waits for a core, taken for one that is blocked."""
+    """Guards against a turn that waits for a core and is counted as blocked."""
     turns = np.array([[0.010, 0.002, 0.007], [0.004, 0.002, 0.0]])
-    found = summary.gaps([Round([], 1.0, 1.0, 0, turns), Round([], 1.0, 1.0, 0)])
-    assert found["turns"] == 2 and found["gap_ms"]["largest"] == pytest.approx(10)
-    assert found["gap_without_waiting_for_a_core_ms"]["largest"] == pytest.approx(4)
-    assert found["longest_blocked_ms"] == pytest.approx(2)
+    gaps = summary.gaps([Round([], 1.0, 1.0, 0, turns), Round([], 1.0, 1.0, 0)])
+    assert gaps["turns"] == 2 and gaps["gap_ms"]["largest"] == pytest.approx(10)
+    assert gaps["gap_without_waiting_for_a_core_ms"]["largest"] == pytest.approx(4)
+    assert gaps["longest_blocked_ms"] == pytest.approx(2)
 
 
 def test_bounds_of_a_stopped_peer() -> None:
-    """Rooms of the stopped peer that hang, or fail late or without its name; others that wait."""
+    """Guards against rooms of the stopped peer that hang, fail late or omit its name; and against
+    other rooms that wait."""
     running = Round([room(1.0), room(1.0, peer=1)] * 2, 1.0, 1.0, 0)
 
-    def holds(others: float, *its: Room) -> list[bool]:
-        halted = Round([room(others), room(others), *its], 1.0, 1.0, 0, stopped="agent-2")
+    def holds(others: float, *stopped: Room) -> list[bool]:
+        halted = Round([room(others), room(others), *stopped], 1.0, 1.0, 0, stopped="agent-2")
         numbers = summary.stalls([running, halted], STALL)
         return [bound.holds for bound in summary.verdicts("stall", {"ours": numbers}, STALL)]
 
@@ -82,7 +83,7 @@ def test_bounds_of_a_stopped_peer() -> None:
         assert holds(1.0, failed, wrong) == [True, True, False]
 
 
-#: Bytes of a token, and buffers: one of keys and one of values a layer; latent attention has one.
+#: Bytes per token, and number of buffers: keys and values per layer; latent attention has one.
 SIZES = {
     "qwen3-32b": (2 * 64 * 8 * 128 * 2, 128),
     "qwen3-coder-30b-a3b": (98_304, 96),
@@ -91,15 +92,15 @@ SIZES = {
 
 
 def test_sizes_of_the_shapes() -> None:
-    """A typing error in a YAML file, or MLA counted as keys and values."""
-    found = {name: shapes.load(name) for name in shapes.names()}
-    assert {name: (shape.token_bytes, shape.buffers) for name, shape in found.items()} == SIZES
+    """Guards against a typing error in a YAML file, and against MLA counted as keys and values."""
+    loaded = {name: shapes.load(name) for name in shapes.names()}
+    assert {name: (shape.token_bytes, shape.buffers) for name, shape in loaded.items()} == SIZES
 
 
 @pytest.mark.slow
 def test_a_run(tmp_path: Path) -> None:
-    """Guards against managers, processes or loops that no test here builds: with both metadata
-    ways, and pages that are compared."""
+    """Guards against managers, processes or loops that no other test builds: with both forms of
+    metadata, and with pages that are compared."""
     command = [
         *(sys.executable, "-m", "benchmark", "kv_transfer", "fleet", "--out", str(tmp_path)),
         *("--arms", "ours,radix", "--sizes", "32,64"),
@@ -109,5 +110,5 @@ def test_a_run(tmp_path: Path) -> None:
     assert (tmp_path / "fleet-nixl.json").exists(), done.stdout + done.stderr
     results = json.loads((tmp_path / "fleet-nixl.json").read_text())["results"]
     loads = [(arm, tokens) for tokens in (32, 64) for arm in ("ours", "radix")]
-    assert [(each["arm"], each["tokens"]) for each in results] == loads
-    assert all(each["rooms"] == 4 and each["failed"] == 0 for each in results)
+    assert [(result["arm"], result["tokens"]) for result in results] == loads
+    assert all(result["rooms"] == 4 and result["failed"] == 0 for result in results)

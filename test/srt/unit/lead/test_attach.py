@@ -1,4 +1,4 @@
-"""The group for SGLang 0.5.23: what is replaced, and when a server does not start."""
+"""The group for SGLang 0.5.23: replaced methods, and errors that prevent a server's start."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Queue:
     """Stands for a class of SGLang."""
 
     def take(self, count: int, *, keep: bool = False) -> list[int]:
-        """Some of it."""
+        """Return some of the queue."""
         return list(range(count))
 
 
 class Later(Queue):
-    """Inherits the method."""
+    """A class that inherits the method."""
 
 
 STOCK = Queue.take
@@ -30,7 +30,7 @@ STOCK = Queue.take
 
 @pytest.fixture(autouse=True)
 def stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The class as it was; a part, switched on, of a process that has attached nothing."""
+    """Restore the class, with one part switched on and no part attached yet."""
     monkeypatch.setattr(Queue, "take", STOCK)
     monkeypatch.setattr(attach, "attached", [])
     monkeypatch.setattr(attach.metadata, "version", lambda _: CURRENT_VERSION)
@@ -38,7 +38,7 @@ def stock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def part(monkeypatch: pytest.MonkeyPatch, signature: str) -> None:
-    """A part that takes one more."""
+    """Add a part whose ``take`` returns one more."""
 
     def install(wrap: Wraps) -> None:
         @wrap(Queue, "take", signature)
@@ -50,7 +50,7 @@ def part(monkeypatch: pytest.MonkeyPatch, signature: str) -> None:
 
 
 def test_a_part_that_is_on_wraps_a_method_wherever_it_is_inherited(monkeypatch: Any) -> None:
-    """Guards against classes that are imported elsewhere and stay stock."""
+    """Guards against classes that were imported elsewhere and stay stock."""
     part(monkeypatch, "(self, count, *, keep=False)")
     attach.activate()
     assert Queue().take(2) == Later().take(2, keep=True) == [0, 1, 2]
@@ -60,7 +60,7 @@ def test_a_part_that_is_on_wraps_a_method_wherever_it_is_inherited(monkeypatch: 
 
 
 def test_two_parts_wrap_one_method(monkeypatch: Any) -> None:
-    """Guards against a second part that takes the first one's function for another release's."""
+    """Guards against a second part that mistakes the first one's function for another release's."""
     part(monkeypatch, "(self, count, *, keep=False)")
     both = Part("one", lambda: True, False), Part("one", lambda: True, False)
     monkeypatch.setattr(attach, "PARTS", both)
@@ -70,14 +70,15 @@ def test_two_parts_wrap_one_method(monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("signature", ["(self, count)", "(self, count, *, keep=True)"])
 def test_another_signature_ends_the_start_by_name(monkeypatch: Any, signature: str) -> None:
-    """Guards against a method that a later build changed, and against half of a group."""
+    """Guards against a method that a later release changed, and against attaching half of a
+    group."""
     part(monkeypatch, signature)
     with pytest.raises(SystemExit, match=r"Queue.take is \(self, count, \*, keep=False\), not"):
         attach.activate()
     assert Queue.take is STOCK and not attach.attached
 
 
-def test_a_method_that_is_gone_ends_the_start_by_name(monkeypatch: Any) -> None:
+def test_a_missing_method_ends_the_start_by_name(monkeypatch: Any) -> None:
     """Guards against an AttributeError, which the plugin loader would only log."""
 
     def install(wrap: Wraps) -> None:
@@ -101,7 +102,7 @@ def test_a_switch_leaves_everything_stock(monkeypatch: Any, name: str, value: st
 
 
 def test_another_release_stays_stock_and_says_so(monkeypatch: Any, caplog: Any) -> None:
-    """Guards against methods that only look the same."""
+    """Guards against methods of another release that only look the same."""
     part(monkeypatch, "(self, count, *, keep=False)")
     monkeypatch.setattr(attach.metadata, "version", lambda _: "0.5.24")
     attach.activate()
@@ -111,8 +112,8 @@ def test_another_release_stays_stock_and_says_so(monkeypatch: Any, caplog: Any) 
 
 @pytest.mark.parametrize("value", ["0", "soon"])
 def test_a_wrong_variable_ends_the_start(monkeypatch: Any, value: str) -> None:
-    """Guards against a text that ends a thread later, and against one that is found on decode and
-    not on prefill, where no part reads it."""
+    """Guards against an invalid value that ends a thread later, and against one that is found on
+    decode but not on prefill, where no part reads it."""
 
     name = "SGLANG_DISAGGREGATION_HANDSHAKE_TIMEOUT"
     monkeypatch.setenv(name, value)
@@ -122,6 +123,6 @@ def test_a_wrong_variable_ends_the_start(monkeypatch: Any, value: str) -> None:
 
 
 def test_nothing_is_on_by_default(monkeypatch: Any) -> None:
-    """Guards against an installation that changes a server which asked for nothing."""
+    """Guards against an installation that changes a server without the flags."""
     monkeypatch.undo()
     assert attach.parts_on() == []

@@ -1,4 +1,4 @@
-"""Metrics of local turns, which SGLang 0.5.23 has no scheduler of ours to mirror."""
+"""Metrics of local turns on SGLang 0.5.23, where they have no scheduler mixin to mirror."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from sglang.srt.disaggregation.delta.observability import Telemetry
 
 
 def test_gaps_beyond_the_bound_are_counted() -> None:
-    """Guards against a counter that only SGLang 0.5.10.post1 shows, and against metrics of ours
-    under names of 0.5.23's own: nothing is there before it is counted."""
-    # The names of the labels are those of other tests in this process.
+    """Guards against a counter that only SGLang 0.5.10.post1 shows, and against metrics under names
+    that 0.5.23 uses itself: none is registered before it is counted."""
+    # The label names equal those of other tests in this process.
     stats, labels = Telemetry(), {"model_name": "a bound", "tp_rank": "0"}
     for scraped in (False, True):
         if scraped:

@@ -1,4 +1,4 @@
-"""Which prefill servers release the rooms of requests that decode computes."""
+"""Prefill servers that release the rooms of requests that decode computes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ HERE = "10.0.0.1:8998"
 
 @dataclass
 class Network:
-    """What servers answer, in order: a status or an error; and questions that nobody has put."""
+    """The servers' answers in order, each a status or an error, and the queries not yet sent."""
 
     answers: list[Any]
     waiting: list[Callable[[], None]] = field(default_factory=list)
-    at_once: bool = True
+    immediate: bool = True
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Network:
-    """The network below ``Peers``; a question's thread runs at once, or when a test says so."""
+def network(monkeypatch: pytest.MonkeyPatch) -> Network:
+    """The network below ``Peers``; a query's thread runs at once, or when a test runs it."""
     network = Network([])
 
     def get(url: str, timeout: float) -> Any:
@@ -42,44 +42,45 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Network:
             self._run = lambda: target(*args)
 
         def start(self) -> None:
-            self._run() if network.at_once else network.waiting.append(self._run)
+            self._run() if network.immediate else network.waiting.append(self._run)
 
     monkeypatch.setattr(prefill_exit.requests, "get", get)
     monkeypatch.setattr(prefill_exit.threading, "Thread", Thread)
     return network
 
 
-def test_a_server_is_asked_once_and_again_when_another_one_may_be_there(asked: Network) -> None:
-    """Guards against a question in each step, and against a stock server after an upgraded one."""
+def test_a_server_is_queried_once_and_again_when_it_may_have_changed(network: Network) -> None:
+    """Guards against a query in each step, and against a stock server that replaced an upgraded
+    one."""
     peers = Peers()
-    asked.answers = [200, 404]
+    network.answers = [200, 404]
     assert peers.releases(HERE) and peers.releases(HERE)
     assert peers.keep({HERE: 1}) == [] and peers.releases(HERE)
     assert peers.keep({}) == [HERE]
     assert not peers.releases(HERE) and not peers.releases(HERE)
 
 
-def test_a_server_that_does_not_answer_is_asked_again(asked: Network) -> None:
-    """Guards against a server that stays stock because it was busy once."""
+def test_a_server_that_does_not_answer_is_queried_again(network: Network) -> None:
+    """Guards against a server that counts as stock because it was busy once."""
     peers = Peers()
-    asked.answers = [requests.ConnectionError("refused"), 200]
-    # The thread is done before the question is looked at: the entry is gone already.
+    network.answers = [requests.ConnectionError("refused"), 200]
+    # The thread ends before the caller checks: its entry is already removed.
     assert not peers.releases(HERE)
     assert peers.releases(HERE)
 
 
-def test_a_question_that_fails_while_servers_are_looked_through(asked: Network) -> None:
-    """Its thread takes its entry away then: an error would end the scheduler."""
+def test_a_query_that_fails_while_servers_are_iterated(network: Network) -> None:
+    """The thread removes its entry during the iteration: an error would end the scheduler."""
     peers, gone, kept = Peers(), "10.0.0.3:8998", "10.0.0.2:8998"
-    asked.answers = [200, 200, requests.ConnectionError("refused")]
+    network.answers = [200, 200, requests.ConnectionError("refused")]
     assert peers.releases(kept) and peers.releases(gone)
-    asked.at_once = False
+    network.immediate = False
     assert not peers.releases(HERE)
 
     class Table:
         def __contains__(self, address: object) -> bool:
-            while asked.waiting:
-                asked.waiting.pop()()
+            while network.waiting:
+                network.waiting.pop()()
             return address == kept
 
     assert gone in peers.keep(Table())
@@ -87,15 +88,16 @@ def test_a_question_that_fails_while_servers_are_looked_through(asked: Network) 
 
 
 def test_the_oldest_rooms_are_forgotten() -> None:
-    """Guards against a table that grows with each room that anybody names."""
+    """Guards against a table that grows with each room that a message names."""
     rooms = Rooms()
     for room in range(MOST_ROOMS + 5):
         rooms.note(room, False)
     assert len(rooms) == MOST_ROOMS and 4 not in rooms and 5 in rooms
 
 
-def test_one_rank_tells_one_rank() -> None:
-    """Guards against a second message that comes when the room is over, and may have begun anew."""
+def test_one_rank_notifies_one_rank() -> None:
+    """Guards against a second message that arrives after the room ended, when its number may be
+    reused."""
     sent: list[Any] = []
     for rank in (0, 1):
         receiver: Any = SimpleNamespace(
@@ -114,7 +116,7 @@ def test_one_rank_tells_one_rank() -> None:
     assert sent == [(0, "10.0.0.1", [b"ABORT", b"7", b"LOCAL"])]
 
 
-def test_a_rank_that_cannot_be_told_costs_no_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_notification_costs_no_request(caplog: pytest.LogCaptureFixture) -> None:
     """Guards against an error of one peer's socket in the scheduler's loop."""
     cleared = []
 

@@ -12,9 +12,9 @@ from models.families import FAMILIES, LAYERS, build
 PROMPT_TOKENS = 300
 NEW_TOKENS = 16
 CHANGED = (0, 5, 150, 290)
-"""Where a token is changed, one in each of the other prompts."""
+"""Positions of a changed token, one in each of the other prompts."""
 LEFT_OUT = (".indexer.", f".layers.{LAYERS}.")
-"""What transformers leaves out: the index of DSA, and heads that draft."""
+"""Weights that transformers omits: the index of DSA, and heads that draft."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -26,8 +26,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_names_are_those_of_the_hub(model: Any) -> None:
-    """Guards against a weight that a server would not find: it would leave random values there,
-    other ones on each server, or none at all."""
+    """Guards against a weight that a server would not find: it would keep random values there,
+    different ones on each server, or none."""
     _, report = model
     unexpected = [
         name for name in report.pop("unexpected_keys") if not any(x in name for x in LEFT_OUT)
@@ -37,7 +37,7 @@ def test_names_are_those_of_the_hub(model: Any) -> None:
 
 def test_every_token_matters(model: Any) -> None:
     """Guards against a model on which tests pass with wrong KV: a window, a decay of a state or a
-    norm that lets no early token through."""
+    norm that suppresses early tokens."""
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(16, 688, (1, PROMPT_TOKENS), generator=generator).repeat(5, 1)
     for row, position in enumerate(CHANGED, start=1):

@@ -13,10 +13,10 @@ from models.random_qwen3 import build
 
 PROMPT_TOKENS = 1000
 NEW_TOKENS = 48
-SOON = 16
-"""After so many new tokens a changed context must show."""
+MAX_UNCHANGED_TOKENS = 16
+"""A changed context must show within this number of new tokens."""
 POSITIONS = (0, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 500, 610, 700, 800, 900, 990)
-"""Where a token is changed, one a trial."""
+"""Positions of a changed token, one per trial."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def prompt(model: Any) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def continuations(model: Any, prompt: torch.Tensor) -> torch.Tensor:
-    """Greedy ids [1 + trials, NEW_TOKENS] of the prompt and of each changed one."""
+    """Greedy ids [1 + trials, NEW_TOKENS] of the prompt and of each changed prompt."""
     rng = random.Random(0)
     rows = prompt.repeat(1 + len(POSITIONS), 1)
     for row, position in enumerate(POSITIONS, start=1):
@@ -49,7 +49,8 @@ def continuations(model: Any, prompt: torch.Tensor) -> torch.Tensor:
 
 
 def greedy(model: Any, ids: torch.Tensor, chunk: int = 0) -> torch.Tensor:
-    """Greedy continuation [rows, NEW_TOKENS]; the prompt is run in chunks of so many tokens."""
+    """Return the greedy continuation [rows, NEW_TOKENS]; the prompt is run in chunks of ``chunk``
+    tokens."""
     cache = DynamicCache(config=model.config)
     written: list[torch.Tensor] = []
     with torch.no_grad():
@@ -62,16 +63,18 @@ def greedy(model: Any, ids: torch.Tensor, chunk: int = 0) -> torch.Tensor:
 
 
 def test_every_token_matters(continuations: torch.Tensor) -> None:
-    """Guards against a model on which tests pass with wrong KV: one other token anywhere in a
+    """Guards against a model on which tests pass with wrong KV: one changed token anywhere in a
     prompt of 1,000 must lead to another text."""
-    same = (continuations[1:, :SOON] == continuations[0, :SOON]).all(dim=1)
+    same = (
+        continuations[1:, :MAX_UNCHANGED_TOKENS] == continuations[0, :MAX_UNCHANGED_TOKENS]
+    ).all(dim=1)
     assert [POSITIONS[i] for i in same.nonzero().flatten().tolist()] == []
 
 
-def test_output_is_no_cycle_and_goes_on(model: Any, continuations: torch.Tensor) -> None:
-    """Guards against output that falls into one token or a short cycle: it would hide from tests
-    what happens after the first few tokens. And against stops: tests count on a number of tokens
-    that they ask for."""
+def test_output_is_no_cycle_and_does_not_stop(model: Any, continuations: torch.Tensor) -> None:
+    """Guards against output that falls into one token or a short cycle, which would hide errors
+    after the first few tokens, and against early stops, since tests rely on the number of tokens
+    that they request."""
     ends = {model.config.eos_token_id, model.config.pad_token_id}
     for row in continuations.tolist():
         assert len(set(row)) > NEW_TOKENS // 2 and not ends & set(row)
@@ -82,8 +85,8 @@ def test_output_is_no_cycle_and_goes_on(model: Any, continuations: torch.Tensor)
 def test_summation_order_does_not_matter(
     model: Any, prompt: torch.Tensor, continuations: torch.Tensor
 ) -> None:
-    """Guards against ties that rounding decides: alone or in a batch, at once or in chunks, the
-    text must be the same, as it must be in a server with any batching."""
+    """Guards against ties that rounding decides: alone or in a batch, whole or in chunks, the text
+    must be the same, as in a server with any batching."""
     assert greedy(model, prompt).tolist() == continuations[:1].tolist()
     assert greedy(model, prompt, chunk=272).tolist() == continuations[:1].tolist()
 

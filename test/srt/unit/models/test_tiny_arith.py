@@ -1,4 +1,4 @@
-"""The shipped model: what a radix cache needs of its tokenizer, its template and its answers."""
+"""The shipped model: its tokenizer, template and answers suit a radix cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
 
 def prompt(*contents: str) -> str:
-    """Chat text of user and assistant in turn, up to where the assistant is to write."""
+    """Return the chat text of user and assistant in turn, up to the assistant's next answer."""
     roles = itertools.cycle(("user", "assistant"))
     messages = [
         {"role": role, "content": text} for role, text in zip(roles, contents, strict=False)
@@ -48,9 +48,9 @@ def test_generated_ids_are_a_prefix_of_the_next_prompt() -> None:
     their KV could not be reused."""
     model: Any = AutoModelForCausalLM.from_pretrained(TINY_ARITH, dtype=torch.float32)
     rows = (TINY_ARITH / "test_set.jsonl").read_text().splitlines()
-    asked = [json.loads(row)["question"] for row in rows[:2]]
-    start = torch.tensor([encode(prompt(asked[0]))])
+    questions = [json.loads(row)["question"] for row in rows[:2]]
+    start = torch.tensor([encode(prompt(questions[0]))])
     ids = model.generate(input_ids=start, max_new_tokens=120, do_sample=False)[0].tolist()
     assert ids[-1] == TOKENIZER.eos_token_id
     answer = TOKENIZER.decode(ids[start.shape[1] : -1])
-    assert encode(prompt(asked[0], answer, asked[1]))[: len(ids)] == ids
+    assert encode(prompt(questions[0], answer, questions[1]))[: len(ids)] == ids

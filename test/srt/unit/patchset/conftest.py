@@ -1,4 +1,4 @@
-"""A miniature SGLang to attach to: interpreters that start fast, and tables of our choice."""
+"""A miniature SGLang to attach to: interpreters that start fast, and tables made for the tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Options:
     def __post_init__(self):
         self.checked = ["stock"]
 """
-# Of another module, that is imported after the first one is in use.
+# A second module, imported after the first one is in use.
 MOTOR = """
 from sglang.srt.engine import Engine
 
@@ -74,7 +74,7 @@ class MoreOptions:
         super().__post_init__()
         self.checked.append("mixin")
 """
-#: (class of sglang.srt.engine, or "module.Class"; mixin; ``when``, if any) each.
+#: Rows of (class of sglang.srt.engine, or "module.Class"; mixin; ``when``, if any).
 Rows = tuple[tuple[str, ...], ...]
 LOUD = (("Engine", "Loud"), ("Options", "MoreOptions"))
 
@@ -93,7 +93,7 @@ class FakeSglang:
         return file
 
     def set_version(self, version: str) -> None:
-        """Change what the package metadata says."""
+        """Change the version in the package metadata."""
         shutil.rmtree(next(self.folder.glob("sglang-*.dist-info")), ignore_errors=True)
         self.write(
             f"sglang-{version}.dist-info/METADATA",
@@ -110,7 +110,7 @@ class FakeSglang:
         needs: dict[str, tuple[str, ...]] | None = None,
         obstacles: dict[str, str] | None = None,
     ) -> None:
-        """Replace the groups; those called ``base`` and nothing else are special."""
+        """Replace the groups; names other than ``base`` have no special meaning."""
         file = self.folder / "sglang/srt/patchset/table.py"
         head = file.read_text().split("_BASE = ")[0]
         lines = "".join(
@@ -138,7 +138,7 @@ class FakeSglang:
 
 
 def _rows(rows: Rows) -> str:
-    """The rows as they stand in the table's source."""
+    """Return the rows as the table's source writes them."""
     text = ""
     for target, mixin, *when in rows:
         module, name = (target if "." in target else f"engine.{target}").split(".")
@@ -148,7 +148,7 @@ def _rows(rows: Rows) -> str:
 
 
 def clean_environment(**env: str) -> dict[str, str]:
-    """Our environment without what other tests or the user set for the patch set."""
+    """Return this process's environment without variables for the patch set or Python's path."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG_", "PYTHONPATH"))}
     return kept | env
 
@@ -163,9 +163,9 @@ def fake_sglang(tmp_path: Path) -> FakeSglang:
     fake.write("sglang/srt/motor.py", MOTOR)
     fake.write("sglang/srt/consumer.py", CONSUMER)
     fake.write("sglang/srt/mixins.py", MIXINS)
-    own = Path(patchset.__file__).parent
+    package = Path(patchset.__file__).parent
     shutil.copytree(
-        own, tmp_path / "sglang/srt/patchset", ignore=shutil.ignore_patterns("__pycache__")
+        package, tmp_path / "sglang/srt/patchset", ignore=shutil.ignore_patterns("__pycache__")
     )
     fake.write("sglang-0.dist-info/METADATA", "")
     fake.set_version(patchset.BASE_VERSION)

@@ -1,4 +1,4 @@
-"""Classes put together from an upstream class and a mixin."""
+"""Classes combined from an upstream class and a mixin."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Prefix:
 
     @classmethod
     def parse(cls, frames):
-        """Reads one frame more."""
+        """Read one frame more."""
         message = super().parse(frames)
         message.prefix = int(frames[1])
         return message
@@ -45,7 +45,8 @@ class Prefix:
 
 
 def test_dataclass_fields_join_after_the_bases():
-    """Positional construction upstream must keep its meaning, and ours must be a real field."""
+    """Positional construction upstream must keep its meaning, and the mixin's field must be a real
+    one."""
     combined = combine(Message, Prefix)
     assert [f.name for f in dataclasses.fields(combined)] == ["room", "pages", "prefix"]
     message = combined(7, (1, 2), prefix=16)
@@ -56,14 +57,14 @@ def test_dataclass_fields_join_after_the_bases():
 
 
 def test_class_methods_build_the_combined_class():
-    """Upstream parses messages through class methods, which must return our fields."""
+    """Upstream parses messages through class methods, which must return the mixin's fields."""
     combined = combine(Message, Prefix)
     parsed = combined.parse([b"7", b"48"])
     assert type(parsed) is combined and parsed.prefix == 48
 
 
 def test_options_of_the_upstream_dataclass_stay():
-    """A frozen or ordered message must stay one."""
+    """A frozen or ordered message must stay frozen or ordered."""
     frozen = dataclasses.make_dataclass("Frozen", [("a", int)], frozen=True, order=True)
     mixin = dataclasses.make_dataclass("Mixin", [("b", int, 0)], frozen=True)
     combined = combine(frozen, mixin)
@@ -73,7 +74,7 @@ def test_options_of_the_upstream_dataclass_stay():
 
 
 def test_metaclasses_stay():
-    """Upstream's abstract classes have a metaclass, which a plain subclass would keep too."""
+    """Upstream's abstract classes have a metaclass, which the combined class must keep."""
     base = abc.ABCMeta("Abstract", (), {"go": abc.abstractmethod(lambda self: 1)})
     combined = combine(base, type("Mixin", (), {"go": lambda self: 2}))
     assert type(combined) is abc.ABCMeta and combined().go() == 2

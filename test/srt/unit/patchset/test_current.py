@@ -1,4 +1,4 @@
-"""SGLang 0.5.23: the table stays out of it without a word, and the command reports on the lead."""
+"""SGLang 0.5.23: the table stays inactive and silent, and the command reports on the lead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .conftest import FakeSglang
 
 pytestmark = pytest.mark.slow
 
-#: Two parts, by variables; each wraps ``Engine.run``.
+#: Two parts, switched on by variables; each wraps ``Engine.run``.
 MAIN = """
 import os, runpy, sys
 from sglang.srt.disaggregation.lead import attach
@@ -35,7 +35,7 @@ def install(wrap):
 
 @pytest.fixture
 def current(fake_sglang: FakeSglang) -> FakeSglang:
-    """The miniature as release 0.5.23, with our entry point installed beside it."""
+    """The miniature as release 0.5.23, with the package's entry point installed beside it."""
     fake_sglang.set_version(CURRENT_VERSION)
     target = fake_sglang.folder / "sglang/srt/disaggregation/lead"
     shutil.copytree(
@@ -48,7 +48,7 @@ def current(fake_sglang: FakeSglang) -> FakeSglang:
 
 
 def install_entry_point(fake: FakeSglang, name: str) -> None:
-    """As pip does; what other tests have installed is behind it on the path."""
+    """Install an entry point as pip does; other tests' installations come later on the path."""
     folder = "sglang_disagg_patchset-9.dist-info"
     fake.write(f"{folder}/METADATA", "Metadata-Version: 2.1\nName: sglang-disagg-patchset\n")
     target = "sglang.srt.disaggregation.lead.attach:activate"
@@ -56,47 +56,48 @@ def install_entry_point(fake: FakeSglang, name: str) -> None:
 
 
 def report(fake: FakeSglang, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """The command, with the two parts."""
+    """Run the command with the two parts."""
     return fake.run(MAIN.format(arguments=list(arguments)), check=False, **env)
 
 
-def test_the_table_says_nothing(current: FakeSglang) -> None:
-    """Guards against a line in each log of a server that has all it was promised, and against a
-    class of 0.5.10's table on 0.5.23's."""
+def test_the_table_is_silent(current: FakeSglang) -> None:
+    """Guards against a log line on a server that lacks no feature, and against a class of 0.5.10's
+    table on 0.5.23's class."""
     code = "from sglang.srt.consumer import Engine; print(Engine().run())"
     result = current.run(code)
     assert (result.stdout, result.stderr) == ("['stock']\n", "")
 
 
-ON, ALL = {"ONE": "1"}, "group lead: one\n  on   one\n  off  two\n"
+ON = {"ONE": "1"}
+ALL = "group lead: one\n  on   one\n  off  two\n"
 
 
 @pytest.mark.parametrize(
-    ("env", "status", "said"),
+    ("env", "status", "message"),
     [
         (ON, 0, f"found {CURRENT_VERSION}: the group lead"),
         (ON, 0, ALL),
         ({}, 0, "group lead: off\n"),
         (ON | {"SGLANG_PATCHSET": "0"}, 1, "inert: turned off by SGLANG_PATCHSET=0"),
         (ON | {"SGLANG_PATCHSET_DISABLE": "lead"}, 0, "group lead: off"),
-        # A server would not start with these, on whatever side they are read.
+        # A server would not start with these, on either side.
         (ON | {"SGLANG_PATCHSET": "maybe"}, 2, "does not start: SGLANG_PATCHSET must be"),
         (ON | {"SGLANG_PATCHSET_DISABLE": "laed"}, 2, "lead, not 'laed'"),
         ({"SGLANG_DISAGGREGATION_HANDSHAKE_TIMEOUT": "soon"}, 2, "HANDSHAKE_TIMEOUT must be"),
-        # Variables that nobody reads: SGLang was told to load other plugins only.
+        # Variables without effect: SGLang was told to load other plugins only.
         (ON | {"SGLANG_PLUGINS": "other, plugin"}, 2, "SGLANG_PLUGINS does not name disagg_lead"),
         (ON | {"SGLANG_PLUGINS": "other, disagg_lead"}, 0, ALL),
     ],
 )
-def test_the_report(current: FakeSglang, env: dict[str, str], status: int, said: str) -> None:
-    """Guards against an operator who cannot see whether a variable has reached the server."""
+def test_the_report(current: FakeSglang, env: dict[str, str], status: int, message: str) -> None:
+    """Guards against an operator without a way to see if a variable reached the server."""
     result = report(current, **env)
     assert result.returncode == status, result.stderr
-    assert said in result.stdout + result.stderr and "group base" not in result.stdout
+    assert message in result.stdout + result.stderr and "group base" not in result.stdout
 
 
 def test_a_plugin_that_is_not_installed_is_an_error(current: FakeSglang) -> None:
-    """Guards against variables that nobody reads: the entry point is missing, as in an old
+    """Guards against variables without effect because the entry point is missing, as in an old
     installation."""
     install_entry_point(current, "something_else")
     result = report(current, ONE="1")
@@ -104,9 +105,10 @@ def test_a_plugin_that_is_not_installed_is_an_error(current: FakeSglang) -> None
 
 
 def test_the_check_compares_signatures_of_all_parts(current: FakeSglang) -> None:
-    """Guards against a part that is found not to fit when it is first switched on."""
+    """Guards against a part that turns out not to fit only when it is first switched on."""
     assert report(current, "--check").returncode == 0
-    # Of another length: Python compares that and whole seconds with its byte code.
+    # The new text has another length, because Python compares length and whole seconds with its
+    # byte code.
     current.write("sglang/srt/disaggregation/lead/two.py", PART.format(steps=12))
     result = report(current, "--check", ONE="1")
     assert result.returncode == 2

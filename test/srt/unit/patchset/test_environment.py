@@ -17,9 +17,9 @@ INTEGER = environment.LOCAL_CHUNK
 BOUNDED = environment.NIXL_PROGRESS_DELAY
 
 
-@pytest.mark.parametrize("variable", VARIABLES, ids=lambda each: each.name)
+@pytest.mark.parametrize("variable", VARIABLES, ids=lambda variable: variable.name)
 def test_unset_is_the_default(variable: Variable[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a default that the variable itself would refuse, or that nobody may give."""
+    """Guards against a default that the variable itself would refuse if set."""
     monkeypatch.delenv(variable.name, raising=False)
     assert variable.read() == variable.default
     if isinstance(variable.default, (int, float, str)) and not isinstance(variable.default, bool):
@@ -67,7 +67,7 @@ WRONG: list[tuple[Variable[Any], str]] = [
 @pytest.mark.parametrize(("variable", "text"), WRONG)
 def test_wrong_values(variable: Variable[Any], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a typing error that silently means the default, or a deadline that never
-    comes; the message says which variable, what it was and what it may be."""
+    comes; the message names the variable, its value and the allowed values."""
     monkeypatch.setenv(variable.name, text)
     with pytest.raises(ValueError) as error:
         variable.read()
@@ -76,7 +76,7 @@ def test_wrong_values(variable: Variable[Any], text: str, monkeypatch: pytest.Mo
 
 FOR_EVER = 1_000_000  # seconds
 MOST = 2**31 - 1
-#: The least and the most that each number may be, and what a server would do with less.
+#: The smallest and the largest allowed value of each number, and the effect of a smaller one.
 BOUNDS: dict[Variable[Any], tuple[float, float]] = {
     # A prefill rank whose reader is late for half of it stops its rooms; the reader ticks each
     # second, and the interpreter keeps it waiting for seconds.
@@ -106,24 +106,26 @@ BOUNDS: dict[Variable[Any], tuple[float, float]] = {
 
 @pytest.mark.parametrize(
     "variable",
-    [each for each in VARIABLES if type(each.default) in (int, float)],
-    ids=lambda each: each.name,
+    [variable for variable in VARIABLES if type(variable.default) in (int, float)],
+    ids=lambda variable: variable.name,
 )
-def test_an_allowed_number_serves(variable: Variable[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_work_with_every_allowed_number(
+    variable: Variable[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards against a server that starts with a setting which fails every request, or with a wait
-    that Python refuses where a thread would wait: a chunk's deadline of 300 years ended it."""
-    least, most = BOUNDS[variable]
-    for value in (least, most):
+    that Python refuses in a thread: a chunk's deadline of 300 years ended one."""
+    lowest, highest = BOUNDS[variable]
+    for value in (lowest, highest):
         monkeypatch.setenv(variable.name, str(value))
         assert variable.read() == value
     step = 1 if isinstance(variable.default, int) else 0.01
-    for value in (least - step, most + 1):
+    for value in (lowest - step, highest + 1):
         monkeypatch.setenv(variable.name, str(value))
         with pytest.raises(ValueError, match=variable.name):
             variable.read()
 
 
-def test_a_default_of_the_readers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_default_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a default that depends on the machine and wins over the variable."""
     monkeypatch.delenv(BOUNDED.name, raising=False)
     assert BOUNDED.read(7) == 7
@@ -131,22 +133,22 @@ def test_a_default_of_the_readers_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert BOUNDED.read(7) == 3
 
 
-def test_each_is_listed_once() -> None:
-    """Guards against two variables of one name, and one that is in no table."""
-    names = [each.name for each in VARIABLES]
+def test_each_variable_is_listed_once() -> None:
+    """Guards against two variables with one name, and a variable that is in no table."""
+    names = [variable.name for variable in VARIABLES]
     assert len(set(names)) == len(names) > 20
-    assert {each.group for each in VARIABLES} == set(environment.GROUPS)
+    assert {variable.group for variable in VARIABLES} == set(environment.GROUPS)
     printed = "".join(map(environment.table, environment.GROUPS))
     assert printed.count("\n| `SGLANG_") == len(VARIABLES)
 
 
-#: Who may look into the environment: the hook can import nothing, and attach.py leaves a mark there
-#: for the processes that it starts.
+#: Files that may read the environment: the hook cannot import anything, and attach.py leaves a mark
+#: there for the processes that it starts.
 READERS = {"environment.py", "sglang_disagg_patchset_hook.py", "attach.py"}
 
 
-def test_nobody_else_reads_the_environment() -> None:
-    """Guards against a variable that has no row here, and so no bounds and no documentation."""
+def test_no_other_file_reads_the_environment() -> None:
+    """Guards against a variable without a row here, and so without bounds and documentation."""
     files = [path for path in PACKAGE.rglob("*.py") if path.name not in READERS]
     reading = re.compile(r"\bos\.(environ|getenv)\b|\bgetenv\(")
     assert [str(path) for path in files if reading.search(path.read_text())] == []

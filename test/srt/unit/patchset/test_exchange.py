@@ -1,4 +1,4 @@
-"""Names of other packages that are exchanged while one object is made."""
+"""Names of other packages that are replaced while one object is made."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OURS: dict[str, Any] = {"Engine": "ours", "inner.Part": "our part"}
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module of somebody else's."""
+    """A module of another package."""
     module: Any = ModuleType("engines")
     module.Engine, module.inner = "stock", SimpleNamespace(Part="stock part")
     monkeypatch.setitem(sys.modules, "engines", module)
@@ -31,7 +31,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def attach(monkeypatch: pytest.MonkeyPatch, status: GroupStatus) -> None:
-    """The only group is ``feature``."""
+    """Make ``feature`` the only group."""
     group = Group("feature", "test", (), exchanges=(LISTED,))
     now = SimpleNamespace(groups=(GroupState(group, status, "", ()),))
     monkeypatch.setattr(patchset_status, "state", lambda: now)
@@ -45,7 +45,7 @@ STOCK = ("stock", "stock part")
 
 
 @pytest.mark.parametrize(
-    ("status", "meanwhile"),
+    ("status", "within"),
     [
         (GroupStatus.ATTACHED, ("ours", "our part")),
         (GroupStatus.PENDING, ("ours", "our part")),
@@ -53,14 +53,14 @@ STOCK = ("stock", "stock part")
         (GroupStatus.STOCK, STOCK),
     ],
 )
-def test_names_are_put_back(
-    engines: Any, monkeypatch: pytest.MonkeyPatch, status: GroupStatus, meanwhile: tuple[str, str]
+def test_names_are_restored(
+    engines: Any, monkeypatch: pytest.MonkeyPatch, status: GroupStatus, within: tuple[str, str]
 ) -> None:
-    """Guards against a feature that is switched off and still changes what SGLang makes, and
-    against NIXL or a store that stays changed for whoever else uses it, also after an error."""
+    """Guards against a feature that is switched off and still changes SGLang's objects, and against
+    a NIXL or a store that stays changed for other users, also after an error."""
     attach(monkeypatch, status)
     with exchanged("feature", "engines", OURS):
-        assert names(engines) == meanwhile
+        assert names(engines) == within
     assert names(engines) == STOCK
     with pytest.raises(ZeroDivisionError), exchanged("feature", "engines", OURS):
         raise ZeroDivisionError
@@ -71,7 +71,7 @@ def test_names_are_put_back(
 def test_only_what_the_table_lists(
     engines: Any, monkeypatch: pytest.MonkeyPatch, module: str, name: str
 ) -> None:
-    """Guards against a name that is exchanged and that the report does not show."""
+    """Guards against a replaced name that the report does not show."""
     attach(monkeypatch, GroupStatus.ATTACHED)
     with (
         pytest.raises(LookupError, match=f"{module}:{name}"),
@@ -86,7 +86,7 @@ ATTACHING = ("patchset", "hardware_backend")
 
 
 def reaching(tree: ast.AST) -> Iterator[str]:
-    """Assignments to names of imported modules, and to what is looked up in ``sys.modules``."""
+    """Yield assignments to names of imported modules, and to values found in ``sys.modules``."""
     imported = {
         (name.asname or name.name).partition(".")[0]
         for node in ast.walk(tree)
@@ -96,7 +96,7 @@ def reaching(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         targets: list[ast.expr] = []
         if isinstance(node, ast.Assign):
-            targets = [each for each in node.targets if isinstance(each, ast.Attribute)]
+            targets = [target for target in node.targets if isinstance(target, ast.Attribute)]
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
             targets = node.args[:1]
         for target in targets:
@@ -105,8 +105,8 @@ def reaching(tree: ast.AST) -> Iterator[str]:
                 yield f"line {target.lineno}: {owner}"
 
 
-def test_nobody_else_reaches_into_modules() -> None:
-    """Guards against a change of SGLang or NIXL that no table shows and no switch takes back."""
+def test_no_other_file_changes_imported_modules() -> None:
+    """Guards against a change of SGLang or NIXL that no table shows and no switch reverts."""
     reached = {
         str(path.relative_to(SOURCES)): found
         for path in SOURCES.rglob("*.py")
@@ -117,7 +117,7 @@ def test_nobody_else_reaches_into_modules() -> None:
 
 
 def test_reaching_is_found() -> None:
-    """Guards against a search that finds nothing, whatever there is."""
+    """Guards against a search that never finds anything."""
     code = (
         "from nixl import _api\nimport sys\n_api.a = 1\nsetattr(sys.modules['x'], 'b', 2)\no.c = 3"
     )

@@ -23,7 +23,7 @@ FEATURES: dict[str, Rows] = {
 }
 NEEDS = {"cache": ("wire",)}
 
-#: What is attached, and of each group what a flag that needs it is told.
+#: Prints the attached classes, and for each group the error of a flag that needs it.
 REPORT = """
 from sglang.srt.consumer import Engine, Options
 from sglang.srt.motor import Motor
@@ -38,7 +38,7 @@ for each in state().groups:
 """
 
 Change = Callable[[FakeSglang], dict[str, str]]
-"""Spoils the installation; returns variables."""
+"""Changes the installation for one case; returns variables."""
 
 
 def disabled(names: str) -> Change:
@@ -46,7 +46,7 @@ def disabled(names: str) -> Change:
 
 
 def wire_is(row: tuple[str, str]) -> Change:
-    """The group ``wire`` has another row."""
+    """Give the group ``wire`` another row."""
 
     def change(fake: FakeSglang) -> dict[str, str]:
         fake.set_groups(FEATURES | {"wire": (row,)}, NEEDS)
@@ -56,7 +56,8 @@ def wire_is(row: tuple[str, str]) -> Change:
 
 
 def obstacle(body: str) -> Change:
-    """What is not a question of classes, as a library's version, is asked of the machine."""
+    """Add an obstacle, which is about the machine and not about classes, such as a library's
+    version."""
 
     def change(fake: FakeSglang) -> dict[str, str]:
         fake.write("sglang/srt/machine.py", f"def obstacle():\n    {body}\n")
@@ -71,7 +72,8 @@ def without_the_base(fake: FakeSglang) -> dict[str, str]:
     return {}
 
 
-ALL, NONE = "['stock', 'loud', 'louder'] eager ['stock', 'mixin']", "['stock'] stock ['stock']"
+ALL = "['stock', 'loud', 'louder'] eager ['stock', 'mixin']"
+NONE = "['stock'] stock ['stock']"
 NO_WIRE = "['stock', 'louder'] stock ['stock', 'mixin']"
 AND_CACHE = {"wire": "stock", "cache": "stock"}
 
@@ -79,7 +81,7 @@ AND_CACHE = {"wire": "stock", "cache": "stock"}
 @pytest.mark.parametrize(
     ("change", "runs", "lost", "reason", "lines"),
     [
-        # Who switches a group off needs no message, but of what goes with it.
+        # A switched-off group is not logged, but groups that need it are.
         (disabled(""), ALL, {}, "", 0),
         (disabled("other"), ALL.replace(", 'louder'", ""), {"other": "off"}, "names it", 0),
         (disabled(" cache , wire "), NO_WIRE, {"wire": "off", "cache": "off"}, "names it", 0),
@@ -90,12 +92,20 @@ AND_CACHE = {"wire": "stock", "cache": "stock"}
         (obstacle("return ''"), ALL, {}, "", 0),
         (obstacle("return 'an old library'"), NO_WIRE, AND_CACHE, "an old library", 1),
         (obstacle("raise OSError('no such file')"), NO_WIRE, AND_CACHE, "OSError: no such file", 1),
-        # It holds the checks: without them a feature could be half there, unseen.
+        # The base group holds the checks: without them half a feature could be attached unnoticed.
         (without_the_base, NONE, dict.fromkeys(FEATURES, "stock"), "Options does not fit", 1),
     ],
     ids=[
-        *("nothing", "a group is off", "two are off", "what others need is off"),
-        *("drifted", "no mixin", "no target", "no obstacle", "an obstacle", "it fails", "no base"),
+        *("nothing", "a group is off", "two are off", "a needed group is off"),
+        *(
+            "drifted",
+            "no mixin",
+            "no target",
+            "no obstacle",
+            "an obstacle",
+            "a failing obstacle",
+            "no base",
+        ),
     ],
 )
 def test_why_a_group_is_not_attached(
@@ -106,15 +116,15 @@ def test_why_a_group_is_not_attached(
     reason: str,
     lines: int,
 ) -> None:
-    """Drift and a missing library must not crash the import. What needs the group goes with it, the
-    others stay; one line says so, and a flag is refused with group and reason."""
+    """Drift and a missing library must not crash the import. Groups that need the group are
+    detached too, the others stay; one line says so, and a flag is refused with group and reason."""
     fake_sglang.set_groups(FEATURES, NEEDS)
     result = fake_sglang.run(REPORT, **change(fake_sglang))
-    did, *told = result.stdout.splitlines()
-    assert did == runs
+    output, *statuses = result.stdout.splitlines()
+    assert output == runs
     first, *others = lost or [""]
-    for group, said in zip(FEATURES, told, strict=True):
-        status, _, error = said.partition(" ")
+    for group, status_line in zip(FEATURES, statuses, strict=True):
+        status, _, error = status_line.partition(" ")
         assert status == lost.get(group, "attached")
         assert error.startswith(f"--flag needs the feature group {first} of") == (group in lost)
         assert reason in error or group not in lost
@@ -125,16 +135,17 @@ def test_why_a_group_is_not_attached(
 
 @pytest.mark.parametrize("names", ["other,wires", "base"])
 def test_unknown_names_are_refused(fake_sglang: FakeSglang, names: str) -> None:
-    """A misspelt name would leave on what the user wants off; a server must not start so."""
+    """A misspelt name would leave a feature on that the user wants off, so the server must not
+    start."""
     fake_sglang.set_groups(FEATURES, NEEDS)
     report = "import runpy; runpy.run_module('sglang.srt.patchset', run_name='__main__')"
     result = fake_sglang.run(report, check=False, **{DISABLE: names})
     known = "wire, cache, other, lead"
-    told = f"does not start: {DISABLE} must be comma-separated names of {known}, not {names!r}"
-    assert result.returncode == 2 and told in result.stdout
+    message = f"does not start: {DISABLE} must be comma-separated names of {known}, not {names!r}"
+    assert result.returncode == 2 and message in result.stdout
 
 
-#: Who holds a class of the group by the time its last row is found not to fit.
+#: Holders of a class of the group at the time when its last row is found not to fit.
 LATE = """
 from sglang.srt.consumer import Engine, Options
 early, options = Engine(), Options()
@@ -153,24 +164,24 @@ print(early.run(), Engine().run(), Turbo().run(), Turbo().start(), Options().che
     ],
     ids=["fits", "misfit"],
 )
-def test_a_misfit_found_late_takes_the_group_back(
+def test_a_misfit_found_late_reverts_the_group(
     fake_sglang: FakeSglang, late: str, run: list[str], start: str, checked: list[str]
 ) -> None:
-    """Half a feature is worse than none: who holds a bound class by then has to be stock as well,
-    be it a subclass, an instance or a dataclass. Groups above and below it on a class stay."""
+    """Guards against half a feature: a subclass, an instance or a dataclass that holds a bound
+    class by then must become stock as well. Groups above and below it on a class stay."""
     rows = (("Engine", "Louder"), ("Options", "MoreOptions"), ("motor.Motor", late))
     others: dict[str, Rows] = {"below": (("Engine", "Loud"),), "above": (("Engine", "Loudest"),)}
     fake_sglang.set_groups({"below": others["below"], "feature": rows, "above": others["above"]})
     result = fake_sglang.run(LATE)
     assert result.stdout == f"{run} {run} {run} {start} {checked}\n"
-    said = result.stderr.splitlines()
-    assert len(said) == (late == "Drifted")
+    lines = result.stderr.splitlines()
+    assert len(lines) == (late == "Drifted")
     assert all(
-        "group feature stays stock" in line and "Motor does not fit" in line for line in said
+        "group feature stays stock" in line and "Motor does not fit" in line for line in lines
     )
 
 
-def test_a_taken_back_class_is_the_stock_one_in_everything(fake_sglang: FakeSglang) -> None:
+def test_a_reverted_class_equals_the_stock_class(fake_sglang: FakeSglang) -> None:
     """Constructor, fields, equality and pickle of a dataclass must be upstream's again."""
     rows = (("Options", "MoreOptions"), ("motor.Motor", "Drifted"))
     fake_sglang.set_groups({"feature": rows})
@@ -210,34 +221,35 @@ print(*[each.status.value for each in state().groups[1].rows])
 
 
 @pytest.mark.parametrize(
-    ("late", "on", "rows"),
+    ("late", "suffix", "rows"),
     [("Eager", ", 'louder'", "bound bound"), ("Drifted", "", "stock failed")],
 )
-def test_an_optional_mixin_is_put_on_who_needs_it(
-    fake_sglang: FakeSglang, late: str, on: str, rows: str
+def test_an_optional_mixin_is_put_on_objects_that_need_it(
+    fake_sglang: FakeSglang, late: str, suffix: str, rows: str
 ) -> None:
-    """A feature that is off must be on nobody's path; one that is taken back neither."""
+    """Guards against a feature that is off, or reverted, but still on an object's path."""
     fake_sglang.write("sglang/srt/flags.py", "def loud(args):\n    return args\n")
     feature = (("Engine", "Louder", "sglang.srt.flags:loud"), ("motor.Motor", late))
     fake_sglang.set_groups({"plain": (("Engine", "Loud"),), "feature": feature})
     plain = "['stock', 'loud']"
-    loud, turbo = f"['stock', 'loud'{on}]", f"['stock', 'loud', 'turbo'{on}]"
+    loud, turbo = f"['stock', 'loud'{suffix}]", f"['stock', 'loud', 'turbo'{suffix}]"
     result = fake_sglang.run(EQUIP)
     assert result.stdout.splitlines() == [f"{plain} {loud} {turbo} {plain} True", rows]
 
 
 def test_the_groups_of_the_table() -> None:
-    """Names are the switches; needs name groups that stand before, so that one pass finds all."""
+    """Group names are the switches; a group's needs come before it, so that one pass resolves
+    all."""
     names = [group.name for group in GROUPS]
     assert names[0] == "base" and len(set(names)) == len(names)
-    for at, group in enumerate(GROUPS):
-        assert set(group.needs) <= set(names[:at]) and group.rows and group.what
+    for index, group in enumerate(GROUPS):
+        assert set(group.needs) <= set(names[:index]) and group.rows and group.what
     needed = ("base", "delta", "nixl_async", "decode_radix")
     assert closure(["decode_radix", "nixl_async"]) == needed
 
 
 @pytest.mark.parametrize("when", sorted({row.when for row in TABLE if row.when}))
-def test_who_needs_a_row_can_be_asked(when: str) -> None:
-    """Guards against a function that was moved: schedulers would end when they start."""
+def test_the_condition_of_a_row_is_callable(when: str) -> None:
+    """Guards against a moved function: schedulers would fail at start."""
     module, _, function = when.partition(":")
     assert callable(getattr(importlib.import_module(module), function))

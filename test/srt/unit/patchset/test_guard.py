@@ -1,4 +1,4 @@
-"""The base guard: what counts as drift between an override and SGLang's method."""
+"""The base guard: differences between an override and SGLang's method that count as drift."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Base:
 
 
 class Fits:
-    """Everything right."""
+    """A mixin without a mistake."""
 
     @override
     def plain(self, a: str, b: int = 1, *, c: object = None) -> None:
-        """Annotations are free."""
+        """Annotations may differ."""
 
     @staticmethod
     @override
@@ -65,7 +65,7 @@ class Fits:
 
 
 def test_a_fitting_mixin_passes():
-    """The guard must not stand in the way of correct rows."""
+    """Guards against a guard that refuses correct rows."""
     assert mismatches(Base, Fits) == []
 
 
@@ -97,13 +97,13 @@ def test_drifted_overrides_are_named(mixin):
 
 
 def test_an_unmarked_override_is_refused():
-    """A new method of ours that upstream's later release also has would replace it by accident."""
+    """A new method of the mixin would otherwise replace a method that a later release adds."""
     mixin = type("Mixin", (), {"plain": lambda self, a, b=1, *, c=None: None})
     assert mismatches(Base, mixin) == ["plain exists in Base but is not marked as an override"]
 
 
 def test_inherited_parts_of_a_mixin_are_checked():
-    """A mixin may be put together from others; they attach as well."""
+    """A mixin may be composed of others; they attach as well."""
     part = type("Part", (), {"plain": lambda self: None})
     assert len(mismatches(Base, type("Mixin", (part,), {}))) == 1
 

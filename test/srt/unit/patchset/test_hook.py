@@ -27,7 +27,7 @@ assert pickle.loads(pickle.dumps(Engine)) is Engine and issubclass(Engine, Loud)
 """
 STOCK_REPORT = "from sglang.srt.consumer import Engine; print(Engine().run())"
 
-# The shape of any other hook: it asks the finders behind it (or all others) and adds an edit.
+# The shape of any other hook: it queries the finders behind it (or all others) and adds an edit.
 OTHER_HOOK = """
 import sys
 class Other:
@@ -49,8 +49,8 @@ class Other:
 
 
 def test_rebinds_before_any_consumer_imports(fake_sglang):
-    """A consumer that got hold of the stock class would run unpatched, silently. Pickle, log lines
-    and metric labels go by module and name, which must not change."""
+    """A consumer that imported the stock class would silently run unpatched. Pickle, log lines and
+    metric labels use module and name, which must not change."""
     result = fake_sglang.run(REPORT + IDENTITY)
     assert result.stdout.splitlines() == [
         "['stock', 'loud'] ['stock', 'mixin']",
@@ -63,8 +63,9 @@ def test_rebinds_before_any_consumer_imports(fake_sglang):
     "finders", ["sys.meta_path[sys.meta_path.index(self) + 1:]", "sys.meta_path"]
 )
 @pytest.mark.parametrize("place", [0, 1])
-def test_stands_beside_another_hook(fake_sglang, finders, place):
-    """Two hooks on one module must both have their edit, and must not ask each other for ever."""
+def test_works_beside_another_hook(fake_sglang, finders, place):
+    """Two hooks on one module must both apply their edit, and must not query each other for
+    ever."""
     hook = OTHER_HOOK.replace("{finders}", finders)
     result = fake_sglang.run(
         f"{hook}\nsys.meta_path.insert({place}, Other())\n{REPORT}\n"
@@ -73,8 +74,9 @@ def test_stands_beside_another_hook(fake_sglang, finders, place):
     assert result.stdout == "['stock', 'loud'] ['stock', 'mixin']\nTrue\n"
 
 
-def test_is_asked_before_a_hook_that_answers_by_itself(fake_sglang):
-    """A hook in front that uses PathFinder would hide our targets, were we not to move forward."""
+def test_runs_before_a_hook_that_loads_modules_itself(fake_sglang):
+    """A hook in front that uses PathFinder would hide the targets if this hook did not move
+    forward."""
     result = fake_sglang.run(
         f"""
         import sys
@@ -89,7 +91,7 @@ def test_is_asked_before_a_hook_that_answers_by_itself(fake_sglang):
     assert result.stdout == "['stock', 'loud']\n"
 
 
-# What setuptools puts at the end of the meta path for an editable installation.
+# The finder that setuptools appends to the meta path for an editable installation.
 EDITABLE = """
 import sys, typing_extensions
 from importlib.util import spec_from_file_location
@@ -109,7 +111,7 @@ sys.path[:] = [{folder!r}, *(p for p in sys.path if p.startswith(sys.base_prefix
 @pytest.mark.parametrize(("switch", "runs"), [("1", "['stock', 'loud']"), ("0", "['stock']")])
 def test_sglang_is_an_editable_installation(fake_sglang, switch, runs):
     """As in SGLang's own images. The wheel's folder of the same name is on the path, and Python
-    takes it for the whole package: SGLang was gone as soon as ours was installed."""
+    takes it for the whole package: SGLang disappeared as soon as the patch set was installed."""
     sources = fake_sglang.folder / "sources"
     for file in ("__init__", *(f"srt/{name}" for name in ("settings", "engine", "consumer"))):
         target = sources / f"sglang/{file}.py"
@@ -119,13 +121,13 @@ def test_sglang_is_an_editable_installation(fake_sglang, switch, runs):
     shutil.copy(Path(hook.__file__), fake_sglang.folder)
     finder = EDITABLE.format(sources=str(sources), folder=str(fake_sglang.folder))
     code = f"{finder}\n{STOCK_REPORT}\nimport sglang; print(sglang.__file__)"
-    said = fake_sglang.run(code, SGLANG_PATCHSET=switch)
-    assert said.stdout.split("\n")[:2] == [runs, str(sources / "sglang/__init__.py")]
-    assert said.stderr == ""
+    done = fake_sglang.run(code, SGLANG_PATCHSET=switch)
+    assert done.stdout.split("\n")[:2] == [runs, str(sources / "sglang/__init__.py")]
+    assert done.stderr == ""
 
 
-def test_one_loader_of_several_modules(fake_sglang):
-    """As of a zip file: the import of the next module, which has no row, failed with KeyError."""
+def test_one_loader_for_several_modules(fake_sglang):
+    """As with a zip file: the import of the next module, which has no row, failed with KeyError."""
     result = fake_sglang.run(
         f"""
         import sys
@@ -164,7 +166,7 @@ def version(name):
     raise metadata.PackageNotFoundError(name)
 metadata.version = version
 """
-#: A second process says nothing more.
+#: A second process logs nothing more.
 AGAIN = f"""
 import subprocess, sys
 sys.stdout.flush()
@@ -173,44 +175,45 @@ subprocess.run([sys.executable, "-c", {STOCK_REPORT!r}], check=True)
 
 
 @pytest.mark.parametrize(
-    ("why", "line"),
+    ("reason", "line"),
     [
         ("another version", "made for SGLang 0.5.10.post1 and 0.5.23, found 0.5.99"),
         ("uninstalled", "no package `sglang` is installed"),
         ("half written", "the replacement table did not load"),
-        ("switched off", None),  # whoever sets it needs no message
+        ("switched off", None),  # the user switched it off
     ],
 )
-def test_stock_sglang_runs(fake_sglang, why, line):
+def test_stock_sglang_runs(fake_sglang, reason, line):
     """Guards against a table of another release, or a broken one, that takes SGLang down or is in
-    half of its processes; and against a reason that nobody is told, or that all repeat."""
+    half of its processes; and against a reason that is not logged, or logged by every process."""
     code, env = STOCK_REPORT, {}
-    if why == "another version":
+    if reason == "another version":
         fake_sglang.set_version("0.5.99")
         code = STOCK_REPORT + AGAIN
-    elif why == "uninstalled":
+    elif reason == "uninstalled":
         code = UNINSTALLED + STOCK_REPORT
-    elif why == "half written":
+    elif reason == "half written":
         fake_sglang.write("sglang/srt/patchset/table.py", "this is not Python")
     else:
         env = {"SGLANG_PATCHSET": "0"}
     result = fake_sglang.run(code, **env)
     assert set(result.stdout.splitlines()) == {"['stock']"}
-    said = result.stderr.splitlines()
-    assert len(said) == (line is not None)
-    assert all(re.match(f"sglang-disagg-patchset: inert.*{line}", each) for each in said), said
+    lines = result.stderr.splitlines()
+    assert len(lines) == (line is not None)
+    assert all(re.match(f"sglang-disagg-patchset: inert.*{line}", line_) for line_ in lines), lines
 
 
 @pytest.mark.parametrize(
-    ("first", "rows", "held"),
+    ("first", "rows", "is_held"),
     [
         ("engine", "bound bound", False),
-        # Where the first row failed, the group did, and the second is not tried.
+        # If the first row failed, the group failed, and the second row is not tried.
         ("consumer", "failed stock", True),
     ],
 )
-def test_targets_imported_before_the_hook(fake_sglang, first, rows, held):
-    """Started late, the hook can still rebind, but not where the stock class was passed on."""
+def test_targets_imported_before_the_hook(fake_sglang, first, rows, is_held):
+    """A hook that starts late can still rebind, unless the stock class was already imported
+    elsewhere."""
     result = fake_sglang.run(
         f"""
         import sys, sglang_disagg_patchset_hook
@@ -223,15 +226,15 @@ def test_targets_imported_before_the_hook(fake_sglang, first, rows, held):
         """
     )
     assert result.stdout == f"{rows}\n"
-    assert ("stock class held by sglang.srt.consumer.Engine" in result.stderr) == held
+    assert ("stock class held by sglang.srt.consumer.Engine" in result.stderr) == is_held
 
 
 @pytest.mark.parametrize("body", ["raise RuntimeError('x')", "raise SystemExit(3)", "not Python"])
 def test_a_broken_hook_does_not_break_the_interpreter(fake_sglang, body):
-    """The .pth line runs in every Python of the environment, also in pip repairing it."""
+    """The .pth line runs in every Python of the environment, also in a pip that repairs it."""
     fake_sglang.write("sglang_disagg_patchset_hook.py", body)
     result = fake_sglang.run("print('alive')")
-    assert (result.stdout, result.stderr) == ("alive\n", "")  # it is not looked for
+    assert (result.stdout, result.stderr) == ("alive\n", "")  # the hook is not imported
     result = fake_sglang.run("import sglang; print('alive')")
     assert result.stdout == "alive\n"
     (line,) = result.stderr.splitlines()
@@ -239,7 +242,7 @@ def test_a_broken_hook_does_not_break_the_interpreter(fake_sglang, body):
 
 
 def modules_after(code: str) -> set[str]:
-    """What a fresh interpreter has loaded after ``code``."""
+    """Return the modules that a fresh interpreter has loaded after ``code``."""
     code = f"import sys, importlib.util as util; {code}; print(*sys.modules)"
     env = {**os.environ, "SGLANG_CPU_STANDIN": "0"}
     told = subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
@@ -247,8 +250,8 @@ def modules_after(code: str) -> set[str]:
 
 
 def test_the_start_of_an_interpreter_imports_nothing_of_ours():
-    """Without byte code to read, each module costs every process of the environment milliseconds;
-    and the hook itself may lean only on what every interpreter has loaded."""
+    """Guards against modules without byte code that cost every process of the environment
+    milliseconds; the hook may use only modules that every interpreter has loaded."""
     assert "sglang_disagg_patchset_hook" not in modules_after("pass")
     asked = modules_after("util.find_spec('sglang')")
     assert "sglang_disagg_patchset_hook" in asked
@@ -256,6 +259,6 @@ def test_the_start_of_an_interpreter_imports_nothing_of_ours():
 
 
 @pytest.mark.parametrize("name", ["sglang", "sgl_kernel", "torch", "nixl", "vllm", "triton"])
-def test_what_the_stand_in_has_to_precede_loads_the_hook(name):
-    """Guards against a stand-in that comes too late: another module's import may be the first."""
+def test_modules_that_the_stand_in_must_precede_load_the_hook(name):
+    """Guards against a stand-in that starts too late: another module's import may be the first."""
     assert "sglang_disagg_patchset_hook" in modules_after(f"util.find_spec('{name}')")

@@ -1,4 +1,4 @@
-"""What a server says of this package: the labels, and the line in its log."""
+"""A server's statements about this package: the labels, and the line in its log."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ LEFT_OUT = {
 
 
 @pytest.mark.parametrize(
-    ("given", "found", "groups", "flags"),
+    ("flags_given", "changed", "groups", "flags"),
     [
         ({}, {}, ",".join(group.name for group in GROUPS), ""),
-        # Their targets are not imported yet.
+        # Targets that are not imported yet.
         ({}, dict.fromkeys(LEFT_OUT, GroupStatus.PENDING), ",".join(g.name for g in GROUPS), ""),
         (GIVEN, LEFT_OUT, "base,delta,mooncake_delta,decode_radix", FLAGS),
     ],
-    ids=["no flags", "pending", "flags, and groups that are not attached"],
+    ids=["no flags", "pending", "flags and detached groups"],
 )
-def test_what_a_server_says(
-    given: dict[str, object], found: dict[str, GroupStatus], groups: str, flags: str
+def test_identity_of_a_server(
+    flags_given: dict[str, object], changed: dict[str, GroupStatus], groups: str, flags: str
 ) -> None:
-    """Guards against a rollout that nobody can check from outside: the package may be installed and
-    inert, of another version, or without a group; or two servers of one fleet differ in a flag and
-    look alike."""
+    """Guards against a rollout that cannot be checked from outside: the package may be installed
+    but inert, of another version, or without a group; or two servers of one fleet differ in a flag
+    and look alike."""
     defaults = {field.name: field.default for field in dataclasses.fields(DisaggArgs)}
     states = [
-        GroupState(group, found.get(group.name, GroupStatus.ATTACHED), "", ()) for group in GROUPS
+        GroupState(group, changed.get(group.name, GroupStatus.ATTACHED), "", ()) for group in GROUPS
     ]
-    about = identity(SimpleNamespace(**defaults | given), State("1", "1", "", tuple(states)))
-    assert about == {"version": __version__, "groups": groups, "protocol": "1", "flags": flags}
-    assert line(about) == (
+    labels = identity(SimpleNamespace(**defaults | flags_given), State("1", "1", "", tuple(states)))
+    assert labels == {"version": __version__, "groups": groups, "protocol": "1", "flags": flags}
+    assert line(labels) == (
         f"sglang-disagg-patchset {__version__}: feature groups {groups}; delta protocol 1; "
         f"flags {flags or 'none'}"
     )

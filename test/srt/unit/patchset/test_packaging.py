@@ -1,4 +1,4 @@
-"""The wheel: what is in it."""
+"""The contents of the wheel."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ ROOT = Path(__file__).parents[4]
 DISTRIBUTION = "sglang_disagg_patchset"
 TARGET = "sglang.srt.disaggregation.lead.attach:activate"
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
-#: `make test-pythons` has none.
+#: `make test-pythons` has no SGLang.
 of_sglang = pytest.mark.skipif(installed_version() == "none", reason="SGLang is not installed")
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built as `make wheel` does, from the sources as they are."""
+    """The wheel as `make wheel` builds it, from the current sources."""
     out = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, ROOT]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
@@ -47,19 +47,19 @@ def test_contents(wheel):
 
 
 def test_one_version(wheel):
-    """What is built, what the command prints and what the changelog tells of must be the same; and
-    an editable installation's metadata, which may be older, is not asked."""
+    """Guards against different versions in the build, the command's output and the changelog; an
+    editable installation's metadata, which may be older, is not read."""
     assert f"{DISTRIBUTION}-{__version__}.dist-info/METADATA" in wheel.namelist()
-    told = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert told[0] == __version__
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == __version__
 
 
 def test_python_versions_are_named_everywhere():
-    """The classifiers say which versions `make test-pythons` checks; setup and README name the
+    """The classifiers list the versions that `make test-pythons` checks; setup and README name the
     first and the last."""
-    named = re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', PYPROJECT)
-    first, last = named[0], named[-1]
-    assert [int(minor) for minor in named] == [*range(int(first), int(last) + 1)]
+    minors = re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', PYPROJECT)
+    first, last = minors[0], minors[-1]
+    assert [int(minor) for minor in minors] == [*range(int(first), int(last) + 1)]
     assert f'requires-python = ">=3.{first}"' in PYPROJECT
     for file in ("README.md", "CONTRIBUTING.md", "scripts/setup_env.sh"):
         assert f"3.{first} to 3.{last}" in (ROOT / file).read_text()
@@ -67,27 +67,31 @@ def test_python_versions_are_named_everywhere():
 
 @of_sglang
 def test_a_namespace_package_of_sglang_stays_one(wheel):
-    """An __init__.py of ours in a folder that SGLang has too would hide its modules there."""
-    theirs = {str(file.parent) for file in metadata.files("sglang") or ()}
-    ours = {str(Path(name).parent) for name in wheel.namelist() if name.endswith("__init__.py")}
-    assert not ours & theirs
+    """An additional __init__.py in a folder that SGLang also has would hide its modules there."""
+    sglang_folders = {str(file.parent) for file in metadata.files("sglang") or ()}
+    our_folders = {
+        str(Path(name).parent) for name in wheel.namelist() if name.endswith("__init__.py")
+    }
+    assert not our_folders & sglang_folders
 
 
 def test_no_release_of_sglang_comes_with_the_package(wheel: zipfile.ZipFile) -> None:
-    """Guards against a server that is downgraded, or upgraded, because this was installed beside
+    """Guards against a server whose SGLang is replaced because this package was installed beside
     it: only the extras name a release, each that of its base."""
     metadata_file = wheel.read(f"{DISTRIBUTION}-{__version__}.dist-info/METADATA").decode()
-    found = re.findall(r"^Requires-Dist: sglang(==\S+); extra == '(\w+)'$", metadata_file, re.M)
-    assert sorted(found) == [
+    requirements = re.findall(
+        r"^Requires-Dist: sglang(==\S+); extra == '(\w+)'$", metadata_file, re.M
+    )
+    assert sorted(requirements) == [
         (f"=={BASE_VERSION}", "cpu"),
         (f"=={BASE_VERSION}", "cuda12"),
         (f"=={CURRENT_VERSION}", "cuda13"),
     ]
-    assert len(re.findall(r"^Requires-Dist: sglang[^-]", metadata_file, re.M)) == len(found)
+    assert len(re.findall(r"^Requires-Dist: sglang[^-]", metadata_file, re.M)) == len(requirements)
 
 
 def test_the_entry_point_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
-    """Guards against a plugin that SGLang 0.5.23 logs as broken and leaves out."""
+    """Guards against a plugin that SGLang 0.5.23 logs as broken and omits."""
     text = wheel.read(f"{DISTRIBUTION}-{__version__}.dist-info/entry_points.txt").decode()
     assert text.split("\n")[:2] == [f"[{PLUGINS}]", f"{NAME} = {TARGET}"]
     module, _, function = TARGET.partition(":")

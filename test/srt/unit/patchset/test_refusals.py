@@ -1,5 +1,4 @@
-"""What is refused together on decode servers and pairs, and that every refusal says what to do
-instead."""
+"""Refused combinations on decode servers and pairs; every refusal says how to proceed."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from sglang.srt.patchset.args import check_numbers
 
 
 def args(**changes):
-    """Server arguments of a decode server with the radix cache."""
+    """Return server arguments of a decode server with the radix cache."""
     accepted = {
         "disaggregation_decode_enable_radix_cache": True,
         "disaggregation_decode_local_tokens": 0,
@@ -52,40 +51,39 @@ def args(**changes):
     return SimpleNamespace(**accepted | changes)
 
 
-def check(given):
-    """As a server does with what the user gave it."""
-    check_numbers(given)
-    refusals.check_given(given)
+def check(server_args):
+    """Run the checks of the arguments that the user gave."""
+    check_numbers(server_args)
+    refusals.check_given(server_args)
 
 
 @contextmanager
-def refusal(named):
-    """What is called in here is refused by a text that names ``named``, which is given; or is
-    accepted, where that is None."""
+def refusal(expected):
+    """Expect a refusal whose text contains ``expected``, and collect the text; expect no refusal if
+    ``expected`` is None."""
     message = []
-    if named is None:
+    if expected is None:
         yield message
         return
     with pytest.raises(ValueError) as error:
         yield message
     message.append(str(error.value))
-    assert named in message[0]
+    assert expected in message[0]
 
 
-def name_of(value):
-    """Of a cell: what it is refused for."""
+def case_id(value):
+    """Return the reason for the refusal as the id of a case."""
     return value if isinstance(value, str) else "accepted" if value is None else ""
 
 
 # ---- the decode radix flag ----
 
-#: Settings that it cannot be combined with, and how the refusal names them; None: it can.
+#: Settings beside the flag, and the text of the refusal; None: they are allowed.
 SETTINGS = [
     ({"page_size": 1}, None),
     ({"page_size": 512}, None),
     ({"disaggregation_transfer_backend": "mooncake"}, None),
-    # NEXTN is what the user writes, and EAGLE what SGLang makes of it; the number of drafts may be
-    # left to SGLang.
+    # The user writes NEXTN, SGLang changes it to EAGLE; the number of drafts may be left to SGLang.
     ({"speculative_algorithm": "EAGLE"}, None),
     ({"speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 1}, None),
     ({"speculative_algorithm": "NEXTN"}, None),
@@ -119,7 +117,7 @@ SETTINGS = [
     ({"page_size": 16, "num_reserved_decode_tokens": 15}, "--num-reserved-decode-tokens (15)"),
     ({"page_size": 16, "num_reserved_decode_tokens": 16}, None),
 ]
-#: Two of SGLang's switches are environment variables, and conflict just the same. With spec v2 a
+#: Two of SGLang's switches are environment variables and conflict in the same way. With spec v2 a
 #: request holds slots of two steps ahead of its text, and a row has room for 8 tokens and one step
 #: behind the longest text.
 DRAFTS = {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 9}
@@ -136,16 +134,16 @@ VARIABLES = [
 
 @pytest.mark.hazard("offload-manager", "receivers-without-prefix", "radix-beside-hicache")
 @pytest.mark.parametrize(
-    ("variable", "value", "changes", "named"),
+    ("variable", "value", "changes", "expected"),
     [*(("SGLANG_ENABLE_SPEC_V2", "0", *row) for row in SETTINGS), *VARIABLES],
-    ids=name_of,
+    ids=case_id,
 )
-def test_settings_of_the_radix_flag(monkeypatch, variable, value, changes, named):
-    """Accepted silently, each of these corrupts KV or ends the server at its first request."""
+def test_settings_of_the_radix_flag(monkeypatch, variable, value, changes, expected):
+    """Guards against settings that would corrupt KV or end the server at its first request."""
     monkeypatch.setenv(variable, value)
-    with refusal(named) as message:
+    with refusal(expected) as message:
         check(args(**changes))
-    with refusal(named):  # and where SGLang itself has set it
+    with refusal(expected):  # also if SGLang itself set it
         refusals.check_filled_in(args(**changes))
     for text in message:
         assert text.startswith(flags.FLAG)
@@ -155,25 +153,25 @@ def test_settings_of_the_radix_flag(monkeypatch, variable, value, changes, named
 @pytest.mark.hazard("flag-ineffective")
 @pytest.mark.parametrize("check", [refusals.check_given, refusals.check_filled_in])
 def test_a_tree_that_is_off(check):
-    """Asking for both is a mistake: neither may win silently. And SGLang disables the tree for some
-    models with only a log line, which must not go unseen."""
+    """The two flags together are a mistake: neither may win silently. SGLang disables the tree for
+    some models with only a log line, which must not go unnoticed."""
     check(args())
     with pytest.raises(ValueError, match=f"{flags.FLAG} .* --disable-radix-cache"):
         check(args(disable_radix_cache=True))
 
 
 class StateSpaceConfig:
-    """As SGLang's configurations of models with state layers."""
+    """A configuration of a model with state layers, like SGLang's."""
 
     @property
     def mamba2_cache_params(self):
-        """Must not be computed by a mere check."""
+        """Fails if a mere check computes it."""
         raise AssertionError
 
 
 def model(hf_config=None, **changes):
-    """A model configuration with plain attention. A window in it alone says nothing about the
-    pool."""
+    """Return a model configuration with plain attention. A window in the configuration alone says
+    nothing about the pool."""
     plain = SimpleNamespace(index_topk=None, sliding_window=4096)
     return SimpleNamespace(
         model_path="m", hf_config=hf_config or plain, hf_text_config=plain, **changes
@@ -185,7 +183,7 @@ SPARSE = model(SimpleNamespace(index_topk=2048))
 
 @pytest.mark.hazard("state-beyond-prefix", "unfit-models")
 @pytest.mark.parametrize(
-    ("config", "algorithm", "named"),
+    ("config", "algorithm", "expected"),
     [
         (model(), None, None),
         (model(), "EAGLE", None),
@@ -204,39 +202,39 @@ SPARSE = model(SimpleNamespace(index_topk=2048))
         (SPARSE, "NEXTN", "--speculative-algorithm for a model with sparse"),
         (SPARSE, "EAGLE", "--speculative-algorithm for a model with sparse"),
     ],
-    ids=name_of,
+    ids=case_id,
 )
-def test_models_of_the_radix_flag(config, algorithm, named):
-    """KV that is more than one pool of pages; found later, after the weights, it costs minutes."""
-    with refusal(named) as message:
+def test_models_of_the_radix_flag(config, algorithm, expected):
+    """Guards against KV that is more than one pool of pages; if found only after the weights are
+    loaded, it costs minutes."""
+    with refusal(expected) as message:
         refusals.check_model(args(speculative_algorithm=algorithm), config)
     assert all(flags.FLAG in text for text in message)
     assert all("--model-path" in text or algorithm for text in message)
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    ("arguments", "expected"),
     [
         ({"disaggregation_decode_local_tokens": 8}, flags.LOCAL),
         ({"disaggregation_decode_local_tokens_when_lost": 8}, flags.LOCAL_WHEN_LOST),
         ({"hicache_host_memory_mode": "buffer_only"}, flags.ON),
     ],
 )
-def test_what_recurrent_state_excludes(given, named):
-    """Nothing but KV is in the tree and in the store: what would continue from a prefix of them
-    has no state there."""
-    with refusal(named) as message:
-        refusals.check_model(args(**given), model(StateSpaceConfig()))
+def test_features_that_recurrent_state_excludes(arguments, expected):
+    """Tree and store hold only KV: a model that continues from a prefix there has no state."""
+    with refusal(expected) as message:
+        refusals.check_model(args(**arguments), model(StateSpaceConfig()))
     assert "state-space or linear-attention" in message[0]
     with refusal(None):
-        refusals.check_model(args(**given), model())
+        refusals.check_model(args(**arguments), model())
 
 
 # ---- without a flag ----
 
 
 @pytest.mark.parametrize(
-    ("mode", "backend", "dtype", "named"),
+    ("mode", "backend", "dtype", "expected"),
     [
         ("prefill", "nixl", "fp4_e2m1", "--disaggregation-mode prefill"),
         ("decode", "mooncake", "fp4_e2m1", "--disaggregation-mode decode"),
@@ -245,16 +243,16 @@ def test_what_recurrent_state_excludes(given, named):
         ("prefill", "ascend", "fp4_e2m1", None),
     ],
 )
-def test_kv_that_a_pair_does_not_transfer_whole(mode, backend, dtype, named):
-    """Without a flag too: decode read keys without their scales, and of multi-head attention what
-    was sent overwrote memory of others."""
-    given = {
+def test_kv_that_a_pair_transfers_incompletely(mode, backend, dtype, expected):
+    """Without a flag too: decode read keys without their scales, and for multi-head attention the
+    transfer overwrote other requests' memory."""
+    arguments = {
         "disaggregation_mode": mode,
         "disaggregation_transfer_backend": backend,
         "kv_cache_dtype": dtype,
     }
-    with refusal(named) as message:
-        check(args(disaggregation_decode_enable_radix_cache=False, **given))
+    with refusal(expected) as message:
+        check(args(disaggregation_decode_enable_radix_cache=False, **arguments))
     assert all("Use --kv-cache-dtype" in text for text in message)
 
 
@@ -267,21 +265,21 @@ DRAFTS_BEHIND_HICACHE = {
 
 
 @pytest.mark.parametrize(
-    ("given", "line"),
+    ("arguments", "line"),
     [
-        # Drafts that are rejected behind what prefill loaded, and nobody knows why.
+        # Drafts that are rejected behind loaded KV, without a visible reason.
         (DRAFTS_BEHIND_HICACHE, "fewer drafts are accepted"),
         (DRAFTS_BEHIND_HICACHE | {"disaggregation_mode": "decode"}, None),
         (DRAFTS_BEHIND_HICACHE | {"enable_hierarchical_cache": False}, None),
         (DRAFTS_BEHIND_HICACHE | {"speculative_algorithm": None}, None),
-        # It works, but without a prefix-aware router it never hits.
+        # The combination works, but has no hits without a prefix-aware router.
         ({"enable_dp_attention": True}, "--enable-dp-attention"),
         ({}, None),
     ],
 )
-def test_what_is_only_warned_of(caplog, given, line):
-    """Guards against a loss of speed that nobody can explain, and a warning that means nothing."""
-    refusals.check_filled_in(args(**given))
+def test_combinations_with_a_warning(caplog, arguments, line):
+    """Guards against an unexplained loss of speed, and against a false warning."""
+    refusals.check_filled_in(args(**arguments))
     assert [line in text for text in caplog.messages] == [True] * (line is not None)
 
 
@@ -292,7 +290,7 @@ LOCAL_TURNS = {"disaggregation_decode_local_tokens": 512}
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "expected"),
     [
         ({}, None),
         ({"speculative_algorithm": "EAGLE"}, None),
@@ -307,7 +305,7 @@ LOCAL_TURNS = {"disaggregation_decode_local_tokens": 512}
             },
             None,
         ),
-        # Without the flag nothing is asked of the rest.
+        # Without the flag the other settings are not checked.
         ({"disaggregation_decode_enable_radix_cache": False}, flags.FLAG),
         ({"enable_dp_attention": True}, None),
         (
@@ -342,18 +340,18 @@ LOCAL_TURNS = {"disaggregation_decode_local_tokens": 512}
             f"Add {flags.LOCAL} to it",
         ),
     ],
-    ids=name_of,
+    ids=case_id,
 )
-def test_settings_of_local_turns(changes, named):
-    """Accepted silently, each of these would stop or break decode at its first local turn; and
-    servers without the flag are not refused."""
-    with refusal(named) as message:
+def test_settings_of_local_turns(changes, expected):
+    """Guards against settings that would stop or break decode at its first local turn; servers
+    without the flag are not refused."""
+    with refusal(expected) as message:
         check(args(**LOCAL_TURNS | changes))
     assert all(text.startswith(LOCAL_TURN_FLAGS) for text in message)
 
 
 def test_ranks_that_do_not_gather(monkeypatch):
-    """Guards against data parallel ranks of which one runs a chunk and another does not know."""
+    """Guards against data-parallel ranks of which one runs a chunk unknown to another."""
     monkeypatch.setenv("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "1")
     check(args())
     with refusal("SGLANG_SCHEDULER_SKIP_ALL_GATHER=1"):
@@ -361,7 +359,7 @@ def test_ranks_that_do_not_gather(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changes", "off"),
+    ("changes", "is_off"),
     [
         ({"prefill": "trtllm_mla"}, True),
         ({"prefill": "flashinfer"}, True),
@@ -372,27 +370,27 @@ def test_ranks_that_do_not_gather(monkeypatch):
     ],
 )
 @pytest.mark.hazard("prompts-on-decode")
-def test_prefixes_of_local_turns_are_attended_whole(changes, off):
+def test_prefixes_of_local_turns_are_attended_whole(changes, is_off):
     """Guards against a decode server that ends at the first local turn behind a prefix: SGLang's
-    attention of latent KV prepares nothing for chunks of a prefix on a decode server."""
+    attention over latent KV prepares no prefix chunks on a decode server."""
     changes = dict(changes)
     backend = changes.pop("prefill")
-    given = {
+    arguments = {
         "disaggregation_mode": "decode",
         "disable_chunked_prefix_cache": False,
         "speculative_draft_attention_backend": None,
         "get_attention_backends": lambda: (backend, "fa3"),
     }
-    server = SimpleNamespace(**vars(args()) | LOCAL_TURNS | given | changes)
+    server = SimpleNamespace(**vars(args()) | LOCAL_TURNS | arguments | changes)
     flags.attend_prefixes_whole(server)
-    assert server.disable_chunked_prefix_cache is off
+    assert server.disable_chunked_prefix_cache is is_off
 
 
 # ---- how a setting is written ----
 
 
 @pytest.mark.parametrize(
-    ("setting", "given"),
+    ("setting", "is_given"),
     [
         ("--enable-pdmux", False),
         ("no --enable-pdmux", True),
@@ -400,11 +398,11 @@ def test_prefixes_of_local_turns_are_attended_whole(changes, off):
         ("--deepep-mode normal", False),
         ("--pipeline-parallel-size above 1", True),
         ("--pipeline-parallel-size above 2", False),
-        ("--page-size above 1", False),  # left to SGLang
+        ("--page-size above 1", False),  # SGLang decides
         (flags.LOCAL_WHEN_LOST, True),
     ],
 )
-def test_a_setting_is_read_as_a_user_writes_it(setting, given):
-    """Guards against a row that refuses what nobody gave, or does not refuse what somebody gave."""
+def test_a_setting_is_read_as_a_user_writes_it(setting, is_given):
+    """Guards against a row that refuses a setting that was not given, or accepts one that was."""
     server = args(pp_size=2, disaggregation_decode_local_tokens_when_lost=9)
-    assert flags.is_given(server, setting) is given
+    assert flags.is_given(server, setting) is is_given

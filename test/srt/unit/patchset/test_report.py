@@ -16,16 +16,17 @@ sys.argv[1:] = {options}
 runpy.run_module("sglang.srt.patchset", run_name="__main__", alter_sys=True)
 """
 WRONG = {"SGLANG_DISAGGREGATION_HANDSHAKE_TIMEOUT": "soon"}
-OFF, GROUP_OFF = {"SGLANG_PATCHSET": "0"}, {"SGLANG_PATCHSET_DISABLE": "feature"}
+OFF = {"SGLANG_PATCHSET": "0"}
+GROUP_OFF = {"SGLANG_PATCHSET_DISABLE": "feature"}
 
 
 @pytest.mark.parametrize(
-    ("about", "options", "env", "status", "said"),
+    ("case", "options", "env", "status", "counts"),
     [
         # The plain call is quick and imports no target; --check imports and binds them all.
         ("all", [], {}, 0, {"patchset active": 1, "pending ": 2, "group feature: pending": 1}),
         ("all", ["--check"], {}, 0, {"bound ": 2, "group feature: attached": 1}),
-        # A deployment can check its image by the exit status, also one that wants a group off.
+        # A deployment can check its image by the exit status, even if it wants a group off.
         ("switched off", [], OFF, 1, {"inert: turned off": 1, "stock ": 2}),
         ("switched off", ["--check"], OFF, 1, {"inert: turned off": 1, "stock ": 2}),
         ("a version", [], {}, 1, {"found 0.5.99, expected 0.5.10.post1": 1}),
@@ -47,25 +48,25 @@ OFF, GROUP_OFF = {"SGLANG_PATCHSET": "0"}, {"SGLANG_PATCHSET_DISABLE": "feature"
         ),
         ("a misfit", ["--check"], {}, 2, {"failed   sglang.srt.engine:Engine": 1}),
         ("no hook", [], {}, 1, {"hook did not run": 1}),
-        # Status 1 would say inert.
+        # Status 1 would mean inert.
         ("a bug", ["--check"], {}, 2, {}),
     ],
 )
-def test_the_command(fake_sglang, about, options, env, status, said):
-    """Guards against an installation that is inert, half attached or without its .pth, and looks
-    complete."""
+def test_the_command(fake_sglang, case, options, env, status, counts):
+    """Guards against an installation that looks complete although it is inert, half attached or
+    without its .pth."""
     code = MAIN.format(options=options)
-    if about == "a version":
+    if case == "a version":
         fake_sglang.set_version("0.5.99")
-    elif about == "a misfit":
+    elif case == "a misfit":
         fake_sglang.set_table((("Engine", "Drifted"),))
-    elif about == "a bug":
+    elif case == "a bug":
         fake_sglang.write("sglang/srt/engine.py", "1 / 0")
-    elif about == "no hook":
+    elif case == "no hook":
         code = f"import sys; sys.meta_path.pop(0)\n{code}"
     result = fake_sglang.run(code, check=False, **env)
     assert result.returncode == status, result.stderr
-    assert {text: result.stdout.count(text) for text in said} == said, result.stdout
+    assert {text: result.stdout.count(text) for text in counts} == counts, result.stdout
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_the_command(fake_sglang, about, options, env, status, said):
     ],
 )
 def test_require_active_on_a_healthy_process(fake_sglang, before, after):
-    """Arguments are parsed before most targets are imported; a scheduler can insist on all."""
+    """Arguments are parsed before most targets are imported; a scheduler can require all."""
     result = fake_sglang.run(
         f"""
         import sglang.srt.settings
@@ -89,7 +90,7 @@ def test_require_active_on_a_healthy_process(fake_sglang, before, after):
 
 
 def test_require_active_when_inert(fake_sglang):
-    """A flag of ours on an unpatched SGLang would be accepted and do nothing."""
+    """A flag of the patch set on an unpatched SGLang would be accepted without effect."""
     result = fake_sglang.run(
         "from sglang.srt.patchset import require_active; require_active('--flag')",
         check=False,
@@ -99,7 +100,7 @@ def test_require_active_when_inert(fake_sglang):
 
 
 def test_render_shows_the_reason():
-    """What the guard found has to reach whoever runs the command; and on whom a mixin is put."""
+    """The report must show the guard's findings and the condition of an optional mixin."""
     optional = next(row for row in TABLE if row.when)
     row = RowState(optional, RowStatus.FAILED, "drifted")
     group = GroupState(GROUPS[0], GroupStatus.STOCK, "it is old", (row,))

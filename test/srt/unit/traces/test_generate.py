@@ -14,9 +14,9 @@ from benchmark.traces.sample import survey
 
 
 def test_a_valid_trace_in_order_of_time() -> None:
-    """What the reader refuses in a file must not be generated either. Each prompt contains the one
-    before it, and an id stands for a block and its whole prefix: were one reached in two ways, a
-    cache would not find what it says."""
+    """Guards against generated records that the reader refuses. Each prompt contains the previous
+    one, and an id stands for a block and its whole prefix: an id with two prefixes would make a
+    cache miss where the trace reports a hit."""
     records = list(generate(2000, 1))
     before: dict[int, int | None] = {}
     sessions: defaultdict[str | None, list[Record]] = defaultdict(list)
@@ -43,13 +43,13 @@ def test_seeded() -> None:
 
 
 @pytest.fixture(scope="module")
-def found() -> Description:
+def description() -> Description:
     return describe(survey(generate(30_000, seed=3)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("what", "published", "rel", "off"),
+    ("field", "published", "rel", "off"),
     [
         # The tail makes the means of 30,000 requests vary by some percent from seed to seed.
         ("input_tokens.mean", 33_600, 0.1, 0),
@@ -59,7 +59,7 @@ def found() -> Description:
         ("output_tokens.p50", 80, 0.05, 0),
         ("growth_per_turn", 2000, 0.1, 0),
         ("prefill_share", 0.98, 0, 0.01),
-        # Of 20 minutes, later turns are missing, so that less is reused within sessions.
+        # In 20 minutes later turns are missing, so that less is reused within sessions.
         ("hit", 0.67, 0, 0.05),
         ("within_share_of_hits", 0.62, 0, 0.08),
         ("cross_session_share", 0.52, 0, 0.05),
@@ -67,10 +67,10 @@ def found() -> Description:
     ],
 )
 def test_the_published_figures(
-    found: Description, what: str, published: float, rel: float, off: float
+    description: Description, field: str, published: float, rel: float, off: float
 ) -> None:
-    """What a server computes, and what a cache is worth; wrong ones would make every study's load
-    another one."""
-    name, _, of = what.partition(".")
-    value = getattr(found[name], of) if of else found[name]
+    """Guards the figures that decide a server's work and a cache's gain; wrong ones would change
+    the load of every study."""
+    name, _, part = field.partition(".")
+    value = getattr(description[name], part) if part else description[name]
     assert value == pytest.approx(published, rel=rel, abs=off)

@@ -1,4 +1,4 @@
-"""A decode rank without a transport, and prefill servers that answer as a test says."""
+"""A decode rank without a transport, and prefill servers whose answers a test sets."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from sglang.srt.disaggregation.delta.decode.prefill_servers import Tables
 from unit.delta.fakes import Sockets
 
 ADDRESS, ROOM = "10.0.0.1:8998", 7
-#: What a server says: a status and a body, an error, or a function that returns one of them; None:
-#: nobody listens there.
+#: A server's answer: a status and a body, an error, or a function that returns one of them; None:
+#: no process listens there.
 Answer = Any
 
 
 def run_of_ours(name: str | None) -> Answer:
-    """The answer of a prefill server of this release; ``name``: of this run of it."""
+    """Return the answer of a prefill server of this release; ``name``: names this run of it."""
     return 200, msgspec.json.encode(msgspec.structs.replace(wire.OURS, incarnation=name))
 
 
 class Beats:
-    """The heartbeat's thread: it sleeps until a test lets it probe once."""
+    """The heartbeat's thread: sleeps until a test lets it probe once."""
 
-    #: Probes without an answer after which a server is lost.
+    #: Number of failed probes after which a server is lost.
     failures = 1
 
     def __init__(self, servers: WatchedServers) -> None:
@@ -45,12 +45,12 @@ class Beats:
         self._go, self._asleep = threading.Semaphore(0), threading.Semaphore(0)
 
     def sleep(self, seconds: float) -> None:
-        """What the thread calls between two probes."""
+        """Block as the thread does between two probes."""
         self._asleep.release()
         self._go.acquire()
 
     def __call__(self) -> None:
-        """One probe of each server."""
+        """Let the thread probe each server once."""
         if not self._runs:
             self._runs = True
             self._servers.start_heartbeat(7.0, self.failures)
@@ -60,8 +60,8 @@ class Beats:
 
 
 class Prefills:
-    """The rank is ``servers`` with its ``manager``. A server has two ranks, whose ports nobody
-    listens at."""
+    """A decode rank with its ``manager`` and ``servers``. A prefill server has two ranks, without
+    listeners at their ports."""
 
     def __init__(self, patch: pytest.MonkeyPatch, stack: ExitStack) -> None:
         self.sockets = Sockets()
@@ -69,7 +69,7 @@ class Prefills:
         self._get = requests.get
         patch.setattr(requests, "get", self.get)
         self.manager = bare.decode("nixl", local_ip="10.9.9.9")
-        #: Sockets of SGLang's receivers that were closed.
+        #: Closed sockets of SGLang's receivers.
         self.dropped: list[tuple[str, int]] = []
         self.servers = self.manager.servers = WatchedServers(
             self.manager.rank,
@@ -82,11 +82,11 @@ class Prefills:
         )
         self.beat = Beats(self.servers)
         patch.setattr(heartbeat, "time", self.beat)
-        #: By address.
+        #: Answers by address.
         self.answers: dict[str, Answer] = {}
-        #: Called while a server is asked or probed.
+        #: Called during each query or probe of a server.
         self.meanwhile: Callable[[], None] = lambda: None
-        #: How often each was asked for its topology, and which of them hang.
+        #: Topology queries by address, and servers that hang.
         self.asked: Counter[str] = Counter()
         self.hung: set[str] = set()
         self.problem: Exception | None = None
@@ -101,10 +101,10 @@ class Prefills:
         ]
         self.ranks, self._nobody = ranks, f"http://127.0.0.1:{nobody['rank_port']}/"
 
-    # ---- what prefill servers answer ----
+    # ---- answers of prefill servers ----
 
     def get(self, url: str, timeout: float) -> Any:
-        """``requests.get``."""
+        """Stand in for ``requests.get``."""
         assert timeout == 5.0
         self.urls.append(url)
         self.meanwhile()
@@ -119,7 +119,7 @@ class Prefills:
         return SimpleNamespace(status_code=status, ok=status < 400, content=body)
 
     def topology(self, address: str) -> bool:
-        """SGLang's own question."""
+        """Stand in for SGLang's own topology query."""
         self.asked[address] += 1
         if self.problem is not None:
             raise self.problem
@@ -129,13 +129,14 @@ class Prefills:
         return True
 
     def go_on(self) -> None:
-        """Nobody hangs any more."""
+        """Let all hung servers answer."""
         self._go_on.set()
 
-    # ---- what the scheduler does ----
+    # ---- calls of the scheduler ----
 
     def ask(self, address: str = ADDRESS) -> bool:
-        """As at each step, until the answer is there; whether the server is known then."""
+        """Query as at each step, until the answer is there; return True if the server is known
+        then."""
         known, until = self.servers.connections.ensure(address), time.monotonic() + 30
         while not known and self.servers.connections.is_asking(address):
             assert time.monotonic() < until
@@ -143,23 +144,23 @@ class Prefills:
         return known
 
     def connect(self, address: str = ADDRESS, name: str | None = "a", ranks: Any = None) -> None:
-        """To that run of a server."""
+        """Connect to the run ``name`` of a server."""
         self.answers[address] = run_of_ours(name)
         assert self.ask(address)
         self.servers.connected(address, self.ranks if ranks is None else ranks)
         self.manager.connection_pool[f"{address}_0_0_0"] = ranks
 
     def room(self, room: int = ROOM, address: str = ADDRESS) -> None:
-        """A request that waits for a room."""
+        """Add a request that waits for a room."""
         self.manager.addr_to_rooms_tracker[address].add(room)
         self.manager.transfer_statuses[room].address = address
         self.manager.update_status(room, KVPoll.WaitingForInput)
 
     def give_up(self, room: int = ROOM, address: str = ADDRESS) -> Any:
-        """What is deferred of it, if anything."""
+        """Give a room up; return the deferred release, or None."""
         return bare.announced(self.manager, room, address).defer_free()
 
     def end_of(self, room: int = ROOM) -> str | None:
-        """Why a room failed; None if it did not."""
+        """Return the reason for a room's failure, or None."""
         has_failed = self.manager.request_status[room] == KVPoll.Failed
         return self.manager.failure_records[room] if has_failed else None

@@ -1,4 +1,4 @@
-"""What requests take of the pool: never negative, never more than they can become."""
+"""Requests' claims on the pool: never negative, never more than the requests can become."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_rounding(tokens: int, page: int) -> None:
 @pytest.mark.parametrize(
     ("allocated", "final", "cap", "page", "tokens"),
     [
-        (100, 130, 512, 1, 30),  # what it can still generate, not the cap
+        (100, 130, 512, 1, 30),  # the rest that it can generate, not the cap
         (100, 5000, 512, 1, 512),  # at most the cap
         (100, 130, 512, 16, 32),  # 112 -> 144: whole pages
         (100, 112, 512, 16, 0),  # the rest fits into its last page
         (112, 113, 512, 16, 16),  # one token, one page
         (112, 200, 0, 16, 0),
-        (130, 100, 512, 16, 0),  # generated more than asked (a stop token is checked late)
+        (130, 100, 512, 16, 0),  # generated more than requested (a stop token is checked late)
     ],
 )
 def test_growth(allocated: int, final: int, cap: int, page: int, tokens: int) -> None:
@@ -50,9 +50,9 @@ def test_growth(allocated: int, final: int, cap: int, page: int, tokens: int) ->
 @given(claim=CLAIMS, cap=CAPS, more=st.integers(0, 700), page=PAGES)
 def test_a_reserve_is_what_may_be_allocated(claim: Claim, cap: int, more: int, page: int) -> None:
     """Guards against a negative reserve, which would count other requests' memory as free; one that
-    is larger than what is left to generate, or shrinks when a request may generate more; and a sum
-    of allocated and reserved pages that falls while a request runs, or exceeds its final length:
-    admission would hand out what it is about to use."""
+    is larger than the rest of the answer, or shrinks when a request may generate more; and a sum of
+    allocated and reserved pages that falls while a request runs, or exceeds its final length:
+    admission would allocate pages that the request is about to use."""
     reserve, end = growth(claim, cap, page), max(claim.final, claim.allocated)
     wanted, held = min(cap, end - claim.allocated), page_ceil(claim.allocated, page)
     assert 0 <= reserve <= page_ceil(wanted, page) and reserve % page == 0
@@ -80,14 +80,14 @@ def test_entry_cost(length: int, new: int, cap: int, page: int, data: st.DataObj
         (1, 0, 1),
         (7, 0, 4),
         (160, 0, 80),
-        # A draft model's first step finds all of the room that it wants,
+        # A draft model's first step must have all its slots,
         (18, 16, 16),
         (56, 16, 28),
         (4, 4, 4),
-        (2, 16, 2),  # but where the pool ends.
+        (2, 16, 2),  # except at the end of the pool.
     ],
 )
 def test_an_entering_request_claims_half_of_its_answer(new: int, step: int, claimed: int) -> None:
-    """Guards against memory that stands empty until answers have grown into it, and against a
-    request that is let in without room for its first token."""
+    """Guards against memory that stays empty until answers have grown into it, and against a
+    request that is admitted without room for its first token."""
     assert entering(Claim(100, 100 + new), step) == Claim(100, 100 + claimed)

@@ -1,4 +1,4 @@
-"""What the heartbeat sees of prefill servers: alive, silent, gone or restarted; what follows."""
+"""The heartbeat's view of prefill servers (alive, silent, ended or restarted), and the effects."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ NO_HOST = [{"rank_ip": "no such host", "rank_port": 1}]
         pytest.param(requests.ConnectionError("reset"), [], None, SILENT, id="reset"),
         pytest.param(requests.Timeout(), [], None, SILENT, id="timeout"),
         pytest.param(requests.exceptions.InvalidURL(), [], None, SILENT, id="URL"),
-        pytest.param(None, [], None, REFUSED, id="nobody is there"),
+        pytest.param(None, [], None, REFUSED, id="no process"),
         # The bootstrap server is one process of one node, and its address may be a service's.
         pytest.param(None, [0, 1], None, SILENT, id="the ranks live"),
         pytest.param(None, [0], None, SILENT, id="the first rank lives"),
         pytest.param(None, [1], None, SILENT, id="the second rank lives"),
-        pytest.param(None, [], NO_HOST, SILENT, id="nobody knows of the ranks"),
+        pytest.param(None, [], NO_HOST, SILENT, id="unknown ranks"),
     ],
 )
 def test_what_a_probe_shows(
     prefills: Prefills, answer: Answer, listening: list[int], ranks: Any, end: str | None
 ) -> None:
-    """Guards against a server that hangs, or a network that does, being taken for one that is gone:
-    only refused connections, or another run, say that nobody is there to write."""
+    """Guards against a hanging server or network that counts as ended: only refused connections, or
+    another run, show that no process of the old run can write."""
     for rank in listening:
         prefills.ports[rank].listen()
     prefills.connect(ranks=ranks)
@@ -64,7 +64,7 @@ def test_what_a_probe_shows(
 
 
 ALIVE, NEW, NAMELESS, HUNG = run_of_ours("a"), run_of_ours("b"), (200, b"{}"), (503, b"")
-GONE, FORGOTTEN = None, "nobody needs it any more"
+GONE, FORGOTTEN = None, "no room needs it"
 RESTARTED = "it was restarted"
 
 
@@ -79,13 +79,13 @@ RESTARTED = "it was restarted"
             {2: "no answer to 3 probes", 5: "no answer to 3 probes"},
             id="silent at each third",
         ),
-        pytest.param(2, "a", [HUNG, ALIVE] * 3, {}, id="a sign of life starts anew"),
-        pytest.param(2, "a", [HUNG, GONE], {1: REFUSED}, id="nobody runs there"),
+        pytest.param(2, "a", [HUNG, ALIVE] * 3, {}, id="a sign of life resets the count"),
+        pytest.param(2, "a", [HUNG, GONE], {1: REFUSED}, id="no process"),
         pytest.param(
             2, "a", [GONE, HUNG], {1: "no answer to 2 probes"}, id="something answers there again"
         ),
         pytest.param(9, "a", [ALIVE, NEW], {1: RESTARTED}, id="restarted between two probes"),
-        pytest.param(2, "a", [HUNG, NEW, HUNG], {1: RESTARTED}, id="restarted: it starts anew"),
+        pytest.param(2, "a", [HUNG, NEW, HUNG], {1: RESTARTED}, id="a restart resets the count"),
         pytest.param(1, "a", [NAMELESS], {}, id="it gave no name this time"),
         pytest.param(1, None, [NEW], {}, id="it never gave one"),
         pytest.param(2, "a", [HUNG, FORGOTTEN, HUNG], {}, id="forgotten in between"),
@@ -94,9 +94,9 @@ RESTARTED = "it was restarted"
 def test_when_a_server_is_given_up(
     prefills: Prefills, failures: int, known: str | None, signs: list[Answer], ends: dict[int, str]
 ) -> None:
-    """``ends``: by the probe after which its rooms fail, why. Guards against a server given up for
-    one lost packet, or never; against failures of a whole day that add up; and against rooms that
-    wait for ranks which do not exist any more."""
+    """``ends``: failed rooms' reasons by number of the last probe before. Guards against a server
+    given up for one lost packet, or never; against failures of a whole day that add up; and against
+    rooms that wait for ranks which do not exist any more."""
     prefills.beat.failures = failures
     prefills.connect(name=known)
     found = dict[int, str]()
@@ -116,9 +116,9 @@ def test_when_a_server_is_given_up(
 
 
 def test_servers_do_not_disturb_each_other(prefills: Prefills) -> None:
-    """Guards against servers that are probed one after the other, or judged in that order: one that
-    hangs for its whole time limit would hide the death of the next; and against one with a strange
-    answer that ends the probes of all others."""
+    """Guards against servers that are probed or judged in sequence: one that hangs for its whole
+    time limit would hide the next one's death; and against one with a strange answer that ends the
+    probes of all others."""
     is_judged, seen = threading.Event(), list[bool]()
     servers = ["10.0.1.1:1", "10.0.1.2:1", "10.0.1.3:1", "10.0.1.4:1"]
     for room, address in enumerate(servers):
@@ -145,8 +145,8 @@ def test_servers_do_not_disturb_each_other(prefills: Prefills) -> None:
 
 
 def test_a_look_says_nothing_of_a_later_server(prefills: Prefills) -> None:
-    """A server was restarted and connected to while the heartbeat looked. Guards against its rooms
-    failing, and their pages being given back, for what the look showed of the one before."""
+    """A server was restarted and connected to while the heartbeat probed it. Guards against failing
+    the new run's rooms, and releasing their pages, because of the old run's result."""
 
     def restart() -> None:
         prefills.meanwhile = lambda: None
@@ -164,9 +164,9 @@ def test_a_look_says_nothing_of_a_later_server(prefills: Prefills) -> None:
 
 
 def test_ranks_that_do_not_answer_pings(prefills: Prefills) -> None:
-    """The bootstrap server answers also when a scheduler hangs. Guards against rooms that wait for
-    that one; one answer of each rank is enough to count as alive again. A rank whose address is
-    unusable ends no look at a server, and does not answer either."""
+    """The bootstrap server answers also if a scheduler hangs. Guards against rooms that wait for
+    that scheduler; one answer of each rank is enough to count as alive again. A rank with an
+    unusable address ends no probe of a server, and counts as silent."""
 
     def pong(*ranks: int) -> None:
         for rank in ranks:
@@ -185,7 +185,7 @@ def test_ranks_that_do_not_answer_pings(prefills: Prefills) -> None:
         prefills.beat()
         assert (ADDRESS in known) is is_known, answers
         if not is_known:
-            prefills.connect()  # it starts anew
+            prefills.connect()  # resets the count
     prefills.sockets.refuse.add("127.0.0.1")
     for is_known in (True, False):
         prefills.beat()
@@ -195,11 +195,13 @@ def test_ranks_that_do_not_answer_pings(prefills: Prefills) -> None:
     prefills.beat()
     prefills.answers[ADDRESS] = run_of_ours("b")
     prefills.beat()
-    assert (prefills.end_of() or "").endswith("it was restarted"), "and its ranks are silent yet"
+    assert (prefills.end_of() or "").endswith("it was restarted"), (
+        "although its ranks were silent before"
+    )
 
 
 def test_a_stock_server_is_asked_as_stock_asks(prefills: Prefills) -> None:
-    """Guards against control messages to a stock prefill rank, whose thread they would end."""
+    """Guards against control messages to a stock prefill rank, which would end its thread."""
     prefills.answers[ADDRESS] = (404, b"")
     assert prefills.ask()
     prefills.servers.connected(ADDRESS, prefills.ranks)

@@ -1,4 +1,4 @@
-"""The bound on inter-token latency: what a chunk may take, and how large it may be."""
+"""The bound on inter-token latency: the allowed time of a chunk, and its largest size."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COSTS = st.builds(
 )
 
 
-# ---- how large a chunk may be ----
+# ---- the largest chunk ----
 
 
 @pytest.mark.parametrize(
@@ -43,25 +43,26 @@ COSTS = st.builds(
     [
         (Costs(0.01, 0.0001, 0.01), 512),  # no bound was agreed on
         (Costs(slack=0.05), LEAST_CHUNK),  # costs are unknown
-        (Costs(0.01, 0.0, 0.01, slack=0.05), LEAST_CHUNK),  # the size says nothing
+        (Costs(0.01, 0.0, 0.01, slack=0.05), LEAST_CHUNK),  # the slope is unknown
         (Costs(0.01, 0.0001, 0.01, slack=0.05), 400),
         (Costs(0.01, 0.0001, 0.01, slack=0.02), 100),
         (Costs(0.01, 0.0001, 0.01, slack=0.1), 512),
         (Costs(0.01, 0.0001, 0.01, slack=0.0105), 5),
         (Costs(0.01, 0.0001, 0.01, slack=0.009), 0),
         (Costs(0.01, 0.0, 0.01, slack=0.009), 0),
-        (Costs(0.01, 0.0001, 0.01, slack=0.11), LEAST_CHUNK),  # more than the bound: one is tried
+        (Costs(0.01, 0.0001, 0.01, slack=0.11), LEAST_CHUNK),  # more than the bound: one trial
     ],
 )
 def test_the_largest_chunk(costs: Costs, tokens: int) -> None:
-    """Guards against a formula that forgets the constant, a large first chunk, and a size that
-    nobody measured."""
+    """Guards against a formula without the constant, a large first chunk, and an unmeasured
+    size."""
     assert costs.largest_chunk(LIMITS) == pytest.approx(tokens, abs=1)
 
 
 @given(COSTS, st.floats(0, 0.1))
 def test_a_chunk_is_expected_within_its_slack(costs: Costs, less: float) -> None:
-    """Guards against a chunk that is expected to pass the bound, and feedback of the wrong sign."""
+    """Guards against a chunk that is expected to exceed the bound, and feedback of the wrong
+    sign."""
     tokens = costs.largest_chunk(LIMITS)
     assert 0 <= tokens <= LIMITS.chunk
     if costs.slack > BOUND:
@@ -83,13 +84,13 @@ def test_a_chunk_is_expected_within_its_slack(costs: Costs, less: float) -> None
     ],
 )
 def test_the_smallest_chunk(limits: Limits, least: int) -> None:
-    """Guards against a chunk that ends inside of a page, and one that never fits."""
+    """Guards against a chunk that ends inside a page, and one that never fits."""
     assert limits.least == least
     bounded = dataclasses.replace(limits, max_itl=BOUND)
     assert Costs(0.0, 1e-6, slack=BOUND / 2).largest_chunk(bounded) >= least
 
 
-# ---- what a gap takes beside its chunk ----
+# ---- a gap's time beside its chunk ----
 
 LATE, EARLY = -GAIN * BOUND * (1 - TOLERATED), GAIN * BOUND * TOLERATED
 
@@ -97,9 +98,9 @@ LATE, EARLY = -GAIN * BOUND * (1 - TOLERATED), GAIN * BOUND * TOLERATED
 @pytest.mark.parametrize(
     ("rids", "chunks", "seconds", "fits", "gap", "change"),
     [
-        pytest.param("a", [], 0.5, True, (0.5, False), 0.0, id="others' delays are none of theirs"),
+        pytest.param("a", [], 0.5, True, (0.5, False), 0.0, id="no chunk, no feedback"),
         pytest.param("ab", [], 0.5, True, (0.5, False), 0.0, id="one more begins"),
-        pytest.param("b", [], 8.0, True, None, 0.0, id="those of before have ended"),
+        pytest.param("b", [], 8.0, True, None, 0.0, id="the earlier requests have ended"),
         pytest.param("", [0.02], 8.0, True, None, 0.0, id="all have ended"),
         pytest.param("a", [0.02], 0.08, True, (0.08, True), LATE, id="a late chunk"),
         pytest.param("a", [0.02], 0.06, True, (0.06, True), EARLY, id="a chunk in time"),
@@ -112,8 +113,8 @@ def test_gaps(
     rids: str, chunks: list[float | None], seconds: float, fits: bool,
     gap: tuple[float, bool] | None, change: float,
 ) -> None:  # fmt: skip
-    """Guards against gaps that nobody waited for, chunks that count in another's gap, a margin that
-    no breach widens, and one that never narrows."""
+    """Guards against gaps that no request waited for, chunks that count in another gap, a margin
+    that no breach widens, and one that never narrows."""
     for bound in (BOUND, None):
         gaps = TokenGaps(bound)
         gaps.chunks.append(0.3)
@@ -124,7 +125,7 @@ def test_gaps(
         expected = None if bound is None else pytest.approx(BOUND / 2 + change)
         assert gaps.slack == expected
         assert not gaps.chunks
-    gaps.chunks.extend([0.1] * 1000)  # of a server whose turns all end without a decode step
+    gaps.chunks.extend([0.1] * 1000)  # turns that all end without a decode step
     assert len(gaps.chunks) <= 64
 
 
@@ -135,7 +136,7 @@ STEPS = st.tuples(
 
 @given(st.lists(STEPS))
 def test_the_slack_stays_in_its_limits(steps: list[tuple[float, object, bool]]) -> None:
-    """Guards against a slack that no vote can carry, one that takes minutes to come back, and ranks
+    """Guards against a slack that no vote can carry, one that takes minutes to recover, and ranks
     that agree on the largest."""
     measured, other, at = Measured(BOUND), Measured(BOUND), 0.0
     for seconds, chunks, fits in steps:
@@ -151,8 +152,8 @@ def test_the_slack_stays_in_its_limits(steps: list[tuple[float, object, bool]]) 
 
 
 def test_chunks_are_expected_by_those_before() -> None:
-    """Guards against a chunk that is compared with an average that it is part of, and one that was
-    compared before anything was known."""
+    """Guards against a chunk that is compared with an average that includes it, and one that is
+    compared before any measurement."""
     measured = Measured(BOUND)
     times = StepTimes(measured, blocking=True)
     for number in range(6):
@@ -163,7 +164,7 @@ def test_chunks_are_expected_by_those_before() -> None:
 
 
 def test_chunks_that_seem_to_take_several_bounds_are_tried_again() -> None:
-    """Guards against a server that computes no turn any more while requests run."""
+    """Guards against a server that computes no local turns any more while requests run."""
     gaps, at = TokenGaps(BOUND), 0.0
     while gaps.slack < 5 * BOUND:
         assert at < 100_000
@@ -171,26 +172,26 @@ def test_chunks_that_seem_to_take_several_bounds_are_tried_again() -> None:
         gaps.step(at, frozenset("a"), fits=False)
     gaps.chunks.append(5 * BOUND)
     gaps.step(at + 5 * BOUND, frozenset("a"), fits=False)
-    assert gaps.slack == 2 * BOUND, "and it comes back soon"
+    assert gaps.slack == 2 * BOUND, "recovers soon"
 
 
-# ---- all of it ----
+# ---- the whole control loop ----
 
 
 class Server:
-    """A decode server with an endless line of turns, as numbers. Seconds and tokens."""
+    """A simulated decode server with an endless queue of turns. Seconds and tokens."""
 
     def __init__(self, bound: float, constant: float, noise: float, seed: int = 1) -> None:
         self.limits = Limits(tokens=10_000, max_itl=bound, page=16)
         self.measured, self.pace = Measured(bound), Pace(0.5)
         self._random, self._noise, self.constant = random.Random(seed), noise, constant
         self._at = 0.0
-        #: Gaps with a chunk and without; tokens of chunks.
+        #: Gaps with a chunk and without; tokens of all chunks.
         self.gaps: dict[bool, list[float]] = {True: [], False: []}
         self.tokens = 0
 
     def take(self, seconds: float) -> float:
-        """So long about, and what it took."""
+        """Advance the clock by about ``seconds``; return the actual duration."""
         slow = 3.0 if self._random.random() < 0.003 else 1.0
         took = slow * seconds * self._random.lognormvariate(0, self._noise)
         self._at += took
@@ -220,8 +221,8 @@ class Server:
 @pytest.mark.parametrize("bound", [0.05, 0.1])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_bound_holds_at_p99(seed: int, bound: float, noise: float) -> None:
-    """Guards against a margin that is too small for the spread, and against one that leaves no
-    chunk where there is time for them."""
+    """Guards against a margin that is too small for the spread, and against one that allows no
+    chunk although there is time."""
     server = Server(bound, 0.005, noise, seed)
     server.run(4000)
     with_chunk = server.gaps[True][len(server.gaps[True]) // 10 :]
@@ -232,7 +233,7 @@ def test_the_bound_holds_at_p99(seed: int, bound: float, noise: float) -> None:
 
 
 def test_no_bound_that_can_be_kept() -> None:
-    """Guards against a server whose chunks all pass the bound: one gap in a hundred may."""
+    """Guards against a server whose chunks all exceed the bound: one gap in a hundred may."""
     server = Server(0.02, 0.03, noise=0.1)
     server.run(6000)
     every = len(server.gaps[True]) + len(server.gaps[False])
@@ -240,7 +241,8 @@ def test_no_bound_that_can_be_kept() -> None:
 
 
 def test_a_server_that_was_slow_for_a_while() -> None:
-    """Guards against a bound that fits no chunk after one slow moment, and is never tried again."""
+    """Guards against a bound that fits no chunk after one slow moment, and is never tested
+    again."""
     server = Server(0.05, 0.005, noise=0.1)
     for server.constant, steps in ((0.005, 500), (0.2, 1000), (0.005, 2000)):
         server.run(steps)

@@ -1,4 +1,4 @@
-"""Prefill servers as a decode rank sees them: handshakes, servers lost, what their ranks say."""
+"""Prefill servers from a decode rank's view: handshakes, lost servers, messages of their ranks."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ def prefills(monkeypatch: pytest.MonkeyPatch) -> Iterator[Prefills]:
 
 
 def test_servers_that_hang(prefills: Prefills) -> None:
-    """Guards against a scheduler that waits for a server's answer, that asks anew at every step, or
-    that takes a server for known which SGLang lists and whose handshake is not over; and against
-    servers that hang, more than there are threads, in the way of one that has answered before."""
+    """Guards against a scheduler that waits for a server's answer, that queries again at every
+    step, or that treats a server as known which SGLang lists but whose handshake is not over; and
+    against hanging servers, more than there are threads, that block one that has answered
+    before."""
     hung = [f"10.0.1.{number}:8998" for number in range(100)]
     prefills.connect()
     prefills.hung.update(hung)
@@ -56,7 +57,7 @@ def test_servers_that_hang(prefills: Prefills) -> None:
 
 @pytest.mark.parametrize("during", [True, False], ids=["during its handshake", "afterwards"])
 def test_a_server_that_is_lost_is_asked_again(prefills: Prefills, during: bool) -> None:
-    """Guards against "known" about a server that is in no table: the next room would fail."""
+    """Guards against "known" for a server that is in no table: the next room would fail."""
     prefills.answers[ADDRESS] = run_of_ours("a")
     if during:
         prefills.meanwhile = lambda: prefills.servers.disconnect(ADDRESS)
@@ -68,8 +69,9 @@ def test_a_server_that_is_lost_is_asked_again(prefills: Prefills, during: bool) 
 
 
 def test_what_differs_is_said(prefills: Prefills) -> None:
-    """SGLang raises where page sizes differ. Guards against that ending the scheduler, and against
-    a client that is told of a timeout instead; it is forgotten when the server was replaced."""
+    """SGLang raises if page sizes differ. Guards against an exception that ends the scheduler, and
+    against a client that gets a timeout instead of the reason; the reason is dropped when the
+    server was replaced."""
     prefills.answers[ADDRESS] = run_of_ours("a")
     prefills.problem = RuntimeError("Page size mismatch: 16 and 64")
     assert not prefills.ask()
@@ -87,7 +89,7 @@ def test_a_server_that_cannot_be_asked_is_asked_again(prefills: Prefills) -> Non
     prefills.connect()
     assert prefills.servers.capabilities(ADDRESS).takes_delta
     assert prefills.servers.connections.ensure(ADDRESS) and prefills.asked[ADDRESS] == 1, (
-        "known: not again"
+        "known: no further query"
     )
     assert prefills.servers.connections.refusals == {}, (
         "a later abort must not say that it cannot be reached"
@@ -95,8 +97,8 @@ def test_a_server_that_cannot_be_asked_is_asked_again(prefills: Prefills) -> Non
 
 
 def test_a_restart_is_noticed_at_the_next_handshake(prefills: Prefills) -> None:
-    """Guards against pages held for their whole bound for processes that another one replaced, and
-    against giving them back where the same server was only connected to again."""
+    """Guards against pages held for the whole bound for processes that were replaced, and against
+    releasing them after a mere reconnection to the same server."""
     prefills.connect(name="a")
     prefills.room(7)
     prefills.room(9)
@@ -108,18 +110,18 @@ def test_a_restart_is_noticed_at_the_next_handshake(prefills: Prefills) -> None:
     prefills.connect(name="b")
     assert deferred.is_drained()
     prefills.room(8)
-    assert prefills.give_up(9) is None, "a room of the old one"
-    assert prefills.give_up(8) is not None, "one of the new one"
+    assert prefills.give_up(9) is None, "a room of the old run"
+    assert prefills.give_up(8) is not None, "a room of the new run"
 
 
-# ---- servers that are lost ----
+# ---- lost servers ----
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
 def test_a_lost_server(prefills: Prefills, is_gone: bool) -> None:
-    """Guards against rooms that wait for a dead server, or whose end changes; against pages given
-    back because a server was silent, which may still write; and against "10.0.0.1:80" taking the
-    connections, rooms and pages of "10.0.0.1:8998" with it."""
+    """Guards against rooms that wait for a dead server, or whose outcome changes; against releasing
+    pages because a server was silent, since it may still write; and against removing the
+    connections, rooms and pages of "10.0.0.1:8998" together with those of "10.0.0.1:80"."""
     prefills.connect(ADDRESS, ranks=[{"rank_ip": "10.0.0.1", "rank_port": 4002}])
     prefills.connect(OTHER)
     for room in (1, 2):
@@ -144,14 +146,14 @@ def test_a_lost_server(prefills: Prefills, is_gone: bool) -> None:
     assert prefills.sockets.dropped == prefills.dropped == (ranks if is_gone else [])
     prefills.connect(OTHER, name="b")
     prefills.room(8, OTHER)
-    assert prefills.give_up(8, OTHER) is not None, "a room of the next server there"
+    assert prefills.give_up(8, OTHER) is not None, "a room of the next run"
 
 
 def test_connected_while_a_server_is_lost(
     prefills: Prefills, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a connection without ranks to ping, through which rooms are announced to a
-    server that is gone until each is too late."""
+    """Guards against a connection without ranks to ping, through which rooms are announced to an
+    ended server until each times out."""
     prefills.connect(OTHER)
     prefills.room(3, OTHER)
     fail = prefills.servers.fail
@@ -166,7 +168,7 @@ def test_connected_while_a_server_is_lost(
     assert not prefills.manager.connection_pool
 
 
-# ---- what ranks of a server say ----
+# ---- messages of a server's ranks ----
 
 
 @pytest.mark.parametrize(
@@ -177,14 +179,14 @@ def test_connected_while_a_server_is_lost(
         pytest.param(wire.Pong("10.7.7.7:4001", False), True, id="another rank"),
         pytest.param(wire.Pong("10.0.0.1", False), True, id="no port"),
         pytest.param(wire.Stopped(ROOM, 0, "x"), True, id="it ended a room"),
-        pytest.param(wire.Stopped(ROOM, 0, "x", True), False, id="of somebody it does not know"),
+        pytest.param(wire.Stopped(ROOM, 0, "x", True), False, id="it ended an unknown peer's room"),
     ],
 )
 def test_a_rank_that_does_not_know_us(
     prefills: Prefills, message: wire.Message, is_known: bool
 ) -> None:
-    """It was restarted, or forgot us. Guards against rooms announced to it which it must refuse:
-    the next request registers again; other servers stay connected."""
+    """The rank was restarted, or removed this peer. Guards against further rooms announced to it,
+    which it must refuse: the next request registers again; other servers stay connected."""
     prefills.connect(ranks=[{"rank_ip": "10.0.0.1", "rank_port": port} for port in (4000, 4001)])
     prefills.connect("10.0.0.2:8998", ranks=[{"rank_ip": "10.0.0.2", "rank_port": 4000}])
     prefills.room()
@@ -198,12 +200,12 @@ def test_a_rank_that_does_not_know_us(
     "message", [wire.Ping("a:1", "p", "h", 1), wire.Withdraw(7, "p", "h", 1, "")]
 )
 def test_messages_for_prefill(prefills: Prefills, message: wire.Message) -> None:
-    """Guards against a prefill rank's port and a decode rank's being mixed up in silence."""
+    """Guards against silently mixing up a prefill rank's port and a decode rank's."""
     with pytest.raises(wire.ControlError):
         prefills.servers.take(message)
 
 
-# ---- rooms given up ----
+# ---- abandoned rooms ----
 
 WORDS = st.lists(st.integers(0, 2), max_size=4)
 
@@ -212,9 +214,9 @@ WORDS = st.lists(st.integers(0, 2), max_size=4)
 def test_a_room_is_drained_when_each_writer_has_stopped(
     writers: int, before: list[int], after: list[int]
 ) -> None:
-    """Guards against the first of several prefill ranks speaking for all, against one that says it
-    twice, in every order with giving up; against a changed reason of a failure, an entry that
-    stays, and pages held on a server where no other room reads what arrived."""
+    """Guards against the first of several prefill ranks counting for all, and against one that
+    reports twice, in every order with giving up; against a changed reason of a failure, an entry
+    that stays, and pages held on a server where no other room polls for arrivals."""
     manager, asked = bare.decode("nixl", ROOM), list[int]()
     servers, manager.collect_arrivals = manager.servers, asked.append
     for writer in before:
@@ -242,9 +244,8 @@ def test_a_room_is_drained_when_each_writer_has_stopped(
 
 
 def test_words_about_other_rooms(prefills: Prefills) -> None:
-    """Guards against a word about one room that gives another one's pages back, or fails it: also
-    where a new request has the number of a room that is still followed (it is refused; see
-    ``DeltaReceiver``)."""
+    """Guards against a message about one room that releases or fails another: also if a new request
+    has the number of a room that is still followed (it is refused; see ``DeltaReceiver``)."""
     prefills.connect()
     for room in (7, 8):
         prefills.room(room)
@@ -262,9 +263,9 @@ def test_words_about_other_rooms(prefills: Prefills) -> None:
 
 
 def test_all_ranks_are_told_that_a_room_ended(prefills: Prefills) -> None:
-    """Guards against one of two prefill ranks that goes on computing and writing; against one that
-    cannot be told, or a ``bootstrap_room`` that no message can carry (clients choose it), which
-    hides the other or ends the scheduler."""
+    """Guards against one of two prefill ranks that continues to compute and write; and against an
+    unreachable rank, or a ``bootstrap_room`` that no message can carry (clients choose it), that
+    keeps the message from the other or ends the scheduler."""
     prefills.connect()
     prefills.servers.withdraw(ADDRESS, prefills.ranks, ROOM, "the client went away")
     told = wire.Withdraw(ROOM, "decode", "10.9.9.9", 4999, "the client went away", True)
@@ -283,9 +284,9 @@ def test_all_ranks_are_told_that_a_room_ended(prefills: Prefills) -> None:
 def test_freed_after_the_bound_and_said_so(
     prefills: Prefills, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Guards against pages that a dead network keeps for ever, that are freed twice, or whose
-    release nobody hears of: it is the one that may corrupt KV; and against an entry by which a new
-    request with this room number is refused. Nobody writes for a warm-up's room."""
+    """Guards against pages that a dead network keeps for ever, that are freed twice, or freed
+    without a log line, since this release may corrupt KV; and against a leftover entry by which a
+    new request with this room number is refused. A warm-up's room has no writer."""
     clock = Clock()
     monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic=clock))
     monkeypatch.setenv("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", "60")
@@ -311,7 +312,7 @@ def test_freed_after_the_bound_and_said_so(
 
 
 def test_queries_pile_up() -> None:
-    """Guards against a server that hangs and whose queries fill the memory."""
+    """Guards against a hanging server whose queries fill the memory."""
     pool, gate = AddressPool("queries"), threading.Event()
     queries = [pool.submit("p:1", gate.wait, 60) for _ in range(4100)]
     refused = [query for query in queries if query.done()]

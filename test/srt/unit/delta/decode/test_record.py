@@ -1,4 +1,4 @@
-"""The stages of a request on decode: the table is the picture in docs/design.md."""
+"""The stages of a request on decode: the table equals the picture in docs/design.md."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ PAGE = Path(__file__).parents[5] / "docs/design.md"
 
 
 def test_every_step_is_drawn() -> None:
-    """Guards against a step that a reader of the picture does not know, and against one that does
-    not exist."""
+    """Guards against a step that is missing in the picture, and against a drawn step that does not
+    exist."""
     pictures = re.findall(r"```mermaid\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (picture,) = [each for each in pictures if "handshake -->" in each]
     drawn = set(re.findall(r"^    (\w+) --> (\w+):", picture, re.MULTILINE))
@@ -24,8 +24,8 @@ def test_every_step_is_drawn() -> None:
 
 @pytest.mark.parametrize("stage", Stage)
 def test_another_step_is_logged(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
-    """Guards against a request that ends twice, or runs although its KV never arrived, and nobody
-    learns of it; and against a scheduler that ends for it."""
+    """Guards against a request that silently ends twice, or runs although its KV never arrived; and
+    against a scheduler that ends because of it."""
     for after in Stage:
         caplog.clear()
         record = Record(stage)

@@ -1,10 +1,10 @@
-"""What the choice is worth: talks on one prefill and one decode server, as events, against sending
-all turns to one side. No clock runs.
+"""The gain of the choice: talks on one prefill and one decode server, simulated as events, against
+computing all turns on one side. No clock runs.
 
-Decode's loop is ``LocalTurns``' in short: requests are admitted between two steps, chunks alternate
-with decode steps as ``Pace`` has them. Prefill computes all that waits in one step. A router gives
-the client an answer when prefill's half has ended and decode's has begun, as SGLang's Rust router
-does.
+Decode's loop is a short form of ``LocalTurns``: requests are admitted between two steps, chunks
+alternate with decode steps as ``Pace`` decides. Prefill computes its whole queue in one step. A
+router answers the client when prefill's half has ended and decode's has begun, as SGLang's Rust
+router does.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ REMOTE = Decision(False, "long")
 
 @dataclass(frozen=True)
 class World:
-    """Who talks, and what the servers take: seconds and tokens. A pair is a constant and a slope
-    over tokens (``chunk``, ``prefill``) or requests (``step``)."""
+    """The clients, and the servers' times in seconds and sizes in tokens. A pair is a constant and
+    a slope over tokens (``chunk``, ``prefill``) or requests (``step``)."""
 
     talks: int = 6
     turns: int = 10
@@ -37,26 +37,26 @@ class World:
     new: int = 112
     answer: int = 40
     think: float = 0.0
-    """From an answer to the next turn, on average."""
+    """Mean time from an answer to the next turn."""
     cold: int = 0
-    """Clients that send a prompt of ``cold_tokens`` when they have the answer to the last one."""
+    """Number of clients that send a prompt of ``cold_tokens`` after each answer."""
     cold_tokens: int = 5000
     chunk: tuple[float, float] = (0.014, 0.0001)
     step: tuple[float, float] = (0.004, 0.0006)
     prefill: tuple[float, float] = (0.012, 0.00008)
     wire: float = 0.015
-    """To prefill's queue, and from its step to decode."""
+    """Time to prefill's queue, and from its step to decode."""
     answering: float = 0.0
-    """From prefill's look at a transfer that is over to the client's end of its answer."""
+    """Time from prefill's check of a finished transfer to the end of the client's answer."""
     front: float = 0.005
-    """Between client and decode, each way."""
+    """Time between client and decode, each way."""
     noise: float = 0.15
-    """Of each time, as the spread of its logarithm."""
+    """Spread of the logarithm of each time."""
     spikes: float = 0.0
-    """Of all times, the part that takes five times as long: others use the machine, too."""
+    """Share of all times that take five times as long, because of other load on the machine."""
 
 
-#: Waits so many seconds; or, with None, until something wakes it.
+#: Yields seconds to wait, or None to wait for a wake-up.
 Process = Iterator[float | None]
 
 
@@ -71,19 +71,19 @@ class Turn:
     sent: float
     admitted: float = 0.0
     decision: Decision = REMOTE
-    #: Tokens that decode has to compute, and of the answer that it has.
+    #: Tokens that decode has to compute, and answer tokens that it has.
     left: int = 0
     got: int = 0
-    #: Prefill's half of the request has ended.
+    #: True if prefill's half of the request has ended.
     has_prefill: bool = False
     ttft: float | None = None
     is_over: bool = False
-    #: What it goes through where prefill computes it.
+    #: The request's steps if prefill computes it.
     remote: Process = iter(())
 
 
 def taken(turns: list[Turn]) -> list[Turn]:
-    """All of them; none is left."""
+    """Remove and return all turns."""
     found = turns.copy()
     turns.clear()
     return found
@@ -112,7 +112,7 @@ class Talks:
         self._waiting: list[Turn] = []
         self._unanswered: list[Turn] = []
         self._open = world.talks
-        #: Of later turns, seconds.
+        #: TTFT of later turns in seconds.
         self.ttft: list[float] = []
         self.seconds = 0.0
 
@@ -122,11 +122,11 @@ class Talks:
 
     @property
     def per_second(self) -> float:
-        """Turns of talks."""
+        """Turns of talks per second."""
         return self.world.talks * self.world.turns / self.seconds
 
     def play(self) -> Talks:
-        """To the end of the last talk."""
+        """Run to the end of the last talk."""
         world = self.world
         begin = 1.0 if world.cold else 0.0
         for talk in range(-world.cold, world.talks):
@@ -160,7 +160,7 @@ class Talks:
     def _client(self, talk: int) -> Process:
         world = self.world
         is_cold, numbers = talk < 0, itertools.count() if talk < 0 else range(world.turns)
-        pauses = random.Random(f"{self._seed} {talk}")  # the same, wherever turns are computed
+        pauses = random.Random(f"{self._seed} {talk}")  # the same for local and remote turns
         for number in numbers:
             if number:
                 has_pause = world.think and not is_cold
@@ -172,14 +172,14 @@ class Talks:
             yield self._about(world.front)
             self._arrived.append(turn)
             self._wake("decode")
-            yield None  # until it has the answer
+            yield None  # until the answer has arrived
             if turn.is_later:
                 assert turn.ttft is not None
                 self.ttft.append(turn.ttft)
         self._open -= 1
 
     def _see(self, turn: Turn) -> None:
-        """Something of the turn is at the router."""
+        """Show the router the turn's progress."""
         if not turn.got or not turn.has_prefill:
             return
         back = self._about(self.world.front)
@@ -192,7 +192,7 @@ class Talks:
     # ---- decode ----
 
     def _decode(self) -> Process:
-        """Its loop."""
+        """Run decode's loop."""
         while True:
             for turn in taken(self._arrived):
                 self._admit(turn)
@@ -230,7 +230,7 @@ class Talks:
             self._after(0.0, turn.remote)
 
     def _chunk(self) -> Process:
-        """The next one."""
+        """Compute the next chunk."""
         room, ready = self._limits.chunk, list[Turn]()
         for turn in self._local:
             took = min(turn.left, room)
@@ -246,7 +246,7 @@ class Talks:
         self._token(ready)
 
     def _token(self, turns: Iterable[Turn]) -> None:
-        """One more for each; those without one run from now on."""
+        """Add one token to each turn; a turn with its first token runs from now on."""
         for turn in turns:
             if not turn.got:
                 self._running.append(turn)
@@ -258,14 +258,14 @@ class Talks:
     # ---- prefill ----
 
     def _prefill(self) -> Process:
-        """Its loop: all that waits is one step."""
+        """Run prefill's loop: the whole queue is one step."""
         while True:
             for turn in taken(self._unanswered):
                 self._after(self._about(self.world.answering), turn.remote)
             turns, tokens = list[Turn](), 0
             while self._waiting and (not turns or tokens < MOST_IN_A_STEP):
                 turns.append(self._waiting.pop(0))
-                # It never saw the KV of the last answer.
+                # Prefill never had the KV of the last answer.
                 tokens += turns[-1].tokens + (self.world.answer if turns[-1].is_later else 0)
             if not turns:
                 self._idle.add("prefill")
@@ -276,7 +276,7 @@ class Talks:
                 self._after(self._about(self.world.wire), turn.remote)
 
     def _remote(self, turn: Turn) -> Process:
-        """A turn on prefill, from its announcement to the client's answer."""
+        """Run a turn on prefill, from its announcement to the client's answer."""
         yield self._about(self.world.wire)
         self._waiting.append(turn)
         self._wake("prefill")
@@ -285,7 +285,7 @@ class Talks:
         self._landed.append(turn)
         self._wake("prefill")
         self._wake("decode")
-        yield None  # until prefill looks at its transfers
+        yield None  # until prefill checks its transfers
         turn.has_prefill = True
         self._see(turn)
 
@@ -316,8 +316,8 @@ IN_EACH_RUN = "a pause of 0.3 s", "others use the machine", "two cold clients"
 
 
 def arm(world: World, where: str) -> tuple[float, float]:
-    """TTFT of later turns (p50) and turns a second, medians over the seeds. The servers have
-    answered one talk before, as the benchmark's have."""
+    """Return the TTFT of later turns (p50) and turns per second, medians over the seeds. The
+    servers have answered one talk before, as in the benchmark."""
     runs = []
     for seed in range(SEEDS):
         first = replace(world, talks=1, turns=4, cold=0)
@@ -334,8 +334,8 @@ def arm(world: World, where: str) -> tuple[float, float]:
     ],
 )
 def test_the_choice_is_within_a_tenth_of_the_better_side(name: str) -> None:
-    """Guards against a choice that is worse than none: by what it believes, by what it tries, or by
-    what it does to others."""
+    """Guards against a choice that is worse than none: by its estimates, by its trials, or by its
+    effect on other requests."""
     remote, always, chosen = (arm(RATES[name], w) for w in ("remote", "always", "chosen"))
     assert chosen[0] <= A_TENTH * min(remote[0], always[0]), (remote, always, chosen)
     assert A_TENTH * chosen[1] >= max(remote[1], always[1]), (remote, always, chosen)
@@ -346,8 +346,8 @@ def test_the_choice_is_within_a_tenth_of_the_better_side(name: str) -> None:
 )
 def test_where_decode_is_the_bottleneck(world: World) -> None:
     """Guards against the worse of both. Six talks without a pause keep decode busy all the time:
-    one side has the shorter TTFT, the other more turns a second, and no choice has both; this one
-    has the first, and more turns a second than a server that computes them all."""
+    one side has the shorter TTFT, the other more turns per second, and no choice has both; this one
+    has the first, and more turns per second than a server that computes them all."""
     remote, always, chosen = (arm(world, where) for where in ("remote", "always", "chosen"))
     assert always[0] < remote[0] and always[1] < remote[1]
     assert chosen[0] <= A_TENTH * always[0] and chosen[1] >= always[1], (remote, always, chosen)

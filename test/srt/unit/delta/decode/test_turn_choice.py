@@ -1,4 +1,4 @@
-"""Where a turn is computed: times that are measured, forgotten, agreed on and compared."""
+"""Local or remote: times that are measured, forgotten, agreed on and compared."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Samples = list[tuple[int, float]]
 SAMPLES = st.lists(st.tuples(st.integers(1, 10_000), st.floats(1e-5, 100)), min_size=1)
 
 
-# ---- what is measured ----
+# ---- measurements ----
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ SAMPLES = st.lists(st.tuples(st.integers(1, 10_000), st.floats(1e-5, 100)), min_
 )
 def test_what_samples_say(line: Line, samples: Samples, expected: dict[int, float]) -> None:
     """Guards against a division by the variance of equal samples; against a side that changed and
-    is judged by what it was; and against one sample that hides what a chunk takes."""
+    is judged by old samples; and against one sample that hides a chunk's usual time."""
     mean = Line()
     for tokens, seconds in samples:
         line.add(tokens, seconds)
@@ -82,7 +82,7 @@ def test_what_samples_say(line: Line, samples: Samples, expected: dict[int, floa
 
 @given(SAMPLES, st.integers(0, 20_000))
 def test_a_line_is_never_negative_nor_beyond_its_samples(samples: Samples, tokens: int) -> None:
-    """Guards against a fit through noise that makes a side look free, or endless."""
+    """Guards against a fit through noise that makes a side look free, or endlessly slow."""
     line = Line(constant=0.5)
     for each in samples:
         line.add(*each)
@@ -94,8 +94,8 @@ def test_a_line_is_never_negative_nor_beyond_its_samples(samples: Samples, token
 
 @given(SAMPLES)
 def test_votes_survive_the_wire(samples: Samples) -> None:
-    """Guards against numbers that are integers on the way and change by more than rounding, and
-    against a prefill server that is judged by what another one did at its address."""
+    """Guards against numbers that are sent as integers and change by more than rounding, and
+    against a prefill server that is judged by samples of its address's previous server."""
     measured = Measured()
     assert read(measured.votes()) == NOTHING
     for tokens, seconds in samples:
@@ -113,7 +113,7 @@ def test_votes_survive_the_wire(samples: Samples) -> None:
     for address in "ab":
         assert measured.vote_there(address, 300) == UNKNOWN
         assert measured.there(address, 300) is read_there(UNKNOWN) is None
-    assert NEVER < UNKNOWN < 0  # the smallest of all ranks' counts
+    assert NEVER < UNKNOWN < 0  # the smallest value of all ranks counts
 
 
 LAUNCHED, HOOK, RESULT, PAUSED = "launched", "hook", "result", "interrupted"
@@ -141,7 +141,7 @@ LAUNCHED, HOOK, RESULT, PAUSED = "launched", "hook", "result", "interrupted"
             [(LAUNCHED, 100, 0.0), (RESULT, 2.0), (LAUNCHED, 0, 9.0), (RESULT, 9.5)],
             2.0,
             0.5,
-            id="nothing ran between",
+            id="idle between two steps",
         ),
         pytest.param(
             False,
@@ -157,8 +157,8 @@ LAUNCHED, HOOK, RESULT, PAUSED = "launched", "hook", "result", "interrupted"
 def test_step_times(
     blocking: bool, events: list[tuple[str, float]], chunk: float, step: float
 ) -> None:
-    """Guards against steps that are charged for what they waited for. What happens is repeated,
-    250 s later each time."""
+    """Guards against steps that are charged for time spent waiting. The events are repeated every
+    250 s."""
     measured = Measured()
     times = StepTimes(measured, blocking)
     for begin in range(0, 2500, 250):
@@ -169,7 +169,7 @@ def test_step_times(
     assert measured.step.at(0) == pytest.approx(step)
 
 
-# ---- what is expected here ----
+# ---- expected local time ----
 
 
 @pytest.mark.parametrize(
@@ -178,17 +178,17 @@ def test_step_times(
         (100, Load(), LIMITS, 0.02),
         (300, Load(), LIMITS, 0.06),
         (100, Load(queued=200), LIMITS, 0.06),
-        # The step under way; as long between chunks as in them.
+        # The step in flight; as long between chunks as in them.
         (300, Load(running=4), LIMITS, 0.01 + 0.06 + 2 * 0.02),
         (300, Load(running=4), Limits(1000, 100, share=1.0), 0.01 + 0.06 + 2 * 0.01),
         (100, Load(running=4, debt=0.5), Limits(1000, 100, share=0.25), 0.01 + 0.02 + 3 * 0.5),
-        # Seven small chunks are not as soon done as one.
+        # Seven small chunks take longer than one.
         (448, Load(running=1), Limits(1000), 0.01 + 0.0548),
         (448, Load(running=1, chunk=64), Limits(1000), 0.01 + 0.1148 + 6 * 0.1148 / 7),
     ],
 )
 def test_expected_here(tokens: int, load: Load, limits: Limits, seconds: float) -> None:
-    """Guards against a formula that forgets the queue, the steps between, or the share."""
+    """Guards against a formula without the queue, the steps between chunks, or the share."""
     assert expected_here(tokens, load, COSTS, limits) == pytest.approx(seconds)
     assert expected_here(tokens, load, Costs(step=0.01), limits) is None
 
@@ -226,23 +226,23 @@ BOUNDED = Limits(tokens=1000, chunk=512, max_itl=0.1, page=16)
         (LIMITS, 100, Load(), COSTS, 1.0, True, "cheaper"),
         (LIMITS, 100, Load(), COSTS, 0.015, False, "cheaper"),
         (LIMITS, 100, Load(queued=10_000), COSTS, 1.0, False, "cheaper"),
-        # Many who would stand still count, too.
+        # Stalled requests of a large batch count, too.
         (LIMITS, 100, Load(running=10), COSTS, 0.05, False, "cheaper"),
         (LIMITS, 100, Load(running=10), COSTS, 0.5, True, "cheaper"),
-        # A start measures either side, and floods none that nobody knows.
+        # A start measures either side, and does not flood an unmeasured one.
         (LIMITS, 100, Load(), NOTHING, None, True, "unmeasured"),
         (LIMITS, 100, Load(queued=100), NOTHING, None, False, "unmeasured"),
         (LIMITS, 100, Load(), COSTS, None, False, "unmeasured"),
-        # The first free place of a full batch is not left empty, nor to try a side.
+        # The first free place of a full batch is not left empty, not even for a trial.
         (LIMITS, 100, FULL, COSTS, 10.0, False, "no_place"),
         (LIMITS, 100, FULL, COSTS, None, False, "no_place"),
         (LIMITS, 100, FULL, NOTHING, None, False, "no_place"),
-        # Whatever it costs.
+        # Independent of the cost.
         (ALWAYS, 1000, Load(queued=10**6), NOTHING, 0.001, True, "always"),
         (ALWAYS, 1001, Load(), NOTHING, 0.001, False, "long"),
         (ALWAYS, 100, FULL, COSTS, 10.0, True, "always"),
         (ALWAYS, 200, Load(running=1, chunk=0), COSTS, 9.0, True, "always"),
-        # What does not fit into the bound on inter-token latency, however slow prefill is.
+        # Turns that exceed the bound on inter-token latency, however slow prefill is.
         (BOUNDED, 200, Load(running=1), COSTS, 9.0, True, "cheaper"),
         (BOUNDED, 200, Load(running=1, chunk=400), COSTS, 9.0, True, "cheaper"),
         (BOUNDED, 200, Load(running=1, chunk=LEAST_CHUNK), COSTS, 9.0, True, "cheaper"),
@@ -258,8 +258,8 @@ def test_the_choice(
     limits: Limits, tokens: int, load: Load, costs: Costs, there: float | None, local: bool,
     reason: str,
 ) -> None:  # fmt: skip
-    """Guards against a turn that waits for prefill although it would be done here, and the other
-    way round; asking again changes nothing."""
+    """Guards against a turn that waits for prefill although it would be done sooner here, and the
+    reverse; a repeated query changes nothing."""
     choice = Choice(limits)
     for _ in range(100):
         decision = choice.decide(tokens, load, costs, there)
@@ -277,7 +277,8 @@ def test_a_turn_without_prefill(tokens: int, local: bool) -> None:
 
 
 def choose(there: float, turns: int) -> list[Decision]:
-    """So many turns in a row, of which prefill is expected to take ``there``; 20 ms here."""
+    """Decide ``turns`` turns in a row; prefill is expected to take ``there`` seconds, decode 20
+    ms."""
     choice, made = Choice(LIMITS), list[Decision]()
     for _ in range(turns):
         made.append(choice.decide(100, Load(), COSTS, there))
@@ -289,8 +290,8 @@ def choose(there: float, turns: int) -> list[Decision]:
     ("there", "every"), [(0.02, 9), (0.03, 11), (0.1, 81), (0.01, 21), (1.02, 1001)]
 )
 def test_some_explore(there: float, every: int) -> None:
-    """Guards against a side that recovered, and that nobody notices; and against turns that wait
-    for seconds each time that it is tried. Of 20 ms a turn, a twentieth may be lost."""
+    """Guards against a side whose recovery is never noticed, and against turns that wait for
+    seconds at each trial. A twentieth of 20 ms per turn may be lost."""
     made = choose(there, 3 * every)
     explored = [at for at, each in enumerate(made) if each.reason == "explore"]
     assert explored == [every - 1, 2 * every - 1, 3 * every - 1]
@@ -302,8 +303,8 @@ def test_some_explore(there: float, every: int) -> None:
 def test_a_burst_of_long_prompts_does_not_hide_what_short_turns_take(
     seconds: float, is_local: bool
 ) -> None:
-    """Guards against a prefill server that first sent six long prompts together, and then looks too
-    slow for any short turn: nobody asks it again, so that nothing would correct that."""
+    """Guards against a prefill server that first got six long prompts together, and then looks too
+    slow for any short turn: without further turns no sample would correct that."""
     measured, choice = Measured(), Choice(Limits(512))
     costs = Costs(constant=0.03, slope=0.0002, step=0.01)
     for _ in range(6):
@@ -313,14 +314,14 @@ def test_a_burst_of_long_prompts_does_not_hide_what_short_turns_take(
         local.append(choice.decide(150, Load(running=5), costs, measured.there("a", 150)).local)
         if not local[-1]:
             measured.shown("a", 150, seconds)
-    assert not local[0] and set(local[2:]) == {is_local}  # at first nobody knows
+    assert not local[0] and set(local[2:]) == {is_local}  # unknown at first
 
 
 def test_a_slow_moment_is_not_believed_for_long() -> None:
-    """Guards against a machine that stood still for a moment while the first turns were computed
-    here, and then leaves all of them to prefill: seen for 35 of 54 turns."""
+    """Guards against a machine that stalled for a moment while the first turns were computed here,
+    and then leaves all of them to prefill: seen for 35 of 54 turns."""
     measured, choice, local = Measured(), Choice(LIMITS), 0
-    for seconds in (0.02, 0.2, 0.02, 0.2, 0.02):  # the first does not count
+    for seconds in (0.02, 0.2, 0.02, 0.2, 0.02):  # the first sample is dropped
         measured.chunk.add(100, seconds)
     measured.step.add(0, 0.01)
     for _ in range(60):
@@ -334,7 +335,7 @@ def test_a_slow_moment_is_not_believed_for_long() -> None:
 
 def test_a_prefill_server_that_hung_once_is_used_again() -> None:
     """Guards against turns that hung with a prefill server and keep short turns from it long after
-    it has recovered: it is hardly measured meanwhile."""
+    it has recovered, because it is hardly measured in between."""
     measured, choice, local = Measured(), Choice(LIMITS), list[bool]()
     costs = Costs(constant=0.03, slope=0.0002, step=0.01)
     for seconds in [0.02] * 20 + [20.0] * 6:
@@ -345,7 +346,7 @@ def test_a_prefill_server_that_hung_once_is_used_again() -> None:
         local.append(decision.local)
         if not decision.local:
             measured.shown("a", 100, 0.02)
-    assert sum(local) <= 5  # the other side is explored, too
+    assert sum(local) <= 5  # includes trials of the other side
 
 
 TURNS = st.tuples(
@@ -358,7 +359,7 @@ TURNS = st.tuples(
 def test_ranks_that_read_the_same_decide_the_same(
     turns: list[tuple[int, int, int, float | None, bool]],
 ) -> None:
-    """Guards against a choice that depends on anything but what the ranks agreed on."""
+    """Guards against a choice that depends on values on which the ranks did not agree."""
     ranks = Choice(LIMITS), Choice(LIMITS)
     for tokens, queued, running, there, known in turns:
         costs = COSTS if known else NOTHING
@@ -388,14 +389,14 @@ def test_pace(steps: list[tuple[bool, int]], share: float) -> None:
             pace.step()
             decodes, waited = decodes + 0.01, waited + 1
         assert pace.debt >= 0
-    # A chunk runs first and is made up for afterwards.
+    # A chunk runs first; its time is compensated afterwards.
     if 0.02 * (1 - share) / share < 0.01 * MOST_STEPS_BETWEEN:
         assert chunks - 0.02 <= (decodes * share / (1 - share) if share < 1 else chunks) + 1e-6
 
 
 def test_chunks_while_nobody_runs() -> None:
-    """Guards against chunks that wait for decode steps that never come, or that are made up for
-    although nobody stood still for them."""
+    """Guards against chunks that wait for decode steps that never come, or that are compensated
+    although no request was stalled by them."""
     pace = Pace(0.1)
     pace.costs = COSTS
     for _ in range(5):
@@ -406,8 +407,8 @@ def test_chunks_while_nobody_runs() -> None:
 
 
 def test_a_chunk_that_does_not_fit_runs_in_one_of_a_hundred_gaps() -> None:
-    """Guards against a turn that began and is never computed to its end, and against one whose
-    chunks pass the bound on inter-token latency more often than at p99."""
+    """Guards against a turn that began and never completes, and against one whose chunks exceed the
+    bound on inter-token latency more often than at p99."""
     pace, chunks = Pace(0.5), 0
     for _ in range(1000):
         if pace.may_run(3, fits=False):
@@ -419,8 +420,8 @@ def test_a_chunk_that_does_not_fit_runs_in_one_of_a_hundred_gaps() -> None:
 
 
 def test_a_turn_does_not_starve_behind_the_chunks_of_other_ranks() -> None:
-    """Guards a rank that is out of slack and runs no request, beside ranks that compute chunks all
-    the time. None of its chunks follows another rank's directly."""
+    """Guards a rank without slack that runs no request, beside ranks that compute chunks all the
+    time. None of its chunks follows another rank's directly."""
     pace, allowed = Pace(0.5), []
     for step in range(1, 1001):
         if pace.may_run(running=1, fits=False):

@@ -1,5 +1,5 @@
-"""A NIXL agent that copies between two memories of numpy, when a test says so, and complains about
-how it is used. Like the real one it refuses what it was not told of, and forgets a lost peer."""
+"""A NIXL agent that copies between two numpy memories when a test settles a transfer, and reports
+misuse. Like the real one it refuses unregistered names, and forgets a lost peer."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Range = tuple[int, int, int]
 
 
 class nixlRemoteDisconnectError(Exception):  # noqa: N801 - it is recognised by the binding's name
-    """The peer's process is gone."""
+    """The peer's process has ended."""
 
 
 class nixlNotFoundError(Exception):  # noqa: N801
-    """No such peer, list or registration."""
+    """The peer, list or registration does not exist."""
 
 
 class Memory:
-    """Bytes from an address on; nothing outside them can be read or written."""
+    """Bytes from an address on; addresses outside cannot be read or written."""
 
     def __init__(self, base: int, seed: int, size: int = 1 << 16) -> None:
         self._base = base
@@ -35,13 +35,13 @@ class Memory:
         self._used = 0
 
     def allocate(self, slots: int, item_len: int) -> tuple[int, npt.NDArray[np.uint8]]:
-        """The address of a buffer, and its bytes as (slots, item_len): a view."""
-        start = self._used + 5  # a gap that belongs to nobody
+        """Return the address of a buffer, and its bytes as a view (slots, item_len)."""
+        start = self._used + 5  # a gap outside all buffers
         self._used = start + slots * item_len
         return self._base + start, self._bytes[start : self._used].reshape(slots, item_len)
 
     def at(self, address: int, length: int) -> npt.NDArray[np.uint8]:
-        """A view of these bytes."""
+        """Return a view of these bytes."""
         start = address - self._base
         assert start >= 0 and start + length <= self._used, hex(address)
         return self._bytes[start : start + length]
@@ -54,7 +54,7 @@ class List:
     owner: str
     memory: str
     entries: list[Range]
-    #: The loading of its owner's metadata that it was prepared with.
+    #: The loading of the owner's metadata with which the list was prepared.
     loaded: object
 
 
@@ -71,35 +71,35 @@ class Handle:
     state: str | Exception = "PROC"
     is_posted: bool = False
     releases: int = 0
-    #: What it belongs to, where a test says so.
+    #: The transfer's room, if a test sets it.
     room: int | None = None
 
     @property
     def is_under_way(self) -> bool:
-        """Posted, and not over."""
+        """True if posted and not settled."""
         return self.is_posted and self.state == "PROC"
 
 
 @dataclass
 class FakeAgent:
-    """``memories``: of this rank under "", and of each peer under its name."""
+    """``memories``: this rank's under "", and each peer's under its name."""
 
     memories: dict[str, Memory] = field(default_factory=dict)
     handles: list[Handle] = field(default_factory=list)
     #: Peers that are loaded, by name.
     peers: dict[str, object] = field(default_factory=dict)
-    #: Those whose connection broke since they were loaded.
+    #: Peers whose connection broke after they were loaded.
     lost: set[str] = field(default_factory=set)
-    #: Notifications that were sent, by peer.
+    #: Sent notifications, by peer.
     notes: defaultdict[str, list[bytes]] = field(default_factory=lambda: defaultdict(list))
     calls: Counter[str] = field(default_factory=Counter)
-    #: Must be asserted empty: the workers swallow errors.
+    #: Tests must assert that it is empty, because the workers swallow errors.
     misuse: list[str] = field(default_factory=list)
-    #: By call: what its next calls raise; None for nothing.
+    #: Exceptions of the next calls, by call; None: the call succeeds.
     script: defaultdict[str, deque[Exception | None]] = field(
         default_factory=lambda: defaultdict(deque)
     )
-    #: By call: what each of its calls does first.
+    #: Functions that run at the start of each call, by call.
     before: dict[str, Any] = field(default_factory=dict)
     lists: list[List] = field(default_factory=list)
     _in_peers: threading.Lock = field(default_factory=threading.Lock)
@@ -119,7 +119,7 @@ class FakeAgent:
         with self._changing_peers():
             self._call("remove_remote_agent")
             if self.under_way(name):
-                self.misuse.append(f"{name} is removed while something is under way to it")
+                self.misuse.append(f"{name} is removed while a transfer to it is in flight")
             self.lost.discard(name)
             if self.peers.pop(name, None) is None:
                 self.misuse.append(f"{name} is removed, which is not known")
@@ -128,7 +128,7 @@ class FakeAgent:
     @contextmanager
     def _changing_peers(self) -> Iterator[None]:
         if not self._in_peers.acquire(blocking=False):
-            self.misuse.append("peers are changed by two threads at once")
+            self.misuse.append("two threads change peers at the same time")
             self._in_peers.acquire()
         try:
             yield
@@ -163,7 +163,7 @@ class FakeAgent:
             self.misuse.append(f"{op} from {ours} to {theirs}")
         self._check_list(theirs)
         if our_picks.dtype != np.int32 or their_picks.dtype != np.int32:
-            self.misuse.append("selectors are no int32")
+            self.misuse.append("selectors are not int32")
         sources = [ours.entries[pick] for pick in our_picks.tolist()]
         destinations = [theirs.entries[pick] for pick in their_picks.tolist()]
         return self._make(
@@ -197,7 +197,7 @@ class FakeAgent:
     def check_xfer_state(self, handle: Handle) -> str:
         self._call("check_xfer_state")
         if handle.releases:
-            self.misuse.append(f"{handle} is looked at after its release")
+            self.misuse.append(f"{handle} is checked after its release")
         if isinstance(handle.state, Exception):
             raise handle.state
         if not handle.is_posted:
@@ -219,7 +219,7 @@ class FakeAgent:
     # ---- for tests ----
 
     def settle(self, handle: Handle, state: str | Exception = "DONE") -> None:
-        """The transfer ends; its bytes arrive if it does well."""
+        """End the transfer; its bytes arrive if ``state`` is DONE."""
         handle.state = state
         if state != "DONE":
             return
@@ -232,7 +232,7 @@ class FakeAgent:
                 target[:] = self.memories[""].at(source, length)
 
     def under_way(self, peer: str | None = None, room: int | None = None) -> list[Handle]:
-        """Transfers that are posted and not over."""
+        """Return the transfers that are posted and not settled."""
         return [
             handle
             for handle in list(self.handles)
@@ -240,15 +240,15 @@ class FakeAgent:
         ]
 
     def disconnect(self, peer: str) -> None:
-        """The connection to a peer breaks. Transfers can still be made, as with NIXL, but not
-        posted, and what was prepared is worth nothing when it is loaded again."""
+        """Break the connection to a peer. As with NIXL, transfers can still be made but not posted,
+        and prepared lists are invalid once the peer is loaded again."""
         for handle in self.under_way(peer):
             handle.state = nixlRemoteDisconnectError(peer)
         if peer in self.peers:
             self.lost.add(peer)
 
     def check(self) -> None:
-        """Nothing was used wrongly, and every handle was released once."""
+        """Assert that there was no misuse, and that every handle was released once."""
         assert self.misuse == []
         assert [handle for handle in self.handles if handle.releases != 1] == []
 
@@ -259,7 +259,7 @@ class FakeAgent:
 
     def _check_list(self, prepared: List) -> None:
         if self._loaded(prepared.owner) is not prepared.loaded:
-            self.misuse.append(f"a list of {prepared.owner} is used that NIXL has dropped")
+            self.misuse.append(f"a list of {prepared.owner} is used after NIXL dropped it")
 
     def _ranges(self, rows: npt.NDArray[np.uint64]) -> list[Range]:
         if rows.dtype != np.uint64 or not rows.flags.c_contiguous or rows.shape[1] not in (3, 5):

@@ -1,5 +1,5 @@
-"""A whole prefill rank without an engine: SGLang's manager and senders as they are patched, the
-transfer pool with its workers stepped by the test, and an agent of numpy."""
+"""A whole prefill rank without an engine: SGLang's manager and senders as patched, the transfer
+pool with its workers stepped by the test, and an agent of numpy."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from unit.delta.nixl.sides import FROM, Side
 
 ADDRESS = "10.0.0.1:8998"
 TRANSFER_TIMEOUT_S = 10.0
-#: As long as it takes until a transfer that was broken off counts as over; shorter than a chunk may
-#: take, so that waiting for the one does not end the other.
+#: Time until a broken transfer counts as over; shorter than a chunk's timeout, so that waiting for
+#: the former does not end the latter.
 DOUBT_S = 5.0
 
 
@@ -37,7 +37,7 @@ class Steps(TransferPool):
         pass
 
     def run(self) -> None:
-        """Everything that is due now happens."""
+        """Run all work that is due now."""
         for each in self._threads:
             each._obey(0.0)
             while each._step() == 0.0:
@@ -45,7 +45,7 @@ class Steps(TransferPool):
             each._obey(0.0)
 
     def tables(self) -> dict[str, int]:
-        """What the workers keep, all together."""
+        """Return the sizes of all workers' tables, summed."""
         found: dict[str, int] = {}
         for each in self._threads:
             for name, size in each._worker.tables().items():
@@ -54,7 +54,8 @@ class Steps(TransferPool):
 
 
 class Sockets:
-    """To decode ranks; complains when one is told too early that nothing is written any more."""
+    """Records messages to decode ranks; reports one that is told too early that no more is
+    written."""
 
     def __init__(self, agent: FakeAgent) -> None:
         self.agent = agent
@@ -65,11 +66,11 @@ class Sockets:
         if isinstance(message, wire.Stopped):
             self.stopped.append(message)
             if self.agent.under_way(room=message.room):
-                self.misuse.append(f"{message} while something is under way")
+                self.misuse.append(f"{message} while a write is in flight")
 
 
 def without_threads(patch: pytest.MonkeyPatch, clock: Clock, **limits: int) -> None:
-    """Managers that are made from now on have a pool whose threads are not started."""
+    """Make later managers have a pool whose threads are not started."""
     patch.setenv("SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT", str(TRANSFER_TIMEOUT_S))
     patch.setattr(transfer_pool, "TransferPool", functools.partial(Steps, clock=clock))
     patch.setattr(manager, "RoomTable", functools.partial(RoomTable, clock=clock))
@@ -117,13 +118,13 @@ class PrefillRank:
         self.manager.start_transfers()
         self.pool: Steps = self.manager.transfers
         self._label_handles(self.pool.backend)
-        #: A message of a decode rank arrives.
+        #: Takes a message of a decode rank.
         self.take = self.manager.announcements().take
         for name in peers:
             self.register(name)
 
     def _label_handles(self, backend: Any) -> None:
-        """The agent's handles are told which room they are of, before they are posted."""
+        """Label the agent's handles with their room before they are posted."""
         post = backend.post
 
         def labelled(chunk: Any, peer: str) -> Iterator[Any]:
@@ -134,11 +135,11 @@ class PrefillRank:
         backend.post = labelled
 
     def register(self, name: str, **own: Any) -> None:
-        """A decode rank says where its pools are; ``own``: as in ``Side.registration``."""
+        """Register a decode rank with its pools; ``own``: as in ``Side.registration``."""
         self.take(self.decode[name].registration(name, **own))
 
     def sender(self, room: int) -> Any:
-        """A request of ``room`` reaches this rank."""
+        """Return the sender of a request of ``room`` that reaches this rank."""
         return conn.NixlKVSender(self.manager, ADDRESS, room, [0], 0)
 
     def announce(
@@ -146,8 +147,9 @@ class PrefillRank:
         of: int = 1, in_note: bool = False, state: Sequence[int] = (), is_stock: bool = False,
         prompt_tokens: int = 0,
     ) -> None:  # fmt: skip
-        """A decode rank lists its pages, and those of ``state``; ``of``: ranks that will;
-        ``in_note``: it takes metadata in a note; ``prompt_tokens``: 0 where it does not say."""
+        """Announce a decode rank's pages, and those of ``state``; ``of``: number of announcing
+        ranks; ``in_note``: the rank accepts metadata in a note; ``prompt_tokens``: 0 if not
+        stated."""
         listed, states = (np.array(each, np.int32).tobytes() for each in (pages, state))
         texts = [str(number).encode() for number in (room, slot, of)]
         frames = [conn.GUARD, texts[0], *FROM, peer.encode(), listed, *texts[1:], states]
@@ -163,22 +165,22 @@ class PrefillRank:
         self.take(frames if is_stock else [*frames, wire.encode_frame(frame)])
 
     def withdraw(self, room: int, peer: str = "decode") -> None:
-        """Decode gives the room up."""
+        """Withdraw the room as decode does."""
         self.manager.decode_ranks.take(wire.Withdraw(room, peer, "10.0.0.2", 4000, "no reason"))
 
     def tick(self, seconds: float) -> None:
-        """Time passes, and the workers look at what is due."""
+        """Advance the clock, and let the workers do the due work."""
         self.clock.now += seconds
-        self.manager.rooms.tick()  # the process was not suspended
+        self.manager.rooms.tick()  # otherwise the time would count as a suspension
         self.pool.run()
 
     def settle(self, state: str | Exception = "DONE", room: int | None = None) -> None:
-        """What is under way is over, and noticed at the next look."""
+        """Settle all transfers in flight; the workers notice at their next check."""
         for handle in self.agent.under_way(room=room):
             self.agent.settle(handle, state)
 
     def finish(self) -> None:
-        """Everything is posted and over, also what was broken off."""
+        """Post and settle all transfers, including broken ones."""
         for _ in range(100):
             self.tick(0.25)
             if not self.agent.under_way():
@@ -187,22 +189,23 @@ class PrefillRank:
                 if not self.agent.under_way():
                     return
             self.settle()
-        raise AssertionError("it goes on for ever")
+        raise AssertionError("transfers never end")
 
     def leftovers(self) -> dict[str, Any]:
-        """Entries that no room must leave behind."""
+        """Return the entries that no room may leave behind."""
         tables = {**self.manager.open_rooms(), **self.pool.tables()}
         tables["users"] = sum(map(self._users, list(self.manager.decode_kv_args_table)))
         return {name: rooms for name, rooms in tables.items() if rooms}
 
     def _users(self, name: str) -> int:
-        """Transfers to a decode rank that hold it."""
+        """Return the number of transfers that hold a decode rank."""
         peer = self.manager.peers.hold(name)
         self.manager.peers.release(peer)
         return int(peer.users)
 
     def check(self) -> None:
-        """Nothing is left once what was broken off is over, and nobody was misused."""
+        """Assert that no entry is left once broken transfers are over, and that there was no
+        misuse."""
         self.tick(DOUBT_S)
         assert self.leftovers() == {}, self.leftovers()
         self.agent.check()

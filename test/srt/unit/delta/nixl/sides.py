@@ -16,7 +16,7 @@ from unit.delta.nixl.fakes import Memory
 PAGE, LAYERS = 4, 2
 KEY_BYTES, VALUE_BYTES = 3, 2
 METADATA, STATE = (8, 24, 3), (16, 40)
-#: Where a decode rank listens.
+#: Address of a decode rank's listener.
 FROM = (b"10.0.0.2", b"4000")
 
 
@@ -63,8 +63,8 @@ class Side:
         )
 
     def registration(self, name: str, **own: Any) -> list[bytes]:
-        """What it says to prefill of itself, as stock SGLang sends it; ``own``: what is otherwise:
-        addresses of its ``kv`` and bytes of a page (``item``)."""
+        """Return the registration as stock SGLang sends it to prefill; ``own``: fields that differ:
+        the addresses of ``kv`` and the bytes of a page (``item``)."""
         args = self.args
         addresses = [own.get("kv", args.kv_data_ptrs), args.aux_data_ptrs, args.state_data_ptrs]
         numbers = args.gpu_id, self.size, self.rank, own.get("item", args.kv_item_lens[0])
@@ -75,5 +75,5 @@ class Side:
         ]
 
     def snapshot(self) -> list[npt.NDArray[np.uint8]]:
-        """A copy of all its buffers."""
+        """Return a copy of all buffers."""
         return [view.copy() for _, view in (*self.kv, *self.metadata, *self.state)]

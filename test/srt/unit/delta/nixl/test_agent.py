@@ -1,4 +1,4 @@
-"""Which NIXL is taken, and how SGLang's agent of it is made."""
+"""Accepted versions of NIXL, and the settings of SGLang's agents."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Config:
 
 
 class AgentConfig:
-    """The binding's own settings, which an agent fills when it is made."""
+    """The binding's own settings, which an agent fills at its construction."""
 
     pthrDelay = 0  # noqa: N815
     other = 0
 
 
 class Agent:
-    """As the binding's: makes its settings in its constructor."""
+    """Like the binding's class: creates its settings in its constructor."""
 
     __module__ = "fake_nixl_api"
 
@@ -57,7 +57,7 @@ class Agent:
 
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module that SGLang takes its classes from."""
+    """The module from which SGLang imports its classes."""
     api: Any = ModuleType("fake_nixl_api")
     api.nixl_thread_sync_t = SimpleNamespace(NIXL_THREAD_SYNC_RW=RW)
     api.nixl_agent_config = Config
@@ -73,7 +73,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def assert_restored(api: Any) -> None:
-    """NIXL is what it was, for whoever else uses it in this process."""
+    """Assert that NIXL is unchanged for other users in this process."""
     assert api.nixl_agent_config is Config and api.nixl_agent is Agent
     assert api.nixlBind.nixlAgentConfig is AgentConfig
 
@@ -97,9 +97,9 @@ def test_what_is_asked_for(
     options: dict[str, str],
 ) -> None:
     """Guards against an agent without thread synchronisation, which several workers would corrupt,
-    or with one that has a release wait for another worker's post; against a progress thread that
-    takes a core for itself; and against transfer threads that wait for one UCX worker, since
-    NIXL's own ``num_threads`` are taken from the total."""
+    or with one that makes a release wait for another worker's post; against a progress thread that
+    occupies a core; and against transfer threads that wait for one UCX worker, since NIXL's own
+    ``num_threads`` are subtracted from the total."""
     if given is not None:
         monkeypatch.setenv(PROGRESS_DELAY, given)
     with configured_agents(workers):
@@ -113,8 +113,8 @@ def test_what_is_asked_for(
 
 
 def test_only_the_pause_for_a_later_release(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against settings of SGLang 0.5.23's own agents that are replaced with ours, and
-    against ones that stay in the binding."""
+    """Guards against replacing the settings of SGLang 0.5.23's own agents, and against settings
+    that stay in the binding."""
     monkeypatch.setenv(PROGRESS_DELAY, "250")
     with pytest.raises(ZeroDivisionError), pausing_agents():
         agent = api.nixl_agent(api.nixl_agent_config(sync_mode="strict", backends=["UCX"]))
@@ -131,7 +131,7 @@ def test_only_the_pause_for_a_later_release(api: Any, monkeypatch: pytest.Monkey
 @pytest.mark.hazard("wrong-counts")
 @pytest.mark.parametrize("value", ["", "soon", "-1", "1.5"])
 def test_a_wrong_pause(api: Any, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    """Guards against a typing error that is taken for the default."""
+    """Guards against a typing error that silently means the default."""
     monkeypatch.setenv(PROGRESS_DELAY, value)
     with pytest.raises(ValueError, match=PROGRESS_DELAY), configured_agents():
         pass
@@ -142,7 +142,7 @@ def test_a_wrong_pause(api: Any, monkeypatch: pytest.MonkeyPatch, value: str) ->
 def test_a_binding_without_the_pause(
     api: Any, caplog: pytest.LogCaptureFixture, missing: str
 ) -> None:
-    """Guards against a server that does not start, or spins without a word."""
+    """Guards against a server that does not start, or silently spins."""
 
     class Bare:
         pass
@@ -160,32 +160,32 @@ def test_a_binding_without_the_pause(
 
 
 def test_the_installed_binding_has_what_is_used() -> None:
-    """Guards against a NIXL of another version in which nothing of this has any effect."""
+    """Guards against another version of NIXL in which these settings have no effect."""
     api = pytest.importorskip("nixl")._api
     assert hasattr(api.nixl_thread_sync_t, "NIXL_THREAD_SYNC_RW")
     binding = sys.modules[api.nixl_agent.__module__].nixlBind
     assert hasattr(binding.nixlAgentConfig, "pthrDelay")
 
 
-# ---- which NIXL ----
+# ---- accepted versions of NIXL ----
 
 
 def agent_of_today() -> Any:
-    """The installed binding's class, with everything that is used."""
+    """Return the installed binding's class, with all attributes in use."""
     return pytest.importorskip("nixl")._api.nixl_agent
 
 
 def new_config(sync_mode: Any = None, capture_telemetry: bool = False) -> None:
-    """``nixl_agent_config`` of this NIXL."""
+    """Stand in for ``nixl_agent_config`` of this NIXL."""
 
 
 def old_config(capture_telemetry: bool = False) -> None:
-    """``nixl_agent_config`` of an older one."""
+    """Stand in for ``nixl_agent_config`` of an older one."""
 
 
 @pytest.fixture
 def nixl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Install a NIXL of a version with an interface."""
+    """Installs a NIXL with the given version and interface."""
 
     whole = type("Whole", (agent_of_today(),), {"__module__": "nixl._api"})
 
@@ -209,8 +209,8 @@ def nixl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     + [("1.5.0", True), ("1.5.1", True), ("1.10", True), ("2.0", True)],
 )
 def test_versions(nixl: Any, version: str, is_taken: bool) -> None:
-    """Guards against a check that refuses what works, a list of names that the installed NIXL has
-    not, and a server that ends at its start because of the library that it has."""
+    """Guards against a check that refuses a working version, a list of names that the installed
+    NIXL lacks, and a server that ends at its start because of its library."""
     assert obstacle() == ""
     nixl(version)
     too_old = f"nixl {version} is installed, {NEEDED} or newer is needed"
@@ -229,7 +229,7 @@ def test_a_backend_whose_order_is_unknown(monkeypatch: pytest.MonkeyPatch, backe
 
 
 def test_the_version_is_that_of_the_implementation(nixl: Any, tmp_path: Path) -> None:
-    """Guards against a judgement of the shim, which may hand on another version's classes."""
+    """Guards against checking the shim's version, which may load another version's classes."""
     info = tmp_path / "nixl_cu12-1.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nixl-cu12\nVersion: 1.1.0\n")
@@ -238,7 +238,7 @@ def test_the_version_is_that_of_the_implementation(nixl: Any, tmp_path: Path) ->
 
 
 class Bare:
-    """An agent of a NIXL whose names are others."""
+    """An agent of a NIXL with other names."""
 
     __module__ = "nixl._api"
 
@@ -252,20 +252,20 @@ class Bare:
     ],
 )
 def test_another_interface(nixl: Any, changes: dict[str, Any], named: str) -> None:
-    """Guards against a build whose version says nothing of what it lacks."""
+    """Guards against a build whose version does not show a missing function."""
     nixl("1.5.1", **changes)
     assert obstacle().startswith("nixl 1.5.1 has no ") and named in obstacle()
 
 
 def test_no_nixl_at_all(nixl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against an exception where the library is broken or missing."""
+    """Guards against an exception if the library is broken or missing."""
     nixl("1.5.1")
     monkeypatch.setitem(sys.modules, "nixl", None)
     assert "cannot be imported" in obstacle()
 
 
 def test_the_extras_ask_for_it() -> None:
-    """Guards against an installation that pip finds in order and that is then left stock."""
+    """Guards against an installation that satisfies pip but stays stock."""
     tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pinned = dict(

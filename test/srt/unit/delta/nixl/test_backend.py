@@ -1,4 +1,4 @@
-"""What the chunks of a room move, byte by byte, and what decode is told."""
+"""Bytes that a room's chunks move, and decode's notifications."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ PAGES: dict[str, tuple[list[int], list[int]]] = {
     "a run on one side": ([2, 3, 4, 5], [9, 3, 16, 0]),
     "scattered": ([7, 0, 11, 4, 5, 1], [1, 16, 3, 8, 9, 2]),
 }
-#: What comes in another chunk, where there is one.
+#: Pages of a second chunk.
 MORE = ([9, 10], [15, 12])
-#: Prefill rank, ranks; decode rank, ranks; KV heads of the model. Latent pages any rank has whole.
+#: Prefill rank, ranks; decode rank, ranks; KV heads of the model. Every rank has whole latent
+#: pages.
 RANKS = {
     "of equal size": (0, 1, 0, 1, 2),
     "latent": (0, 1, 1, 2, 2),
@@ -48,17 +49,17 @@ RANKS = {
     "from the replica that sends": (2, 4, 0, 1, 2),
     "whole tokens": (0, 1, 1, 2, 1),
 }
-#: What goes with the pages: state, and the metadata in a note.
+#: Sent with the pages: state; and the metadata in a note instead of decode's slot.
 GOES = {
     "metadata": (False, False),
     "metadata in the note": (False, True),
     "state": (True, False),
     "state, metadata in the note": (True, True),
 }
-#: Of prefill and of decode: pages of state, metadata slots.
+#: For prefill and for decode: pages of state, metadata slots.
 STATE, SLOTS = ((4, 0), (1, 5)), (3, 1)
-#: Lists that NIXL prepares: of both ranks, none, of this rank only, or none as the peer is a stock
-#: one.
+#: Lists that NIXL prepares: for both ranks, none, for this rank only, or none because the peer is a
+#: stock server.
 LISTS = ("prepared", "none", "ours only", "stock peer")
 CASES = [
     (ranks, goes, lists)
@@ -71,7 +72,8 @@ CASES = [
 def rank_of(
     patch: pytest.MonkeyPatch, ranks: str, form: str = "prepared", stages: int = 1
 ) -> PrefillRank:
-    """A prefill rank, of one of some pipeline ``stages``, and the decode rank that it serves."""
+    """Return a prefill rank, one of some pipeline ``stages``, with the decode rank that it
+    serves."""
     if form:
         patch.setattr(descriptors, "is_selected_faster", lambda *_: form == "prepared")
     rank, size, their_rank, their_size, total = RANKS[ranks]
@@ -82,7 +84,7 @@ def rank_of(
 
 
 def started(rank: PrefillRank, to: Sequence[int], **said: Any) -> Any:
-    """A room for these pages of decode, behind a prefix of one page of ours; ``said``: as in
+    """Start a room for these pages of decode, behind a prefix of one page; ``said``: as in
     ``announce``."""
     sender = rank.sender(ROOM)
     prefix = 0 if said.get("is_stock") else 1
@@ -92,7 +94,7 @@ def started(rank: PrefillRank, to: Sequence[int], **said: Any) -> Any:
 
 
 def serve(rank: PrefillRank, ours: Sequence[int], to: Sequence[int], **said: Any) -> list[Any]:
-    """A room of one chunk from begin to end; the handles that it took."""
+    """Serve a room of one chunk from start to end; return its handles."""
     made = len(rank.agent.handles)
     sender = started(rank, to, **said)
     sender.send(pages(*ours))
@@ -106,7 +108,7 @@ def serve(rank: PrefillRank, ours: Sequence[int], to: Sequence[int], **said: Any
 def expected(
     rank: PrefillRank, ours: Sequence[int], to: Sequence[int], has_state: bool, in_slot: bool
 ) -> list[npt.NDArray[np.uint8]]:
-    """Decode's buffers after that, by plain loops over layers, pages, tokens and heads."""
+    """Return decode's buffers after that, by plain loops over layers, pages, tokens and heads."""
     side, theirs = rank.side, rank.decode["decode"]
     found = theirs.snapshot()
     left = iter(found)
@@ -128,7 +130,7 @@ def expected(
 def move_heads(
     ours: Side, theirs: Side, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]
 ) -> None:
-    """Of one page of one buffer."""
+    """Copy the heads of one page of one buffer."""
     from_, to = (
         page.reshape(PAGE, len(side.heads), -1) for page, side in ((source, ours), (target, theirs))
     )
@@ -144,7 +146,7 @@ def move_heads(
 
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[Moved]:
-    """What the event log says of the chunks."""
+    """The event log's records of chunks."""
     seen: list[Any] = []
 
     def write(line: bytes) -> None:
@@ -170,14 +172,14 @@ def test_a_room(
     lists: str,
     which: str,
 ) -> None:
-    """Guards against bytes at a wrong place in any form of descriptors; against metadata that go
-    only with state or only with KV, or into decode's slot beside the note that has them; against
-    state that goes with every chunk or of a model that has none; and against a full hit, for which
-    nothing is written, that tells decode or the event log nothing."""
+    """Guards against bytes at a wrong place in any form of descriptors; against metadata that are
+    sent only with state or only with KV, or into decode's slot as well as in the note; against
+    state that is sent with every chunk or for a model without state; and against a full hit, which
+    writes no KV, without a notification or an event."""
     rank, (has_state, in_note) = rank_of(monkeypatch, ranks), GOES[goes]
     is_stock = lists == "stock peer"
     if is_stock and which == "none":
-        return  # that is a dummy's
+        return  # only a dummy announces no pages
     if lists == "none":
         rank.agent.before["prep_xfer_dlist"] = lambda: 1 / 0
     elif lists == "ours only":
@@ -189,7 +191,7 @@ def test_a_room(
         rank, to, in_note=in_note, state=STATE[1] if has_state else (), is_stock=is_stock
     )
     for source, _ in chunks:
-        assert rank.agent.notes["decode"] == [], "no write may complete a room"
+        assert rank.agent.notes["decode"] == [], "no note before the last write"
         sender.send(pages(*source), list(STATE[0]) if has_state else None)
         rank.finish()
     for before, is_now in zip(was, rank.decode["decode"].snapshot(), strict=True):
@@ -212,7 +214,7 @@ def test_a_room(
 
 
 def assert_told(rank: PrefillRank, has_state: bool, in_note: bool) -> None:
-    """Decode takes the room as complete with the last note, and has its metadata then."""
+    """Assert that decode completes the room with the last note, and has its metadata then."""
     told, status = list(map(parse, rank.agent.notes["decode"])), TransferStatus()
     status.expects_state = has_state
     for note in told:
@@ -229,8 +231,8 @@ def assert_told(rank: PrefillRank, has_state: bool, in_note: bool) -> None:
 @pytest.mark.parametrize("start_layer", [0, 2, 4])
 @pytest.mark.parametrize("is_mla", [False, True])
 def test_a_pipeline_stage(monkeypatch: pytest.MonkeyPatch, is_mla: bool, start_layer: int) -> None:
-    """Guards against layers of another stage, of KV or of state, and values taken from where
-    another number of layers puts them: decode holds all six layers, this stage two."""
+    """Guards against layers of another stage, of KV or of state, and values read at the offset of
+    another number of layers: decode holds all six layers, this stage two."""
     rank = rank_of(monkeypatch, "latent" if is_mla else "of equal size", stages=3)
     args = rank.side.args
     args.prefill_start_layer, args.state_type = start_layer, "nsa" if is_mla else "mamba"
@@ -251,8 +253,8 @@ def test_a_pipeline_stage(monkeypatch: pytest.MonkeyPatch, is_mla: bool, start_l
 
 @pytest.mark.parametrize("ranks", ["to the last of two", "from the last of two"])
 def test_slices_are_prepared_once(monkeypatch: pytest.MonkeyPatch, ranks: str) -> None:
-    """Guards against a row a token a buffer for each chunk, a million for a long one, against a
-    list for each chunk, and against lists of a peer that was loaded anew."""
+    """Guards against a row per token and buffer for each chunk, a million for a long one, against a
+    list for each chunk, and against lists of a peer from before it was loaded again."""
     rank = rank_of(monkeypatch, ranks)
     for first in range(3):
         own = [first, first + 5, first + 3]
@@ -266,8 +268,8 @@ def test_slices_are_prepared_once(monkeypatch: pytest.MonkeyPatch, ranks: str) -
     assert calls["get_xfer_descs"] == calls["initialize_xfer"] == 0
 
 
-#: With these costs the form depends on what is counted: a descriptor a run, or one a page (where
-#: heads are cut out of them, one a token), in each of 4 buffers.
+#: With these costs the form depends on the counted descriptors: one per run, or one per page (one
+#: per token if heads are cut out of the pages), in each of 4 buffers.
 CHOICES = [
     ("of equal size", (0, 1, 7.5, 0), "prepared"),
     ("of equal size", (0, 1, 8.5, 0), "ranges"),
@@ -289,9 +291,9 @@ def test_numbers_of_a_delivery(
     costs: tuple[float, ...],
     form: str,
 ) -> None:
-    """Guards against a choice by other costs than this machine's, or that is fed with something
-    else than was measured, a descriptor for each page where neighbours can be merged, counting what
-    decode already had or what was not sent, and taking time on the wire for time of a post."""
+    """Guards against a choice by other costs than this machine's, or by other numbers than the
+    measured ones; a descriptor for each page although neighbours can be merged; counting pages that
+    decode already had or that were not sent; and counting time on the wire as time of a post."""
     ticks = itertools.count()
     clocked = functools.partial(backend.NixlBackend, clock=lambda: float(next(ticks)))
     monkeypatch.setattr(prefill, "NixlBackend", clocked)
@@ -311,13 +313,13 @@ def test_numbers_of_a_delivery(
     sent = 4 * ((2 if form == "ranges" else 4) if whole else 4 * PAGE) + 3
     assert sum(len(handle.sources) for handle in handles) == sent
     assert event.descriptors == added["descriptors"] == sent
-    # The clock moves by a second each time it is asked: once in each build, once in each post.
+    # The clock advances by a second at each call: once per build, once per post.
     assert (event.build_s, event.post_s, event.wire_s) == (2.0, 2.0, 1.0)
     assert (added["build_seconds"], added["post_seconds"]) == (2.0, 2.0)
     assert added["transport_seconds"] == pytest.approx(0.003)
 
 
-#: Ranks, what this rank says of itself, what decode registers, what is sent, and the complaint.
+#: Ranks, this rank's fields, decode's registration, the sent fields, and the complaint.
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
     ("of equal size", {}, {}, {"pages": [12]}, "page 12 of a pool of 12"),
     ("to the last of two", {}, {}, {"pages": [12]}, "page 12 of a pool of 12"),
@@ -360,8 +362,8 @@ def test_what_does_not_fit(
 ) -> None:
     """Guards against reading or writing outside a pool, a peer's numbers that wrap around into
     other memory or put heads beside its tokens, state that is cut to fit, of another kind or of
-    other heads; and against metadata, without which decode never takes the room, that go all the
-    same."""
+    other heads; and against sending metadata nevertheless, which would complete the room on
+    decode."""
     rank = rank_of(monkeypatch, ranks.replace("three", "two"))
     if "three" in ranks:
         rank.decode["decode"].size, rank.decode["decode"].rank = 3, 0
@@ -383,9 +385,9 @@ def test_what_does_not_fit(
 
 @pytest.mark.parametrize("why", ["too much", "not in host memory"])
 def test_metadata_that_cannot_go_in_a_note(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    """Guards against hidden states of some models in a message that is made for a few kilobytes;
-    and against reading an address of the GPU, which ends the process: SGLang puts metadata there
-    for one kind of memory pool."""
+    """Guards against hidden states of some models in a message for a few kilobytes, and against
+    reading an address of the GPU, which ends the process: SGLang puts metadata there for one kind
+    of memory pool."""
     if why == "too much":
         monkeypatch.setattr(wire, "MOST_METADATA", 10)
     else:

@@ -1,4 +1,4 @@
-"""A room whose calls of NIXL fail, one by one: what is under way is waited for, and every handle is
+"""A room whose calls of NIXL fail, one by one: transfers in flight are awaited, and every handle is
 released once (``PrefillRank.check``)."""
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from unit.delta.nixl.fakes import nixlRemoteDisconnectError
 from unit.delta.nixl.prefill_rank import PrefillRank
 from unit.delta.transfer.steps import ROOM, failure_of, pages
 
-#: Without lists, with lists: the call that makes a transfer.
+#: The call that makes a transfer: without lists, with lists.
 MAKES = ("initialize_xfer", "make_prepped_xfer")
-ERROR = ZeroDivisionError("bindings raise what they like")
+ERROR = ZeroDivisionError("any exception of a binding")
 
 
 @pytest.fixture(params=[False, True], ids=["ranges", "prepared"])
 def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PrefillRank:
-    """One that describes everything in one form, as far as that is possible."""
+    """A rank that describes all transfers in one form, as far as possible."""
     monkeypatch.setattr(descriptors, "is_selected_faster", lambda *_: request.param)
     return PrefillRank(monkeypatch, ("decode", "other"))
 
 
 def sent(rank: PrefillRank) -> Any:
-    """A room of one chunk, in three transfers: pages, state and metadata."""
+    """Send a room of one chunk in three transfers: pages, state and metadata."""
     sender = rank.sender(ROOM)
     rank.announce(ROOM, [3, 4, 1], slot=2, state=[2])
     sender.init(3, 3)
@@ -38,7 +38,7 @@ def sent(rank: PrefillRank) -> Any:
 
 
 def served(rank: PrefillRank) -> None:
-    """A room is delivered."""
+    """Deliver a room."""
     sender = sent(rank)
     rank.finish()
     assert sender.poll() == KVPoll.Success
@@ -52,8 +52,8 @@ def served(rank: PrefillRank) -> None:
 def test_a_call_that_fails(
     rank: PrefillRank, monkeypatch: pytest.MonkeyPatch, fault: str, nth: int
 ) -> None:
-    """Guards against transfers that nobody waits for, because a later one of the same chunk could
-    not be posted; and against errors that NIXL returns instead of raising them."""
+    """Guards against transfers that are never awaited because a later one of the same chunk could
+    not be posted, and against errors that NIXL returns instead of raising them."""
     agent, left = rank.agent, [nth]
 
     def is_the_nth() -> bool:
@@ -93,8 +93,8 @@ def test_a_call_that_fails(
 
 @pytest.mark.parametrize("call", ["send_notif", "release_xfer_handle", "get_xfer_descs"])
 def test_other_calls_that_raise(rank: PrefillRank, call: str) -> None:
-    """Guards against a peer that is in use for ever, or a room that counts as complete, because a
-    note could not be sent, NIXL did not like a release, or a list."""
+    """Guards against a peer that stays in use for ever, or a room that counts as complete, because
+    a note, a release or a list failed."""
     rank.agent.script[call].append(ERROR)
     sender = sent(rank)
     rank.finish()
@@ -109,15 +109,15 @@ def test_other_calls_that_raise(rank: PrefillRank, call: str) -> None:
 
 @pytest.mark.hazard("handle-release")
 def test_forgotten_while_it_is_posted_to(rank: PrefillRank) -> None:
-    """Guards against a transfer that NIXL has made and that is never released, because the peer was
-    forgotten by another thread in between; against removing a peer that is being posted to; and
-    against a post to a rank that was forgotten."""
+    """Guards against a made transfer that is never released because another thread forgot the peer
+    in between; against removing a peer during a post to it; and against a post to a rank that was
+    forgotten."""
     agent, peers = rank.agent, rank.manager.peers
 
     def forget() -> None:
         rank.manager.forget_peer("decode")
         peers.release(peers.hold("other"))
-        assert "decode" in agent.peers, "it is in use"
+        assert "decode" in agent.peers, "the peer is in use"
 
     agent.before.update(dict.fromkeys(MAKES, forget))
     sender = sent(rank)
@@ -133,8 +133,8 @@ def test_forgotten_while_it_is_posted_to(rank: PrefillRank) -> None:
 @pytest.mark.hazard("peer-lost-for-ever")
 @pytest.mark.parametrize("noticed_by", ["state", "transfer", "make", "send_notif"])
 def test_a_lost_peer_may_register_again(rank: PrefillRank, noticed_by: str) -> None:
-    """Guards against a decode rank that is served no more after its connection broke once: it must
-    be loaded again, and with lists of its own, even while something is still under way to it."""
+    """Guards against a decode rank that is never served again after its connection broke once: it
+    must be loaded again, with new lists, even while a transfer to it is still in flight."""
     served(rank)
     lost = nixlRemoteDisconnectError("decode")
     if noticed_by != "state":
@@ -143,7 +143,7 @@ def test_a_lost_peer_may_register_again(rank: PrefillRank, noticed_by: str) -> N
     sender = sent(rank)
     if noticed_by == "state":
         rank.agent.disconnect("decode")
-        rank.agent.handles[-1].state = "PROC"  # NIXL does not notice that one
+        rank.agent.handles[-1].state = "PROC"  # NIXL does not notice the failure of this transfer
         rank.tick(0.25)
     else:
         rank.settle()

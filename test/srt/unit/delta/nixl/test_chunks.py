@@ -1,4 +1,5 @@
-"""One chunk, cut out of what decode ranks announced: right or refused, and never alive."""
+"""One chunk, cut from decode ranks' announcements: right or refused, and independent of later
+changes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from unit.delta.fakes import announcement
 
 
 def rank(name: str, *pages: int, **fields: Any) -> Any:
-    """What one decode rank announced."""
+    """Return one decode rank's announcement."""
     return announcement(
         7,
         agent_name=name,
@@ -27,14 +28,14 @@ def rank(name: str, *pages: int, **fields: Any) -> Any:
 
 
 def cut(announcements: list[Any], pages: Any, start: int = 0, **changes: Any) -> Any:
-    """A chunk of ``pages`` from the ``start``th of the room's pages on."""
+    """Cut a chunk of ``pages`` from the ``start``th of the room's pages on."""
     fields = {"chunk_id": 1, "metadata_slot": None, "state_pages": None} | changes
     return cut_chunk(7, announcements, np.array(pages), slice(start, start + len(pages)), **fields)
 
 
 @given(count=st.integers(0, 9), start=st.integers(0, 9), data=st.data())
 def test_the_place_of_a_chunk(count: int, start: int, data: st.DataObject) -> None:
-    """Guards against pages of another chunk's place."""
+    """Guards against pages at another chunk's place."""
     count = min(count, 9 - start)
     pages = data.draw(st.permutations(range(100, 109)))
     made = cut([rank("a", *pages)], list(range(count)), start)
@@ -62,7 +63,7 @@ def test_a_rank_that_listed_another_number(listed: int, good_first: bool) -> Non
 
 
 def test_two_ranks() -> None:
-    """Guards against one rank's pages, slot or pool taken for another's."""
+    """Guards against one rank's pages, slot or pool used for another rank."""
     frame = announcement(7).delta
     sized = type(frame)(
         decode_prefix_len=0, num_pages=2, is_dummy=False, pool_pages=9, metadata_slots=4
@@ -89,14 +90,14 @@ def test_two_ranks() -> None:
     }
     assert found == {
         "a": ([5, 6], 1, [3], 9, 4),
-        "b": ([8, 7], 3, [], None, None),  # its frame does not say
+        "b": ([8, 7], 3, [], None, None),  # its frame has no sizes
         "d": ([1, 2], 2, [], None, None),
     }
 
 
 @pytest.mark.hazard("source-given-away")
 def test_nothing_is_alive() -> None:
-    """Guards against a chunk in a queue that changes when the scheduler gives its pages to another
+    """Guards against a queued chunk that changes when the scheduler reuses its pages for another
     request."""
     table = np.array([4, 5, 6, 7], np.int32)
     state = [8, 9]
@@ -128,7 +129,7 @@ def test_nothing_is_alive() -> None:
     ],
 )
 def test_state_of_any_shape(given_: Any, numbers: list[int]) -> None:
-    """Guards against a scheduler that dies of the shape of a model's state indices: they come as
+    """Guards against a scheduler that fails on the shape of a model's state indices: they come as
     numbers, arrays, and lists of arrays."""
     made = cut([rank("a", state=given_)], [], state_pages=given_)
     for pages in (made.state_pages, made.destinations["a"].state_pages):
@@ -136,8 +137,8 @@ def test_state_of_any_shape(given_: Any, numbers: list[int]) -> None:
 
 
 def test_state_goes_with_the_last_chunk() -> None:
-    """Guards against the scheduler reading all pages of state of all decode ranks for each chunk:
-    a list of 131,072 takes 10 ms."""
+    """Guards against the scheduler reading all pages of state of all decode ranks for each chunk: a
+    list of 131,072 takes 10 ms."""
 
     class Unread(list[int]):
         def __iter__(self) -> Any:
@@ -150,5 +151,5 @@ def test_state_goes_with_the_last_chunk() -> None:
 
 
 def test_no_rank_wants_anything() -> None:
-    """Guards against an error where this rank sends nothing."""
+    """Guards against an error if this rank sends no pages."""
     assert cut([rank("a", dummy=True)], [1]).destinations == {}

@@ -1,4 +1,4 @@
-"""Descriptors, compared with the bytes that one loop over pages and buffers would move."""
+"""Descriptors, compared with the bytes that a simple loop over pages and buffers would move."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ HIGH = 2**63
 
 
 def pool(item_lens: tuple[int, ...], slots: int, base: int, device: int = 0) -> Pool:
-    """Buffers one behind the other, with a gap of 5 bytes between them, from ``base`` on."""
+    """Return consecutive buffers with a gap of 5 bytes between them, from ``base`` on."""
     starts = np.cumsum([0, *(length * slots + 5 for length in item_lens[:-1])])
     return Pool(tuple(base + int(start) for start in starts), item_lens, slots, device)
 
 
 def page_lists(data: st.DataObject, slots: int) -> tuple[list[int], list[int]]:
-    """Pages of either side: any order, with rising, falling and repeated stretches, so that runs of
-    all kinds come up. Destinations do not repeat (they are checked when they arrive)."""
+    """Draw pages of either side: any order, with rising, falling and repeated stretches, so that
+    runs of all kinds occur. Destinations do not repeat (announcements are checked on arrival)."""
     stretches = st.lists(st.tuples(st.integers(0, slots - 1), st.integers(1, 6), st.booleans()))
     sources: list[int] = []
     for first, length, falls in data.draw(stretches):
@@ -48,7 +48,7 @@ def page_lists(data: st.DataObject, slots: int) -> tuple[list[int], list[int]]:
 
 
 def entries(some: Pool) -> Rows:
-    """Its prepared list, one row an entry."""
+    """Return the prepared list, one row per entry."""
     listed = [
         (address + index * stride, length, device)
         for address, length, device, stride, number in prepared_strided(some).tolist()
@@ -58,7 +58,7 @@ def entries(some: Pool) -> Rows:
 
 
 def moves_of(sources: Rows, destinations: Rows) -> dict[int, int]:
-    """The same of two descriptor arrays."""
+    """Return the moved bytes of two descriptor arrays: destination -> source."""
     moved: dict[int, int] = {}
     for ours, theirs in zip(sources.tolist(), destinations.tolist(), strict=True):
         assert ours[1] == theirs[1] > 0
@@ -68,7 +68,8 @@ def moves_of(sources: Rows, destinations: Rows) -> dict[int, int]:
     return moved
 
 
-#: First head on prefill, on decode, and how many: of 4 heads a token there, and 5 here.
+#: First head on prefill, on decode, and number of heads; tokens have 4 heads on prefill, 5 on
+#: decode.
 PLANS = st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(1, 2))
 
 
@@ -91,7 +92,7 @@ def test_both_forms_move_the_same_bytes(
     base: int,
     data: st.DataObject,
 ) -> None:
-    """Guards against bytes that are missing, twice, or at a wrong place, of whole pages and of
+    """Guards against bytes that are missing, twice, or at a wrong place, in whole pages and in
     heads of their tokens (``plan``; ``sizes``: bytes of a head, or of a page, by buffer): with
     unsorted and repeated pages, buffers of several lengths, another number of pages or heads on the
     other side, and addresses that a signed number cannot hold."""
@@ -136,13 +137,13 @@ def test_both_forms_move_the_same_bytes(
 
 
 def slices(slots: int, page: int, token: int = 8) -> Pool:
-    """The second half of each token of one buffer."""
+    """Return the second half of each token of one buffer."""
     return Pool((4,), (4,), slots, 0, Heads(1, 1, page, (token,)))
 
 
 def test_limits_of_slices() -> None:
-    """Guards against pages that are counted in tokens, tokens that no selector can name, and slices
-    that lap over into the next token or out of the address space."""
+    """Guards against pages counted in tokens, tokens that no selector can name, and slices that
+    reach into the next token or out of the address space."""
     some = slices(64, 16)
     for page in (-1, 4):
         for check in (some.check, lambda pages: select(some, pages)):
@@ -166,7 +167,7 @@ def test_limits_of_slices() -> None:
 @pytest.mark.hazard("false-runs")
 @given(st.data())
 def test_runs_are_as_long_as_they_can_be(data: st.DataObject) -> None:
-    """Guards against merging where only one side rises, and against not merging where both do."""
+    """Guards against merging if only one side rises, and against not merging if both do."""
     sources, destinations = page_lists(data, 24)
     expected: list[list[int]] = []
     for source, destination in zip(sources, destinations, strict=True):
@@ -205,7 +206,7 @@ def test_different_numbers_of_pages() -> None:
 @example(buffers=2**11, slots=2**20, page=2**20 - 1)
 @given(buffers=st.integers(1, 128), slots=st.integers(1, 2**26), page=st.integers(0, 2**26 - 1))
 def test_selectors_near_their_limit(buffers: int, slots: int, page: int) -> None:
-    """Guards against selectors that wrap around in large pools: they are right or refused."""
+    """Guards against selectors that wrap around in large pools: they must be right or refused."""
     some = Pool((0,) * buffers, (1,) * buffers, slots, 0)
     last = (buffers - 1) * slots + page
     if buffers * slots > 2**31:
@@ -222,7 +223,7 @@ def test_selectors_near_their_limit(buffers: int, slots: int, page: int) -> None
 @pytest.mark.parametrize(("buffers", "slots"), [(3, 2**30), (1, 2**31), (128, 2**25)])
 def test_pools_that_selectors_cannot_name(buffers: int, slots: int) -> None:
     """Guards against preparing a list of gigabytes of which a part can never be selected, and
-    against a caller that cannot tell this from bad pages: it sends ranges, which work."""
+    against a caller that cannot tell this from bad pages: it must fall back to ranges."""
     some = Pool((HIGH,) * buffers, (2,) * buffers, slots, 0)
     for make in (prepared_strided, lambda pool: select(pool, np.array([0]))):
         with pytest.raises(SelectorOverflow):
@@ -257,17 +258,17 @@ def test_pages_that_are_not_there(pages: list[int]) -> None:
 def test_geometry_that_cannot_be(
     bases: tuple[int, ...], item_lens: tuple[int, ...], slots: int, device: int
 ) -> None:
-    """Guards against numbers of a registration that would become addresses elsewhere."""
+    """Guards against registered numbers that would become other addresses."""
     with pytest.raises(ValueError):
         Pool(bases, item_lens, slots, device)
     top = Pool((2**64 - 32,), (8,), 4, 0)
-    assert entries(top)[-1].tolist() == [2**64 - 8, 8, 0], "the last byte that there is"
+    assert entries(top)[-1].tolist() == [2**64 - 8, 8, 0], "the last byte of the address space"
 
 
 @pytest.mark.hazard("lists-cut-to-fit")
 def test_pools_that_do_not_fit() -> None:
-    """Guards against writing slots of one size to slots of another, or leaving buffers out; another
-    number of slots is fine."""
+    """Guards against writing slots of one size to slots of another, or omitting buffers; another
+    number of slots is allowed."""
     ours = pool((8, 16), 4, 0)
     check_pair(ours, pool((8, 16), 99, HIGH))
     for item_lens in ((8,), (8, 16, 16), (16, 8), (8, 8)):
@@ -277,10 +278,9 @@ def test_pools_that_do_not_fit() -> None:
 
 @pytest.mark.parametrize(
     ("pages", "runs", "is_selected"),
-    # In 2 buffers: 60,000 pages 351 us, in 2,000 runs 331 us, in 3,000 459 us.
+    # For 2 buffers: 60,000 pages 351 us, in 2,000 runs 331 us, in 3,000 459 us.
     [(2048, 1, True), (60_000, 1, False), (60_000, 2000, False), (60_000, 3000, True)],
 )
 def test_choice(pages: int, runs: int, is_selected: bool) -> None:
-    """Guards against prepared lists where pages are neighbours, and against ranges where they are
-    scattered."""
+    """Guards against prepared lists for contiguous pages, and against ranges for scattered ones."""
     assert is_selected_faster(2, pages, runs) == is_selected

@@ -1,4 +1,4 @@
-"""Notifications of a NIXL transfer: stock texts and ours, parsed."""
+"""Notifications of a NIXL transfer: stock texts and those of the patch set, parsed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUMBERS = st.integers(0, 2**64 - 1)
     ],
 )
 def test_parse(raw: bytes, note: Notification) -> None:
-    """Guards against a text of stock SGLang, of any of its forms, that is not understood."""
+    """Guards against a text of stock SGLang, in any of its forms, that is not recognized."""
     assert parse(raw) == note
 
 
@@ -70,15 +70,15 @@ def test_parse(raw: bytes, note: Notification) -> None:
     ],
 )
 def test_garbage_is_one_kind_of_error(raw: bytes) -> None:
-    """Guards against an exception that the reader does not expect, on the scheduler's thread, and
-    against negative chunks or writers, which would count."""
+    """Guards against an unexpected exception on the scheduler's thread, and against negative chunks
+    or writers, which would count."""
     with pytest.raises(ValueError):
         parse(raw)
 
 
 @given(room=NUMBERS, writer=NUMBERS, parts=st.lists(st.binary(max_size=80), max_size=12))
 def test_a_note_with_metadata(room: int, writer: int, parts: list[bytes]) -> None:
-    """Guards against metadata that change on their way, whatever bytes they are."""
+    """Guards against metadata that change in transit, whatever their bytes."""
     note = parse(done(room, writer, parts))
     assert note == Notification(room, "done", writer=writer, metadata=tuple(parts))
 
@@ -86,9 +86,9 @@ def test_a_note_with_metadata(room: int, writer: int, parts: list[bytes]) -> Non
 @pytest.mark.hazard("writers-confused")
 @given(room=NUMBERS, has_state=st.booleans(), writer=NUMBERS)
 def test_the_writer_takes_the_place_of_the_stage(room: int, has_state: bool, writer: int) -> None:
-    """Stock names the pipeline stage, which several writers share. Guards against notes that name
-    another writer, and against one that a stock decode server, which takes the fifth part for the
-    stage, reads otherwise."""
+    """Stock SGLang names the pipeline stage, which several writers share. Guards against notes that
+    name another writer, and against a note that a stock decode server reads differently because it
+    expects the stage in the fifth part."""
     kv, *state, aux = stock_notes(room, writer, has_state)
     assert parse(kv) == Notification(room, "kv", 0, True, writer)
     assert kv.decode().split("_", 4) == [str(room), "kv", "0", "1", str(writer)]
@@ -121,8 +121,8 @@ CHANGES = st.tuples(
 
 @pytest.mark.fuzz
 def test_broken_texts() -> None:
-    """Whatever bytes arrive, parsing either says that they are wrong or gives numbers that can be:
-    none negative, and a kind that is known."""
+    """Parsing any bytes must either raise or return valid numbers: none negative, and a known
+    kind."""
     seen: Counter[str] = Counter()
 
     @settings(max_examples=tries(300), deadline=None)
@@ -144,4 +144,4 @@ def test_broken_texts() -> None:
         assert note.writer is not None or note.kind == "aux"
 
     check()
-    assert min(seen.values()) > tries(300) / 20, "the changes are harmless, or hopeless"
+    assert min(seen.values()) > tries(300) / 20, "too few refused or too few accepted texts"

@@ -1,4 +1,4 @@
-"""The decode ranks that NIXL knows, from two threads, and what was prepared for them."""
+"""The decode ranks that NIXL knows, from two threads, and their prepared lists."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ POOL = Pool((4096, 8192), (16, 8), 5, 1)
 
 
 def until(condition: Any) -> None:
-    """Wait for another thread."""
+    """Wait until another thread has made the condition true."""
     deadline = time.monotonic() + 10
     while not condition():
         assert time.monotonic() < deadline
@@ -46,12 +46,12 @@ def until(condition: Any) -> None:
 
 
 def info(name: str = "d") -> Any:
-    """A registration."""
+    """Return a registration."""
     return SimpleNamespace(agent_name=name, agent_metadata=name.encode())
 
 
 class Scene:
-    """Peers over an agent, with a clock that the test turns."""
+    """Peers over an agent, with a clock that the test advances."""
 
     def __init__(self) -> None:
         self.agent = FakeAgent()
@@ -60,13 +60,13 @@ class Scene:
         self.peers = Peers(self.agent, self.table, lambda: self.now)
 
     def use(self, name: str = "d") -> Peer:
-        """What a worker does for a transfer that is soon over."""
+        """Hold and release a peer as a worker does for a short transfer."""
         peer = self.peers.hold(name)
         self.peers.release(peer)
         return peer
 
     def check(self, *names: str) -> None:
-        """These are registered, and NIXL knows them and no others."""
+        """Assert that these and no other peers are registered and known to NIXL."""
         assert self.agent.misuse == []
         assert sorted(self.agent.peers) == sorted(self.table) == sorted(names)
 
@@ -77,38 +77,39 @@ def scene() -> Scene:
 
 
 class Lives(RuleBasedStateMachine):
-    """Two decode ranks come, are held and go, in any order, against what each step must come to."""
+    """Two decode ranks register, are held and are forgotten, in any order, against a model of each
+    step."""
 
     names = st.sampled_from("de")
-    #: Steps that came to something, over all examples.
+    #: Steps with an effect, over all examples.
     did: ClassVar[Counter[str]] = Counter()
 
     def __init__(self) -> None:
         super().__init__()
         self.scene = Scene()
         self.held: list[Peer] = []
-        #: By name, since it registered last: the list that was made for its pool.
+        #: By name: the list that was made for the rank's pool since its last registration.
         self.lists: dict[str, Any] = {}
 
     @rule(name=names)
     def add(self, name: str) -> None:
-        """It registers; again is harmless."""
+        """Register the rank; harmless if repeated."""
         calls = self.scene.agent.calls.copy()
         if name not in self.scene.table:
             self.lists.pop(name, None)
         self.scene.peers.add(info(name))
-        assert self.scene.agent.calls == calls, "the reader's thread waits for NIXL"
+        assert self.scene.agent.calls == calls, "the reader's thread calls NIXL"
 
     @rule(name=names)
     def forget(self, name: str) -> None:
-        """It is silent; again is harmless, as for one that never was."""
+        """Forget the rank; harmless if repeated, or for an unknown rank."""
         calls = self.scene.agent.calls.copy()
         self.scene.peers.forget(name)
-        assert self.scene.agent.calls == calls, "the reader's thread waits for NIXL"
+        assert self.scene.agent.calls == calls, "the reader's thread calls NIXL"
 
     @rule(name=names, error=st.sampled_from([None, None, None, ValueError("another version")]))
     def hold(self, name: str, error: Exception | None) -> None:
-        """A worker begins a transfer; NIXL may refuse to take the peer."""
+        """Begin a transfer as a worker does; NIXL may refuse the peer."""
         agent, is_known = self.scene.agent, name in self.scene.table
         agent.script["add_remote_agent"].append(error)
         asked = agent.calls["add_remote_agent"]
@@ -119,13 +120,13 @@ class Lives(RuleBasedStateMachine):
             assert f"decode rank {name} is no longer registered" in str(caught)
         except ValueError as caught:
             assert caught is error and is_known
-            assert name not in self.scene.table, "it is half there"
+            assert name not in self.scene.table, "the peer is half registered"
             self.did["refused"] += 1
         else:
             assert is_known and name in agent.peers
             self.held.append(peer)
             found = peer.lists.get("VRAM", POOL)
-            assert self.lists.setdefault(name, found) is found, "prepared anew"
+            assert self.lists.setdefault(name, found) is found, "prepared again"
             assert sum(found is each for each in self.lists.values()) == 1
             self.did["again" if agent.calls["add_remote_agent"] == asked else "loaded"] += 1
         agent.script["add_remote_agent"].clear()
@@ -133,18 +134,18 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        """A transfer is over."""
+        """End a transfer."""
         peer = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         self.scene.peers.release(peer)
 
     @invariant()
     def nixl_keeps_who_is_in_use(self) -> None:
-        """And is used rightly: the agent complains."""
+        """Assert that NIXL knows the peers in use, and is used correctly."""
         assert {peer.name for peer in self.held} <= set(self.scene.agent.peers)
         assert self.scene.agent.misuse == []
 
     def teardown(self) -> None:
-        """Both are forgotten; the next worker has NIXL forget them, once."""
+        """Forget both ranks; the next worker must remove them from NIXL, once."""
         for name in "de":
             self.scene.peers.forget(name)
         for peer in self.held:
@@ -160,9 +161,9 @@ class Lives(RuleBasedStateMachine):
 @pytest.mark.hazard("racing-peer-tables", "peer-lost-for-ever")
 @pytest.mark.fuzz
 def test_any_order() -> None:
-    """Guards against the reader's thread that waits for NIXL, a peer that is pulled away from under
-    a transfer, one that is half there or can never come again, one that is loaded over its former
-    connection, and lists of that."""
+    """Guards against a reader's thread that waits for NIXL, a peer that is removed during a
+    transfer, one that is half registered or can never return, one that is loaded over its former
+    connection, and lists of that connection."""
     Lives.did.clear()
     run_state_machine_as_test(
         Lives, settings=settings(max_examples=tries(60), stateful_step_count=30, deadline=None)
@@ -172,7 +173,7 @@ def test_any_order() -> None:
 
 
 def test_nixl_cannot_forget_it(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    """Guards against one peer's trouble that keeps a worker from the others."""
+    """Guards against one peer's error that keeps a worker from the others."""
     for name in ("d", "e", "f"):
         scene.peers.add(info(name))
         scene.use(name)
@@ -187,9 +188,9 @@ def test_nixl_cannot_forget_it(scene: Scene, caplog: pytest.LogCaptureFixture) -
 @pytest.mark.hazard("racing-peer-tables")
 def test_peers_change_between_posts(scene: Scene) -> None:
     """Guards against a change of NIXL's peers that waits for a post inside NIXL, where a release by
-    a third thread waits for both with the interpreter's lock; against a post that begins meanwhile;
-    and against workers that cannot take or give back a peer, and a reader thread that cannot add or
-    forget one, in all that time."""
+    a third thread waits for both with the interpreter's lock; against a post that begins during the
+    change; and against workers that cannot hold or release a peer, and a reader's thread that
+    cannot add or forget one, in all that time."""
     for name in ("d", "e"):
         scene.peers.add(info(name))
         scene.use(name)
@@ -236,9 +237,9 @@ def test_peers_change_between_posts(scene: Scene) -> None:
 
 @pytest.mark.hazard("racing-peer-tables")
 def test_a_post_that_hangs(scene: Scene) -> None:
-    """Guards against a change of NIXL's peers that waits for a post that hangs, and for each rank
-    of a decode server anew: it holds up the posts of all other workers. And against changes that
-    stay refused once the post has returned."""
+    """Guards against a change of NIXL's peers that waits for a hanging post, again for each rank of
+    a decode server, which blocks the posts of all other workers; and against changes that stay
+    refused once the post has returned."""
     for name in ("d", "e"):
         scene.peers.add(info(name))
         scene.use(name)
@@ -260,7 +261,7 @@ def test_a_post_that_hangs(scene: Scene) -> None:
             assert sorted(scene.agent.peers) == ["d", "e"]
             threads.submit(post_again).result(60)
         scene.use("f")
-    assert sorted(scene.agent.peers) == ["d", "f"], "without the one that had to stay"
+    assert sorted(scene.agent.peers) == ["d", "f"], "the removed peer has gone"
     scene.use("g")
     scene.check("d", "f", "g")
     scene.peers.forget("f")
@@ -269,21 +270,21 @@ def test_a_post_that_hangs(scene: Scene) -> None:
 
 
 def test_lists_go_with_their_peer(scene: Scene) -> None:
-    """Guards against lists that stay in NIXL for every decode server that ever was, though what is
-    selected from them keeps them; and against lists that are released whenever Python likes: NIXL
-    waits for the posts of others to do so, with the interpreter's lock."""
+    """Guards against lists that stay in NIXL for every decode server that ever registered, because
+    their selections keep them; and against lists that Python releases at any time: NIXL waits for
+    other posts during a release, with the interpreter's lock."""
     for name in ("d", "e"):
         scene.peers.add(info(name))
     held, order = scene.peers.hold("d"), list[str]()
     kept = held.lists.get("VRAM", POOL)
     weakref.finalize(held.lists.get("DRAM", POOL), order.append, "released")
     scene.agent.before["remove_remote_agent"] = lambda: order.append("removed")
-    scene.agent.lists.clear()  # a note of the fake's
+    scene.agent.lists.clear()  # only the fake's record of them
     scene.peers.forget("d")
     scene.peers.release(held)
     del held
     assert order == []
-    scene.use("e")  # between the posts
+    scene.use("e")  # changes peers between posts
     assert order == ["released", "removed"] and kept.entries
     scene.check("e")
 
@@ -292,8 +293,8 @@ def test_lists_go_with_their_peer(scene: Scene) -> None:
 
 
 def test_lists_that_cannot_be_prepared(caplog: pytest.LogCaptureFixture) -> None:
-    """Guards against asking again for every chunk, a complaint each time, a list of gigabytes that
-    no selector can name, and a failure where ranges would do."""
+    """Guards against a new attempt for every chunk, a complaint each time, a list of gigabytes that
+    no selector can name, and a failure although ranges would work."""
     agent = FakeAgent(peers={"d": object()})
     agent.script["prep_xfer_dlist"].append(RuntimeError("no memory"))
     lists = PreparedLists(agent, "d")
@@ -306,8 +307,8 @@ def test_lists_that_cannot_be_prepared(caplog: pytest.LogCaptureFixture) -> None
 @pytest.mark.hazard("foreign-geometry")
 def test_a_list_for_each_choice_of_heads() -> None:
     """Guards against selecting from a list of another pool; against decode ranks of which only the
-    first gets prepared lists of this rank; against a list for each of those that are sent the same
-    heads, and against a peer that has new lists made for each of its announcements."""
+    first gets prepared lists of this rank; against a list for each of several decode ranks that get
+    the same heads; and against a peer that causes new lists with each of its announcements."""
     agent = FakeAgent()
     lists = PreparedLists(agent, OURS)
     halves = [Pool((first, 99), (3, 3), 8, 1, Heads(first, 3, 4, (6, 6))) for first in (0, 3)]

@@ -1,4 +1,4 @@
-"""Many rooms at once, with random faults: no byte at a wrong place, no early end, nothing left."""
+"""Many concurrent rooms with random faults: no misplaced byte, no early end, no leftovers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ PEERS = ("a", "b", "c")
 
 @dataclass(eq=False)
 class Room:
-    """One request, and the pages that it holds on either side."""
+    """One request, and its pages on either side."""
 
     number: int
     sender: Any
     source: list[int]
-    #: By decode rank that announces it: its pages there.
+    #: Pages on each announcing decode rank, by name.
     target: dict[str, list[int]]
     prefix: int
     announced: list[str] = field(default_factory=list)
@@ -37,14 +37,14 @@ class Room:
 
 
 class Life:
-    """A prefill rank under load. Pages are given to other rooms as soon as SGLang would do so."""
+    """A prefill rank under load. Pages are reused as soon as SGLang would reuse them."""
 
     def __init__(self, rank: PrefillRank, seed: int) -> None:
         self.rank = rank
         self.random = random.Random(seed)
         self.bytes = np.random.default_rng(seed)
         self.rooms: list[Room] = []
-        #: Rooms whose request is over here, but whose pages decode holds until it is told.
+        #: Rooms whose request has ended here, but whose pages decode holds until it is notified.
         self.held: dict[int, Room] = {}
         self.told: set[int] = set()
         self.free = list(range(40))
@@ -52,10 +52,10 @@ class Life:
         self.made = 0
         self.ends: Counter[str] = Counter()
 
-    # ---- what may happen ----
+    # ---- events ----
 
     def new(self) -> None:
-        """A request comes, and its source pages are filled."""
+        """Add a request with filled source pages."""
         ranks = self.random.sample(PEERS, self.random.choice((1, 1, 2)))
         count = self.random.choice((0, 1, 2, 3, 5))
         prefix = self.random.randint(0 if count else 1, 2)
@@ -88,7 +88,7 @@ class Life:
         )  # fmt: skip
 
     def send(self, room: Room) -> None:
-        """The next chunk, as the scheduler sends it."""
+        """Send the next chunk as the scheduler does."""
         if room.sender.has_sent or room.sender.poll() != KVPoll.WaitingForInput:
             return
         if not hasattr(room.sender, "num_kv_indices"):
@@ -100,14 +100,14 @@ class Life:
         room.sender.send(np.array(pages, np.int32))
 
     def settle(self) -> None:
-        """One transfer ends, mostly well."""
+        """Settle one transfer, mostly with success."""
         under_way = self.rank.agent.under_way()
         if under_way:
             state = self.random.choice(["DONE"] * 20 + ["ERR", RuntimeError("broken")])
             self.rank.agent.settle(self.random.choice(under_way), state)
 
     def fault(self) -> None:
-        """Something goes wrong."""
+        """Inject a fault."""
         agent, name = self.rank.agent, self.random.choice(PEERS)
         kind = self.random.choice(("lose", "forget", "call", "overdue", "telemetry"))
         if kind == "lose":
@@ -128,7 +128,7 @@ class Life:
             )
 
     def step(self) -> None:
-        """One random thing, and a look at all rooms."""
+        """Do one random step, and check all rooms."""
         room = self.random.choice(self.rooms) if self.rooms else None
         what = self.random.random()
         if what < 0.2 or room is None:
@@ -148,14 +148,14 @@ class Life:
         elif what < 0.98:
             self.fault()
         else:
-            for name in PEERS:  # a decode rank that is not known is told, and registers
+            for name in PEERS:  # an unknown decode rank is notified, and registers
                 self.rank.register(name)
         self.look()
 
-    # ---- what must hold ----
+    # ---- checks ----
 
     def look(self) -> None:
-        """The scheduler polls; rooms that are over give their pages to others."""
+        """Poll as the scheduler does; release the pages of ended rooms."""
         for room in list(self.rooms):
             state = room.sender.poll()
             assert state == room.sender.poll()
@@ -168,7 +168,9 @@ class Life:
                 is_overdue = room.sender._room.state is State.OVERDUE
                 assert not under_way or is_overdue, f"room {room.number} ended early"
                 self.ends["overdue" if under_way else "failed"] += 1
-                assert self.notes(room.number) <= len(room.target) - 1, "decode would go on with it"
+                assert self.notes(room.number) <= len(room.target) - 1, (
+                    "decode would continue the request"
+                )
                 self.rooms.remove(room)
                 self.free += room.source
                 self.held[room.number] = room
@@ -180,19 +182,20 @@ class Life:
                 self.release(number)
 
     def notes(self, number: int) -> int:
-        """Decode ranks that were told that this room is complete."""
+        """Return the number of decode ranks that were notified that this room is complete."""
         return sum(
             any(parse(note).room == number for note in self.rank.agent.notes[name])
             for name in PEERS
         )
 
     def release(self, number: int) -> None:
-        """Decode was told that nothing more is written, or nothing ever was."""
+        """Release decode's pages: it was notified that no more is written, or no write ever
+        began."""
         for name, pages in self.held.pop(number).target.items():
             self.free_there[name] += pages
 
     def end(self, room: Room) -> None:
-        """Everything is with every decode rank."""
+        """Check that every decode rank has all bytes and notes."""
         self.rooms.remove(room)
         assert not self.rank.agent.under_way(room=room.number)
         for name, pages in room.target.items():
@@ -215,8 +218,8 @@ class Life:
 @pytest.mark.fuzz
 @pytest.mark.parametrize("seed", range(tries(5)))
 def test_two_hundred_rooms(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Guards against everything that only meets in a crowd: pages given away while they are read or
-    written, rooms that wait for each other, causes that get lost, and entries that stay."""
+    """Guards against faults of concurrent rooms only: pages reused while they are read or written,
+    rooms that wait for each other, lost causes, and leftover entries."""
     rank = PrefillRank(monkeypatch, PEERS, queues=2, window=4, quota=2)
     life = Life(rank, seed)
     while life.made < 200:
@@ -231,7 +234,7 @@ def test_two_hundred_rooms(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
             life.send(room)
         rank.finish()
         life.look()
-    assert life.rooms == [] and life.held == {}, "they wait for ever"
+    assert life.rooms == [] and life.held == {}, "rooms never end"
     rank.check()
     assert sum(life.ends.values()) == 200 and life.ends["success"] > 60, life.ends
     assert life.ends["failed"] > 10, life.ends

@@ -1,6 +1,6 @@
 """A prefill rank without a transfer library: its room table, its decode ranks and SGLang's status
-of each room (``Side``), and one worker over a transport that does what the test says (``Bench``).
-Sockets record, and the test moves the clock."""
+of each room (``Side``), and one worker over a scripted transport (``Bench``). Sockets record, and
+the test advances the clock."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ ERROR = ZeroDivisionError("the transport's")
 
 
 class Side:
-    """Decode ranks D and E are registered; each listens at a host of its own name."""
+    """A rank with the registered decode ranks D and E; each listens at a host of its own name."""
 
     def __init__(self, sockets: Any = None, **options: Any) -> None:
         self.clock, self.manager = Clock(), bare.prefill("nixl", attn_tp_rank=3)
-        #: ``wire.PeerSockets``: real ones.
+        #: ``wire.PeerSockets`` as argument: real sockets.
         self.sockets = sockets or Sockets()
         self.table = RoomTable(self.manager.statuses, self.clock, **options)
         self.manager.rooms = self.table
@@ -45,7 +45,7 @@ class Side:
                 self.table, known, writer, self.clock
             )
         self.table.on_drained = self.ranks.tell
-        #: By number, the request that is here.
+        #: The current request by room number.
         self.requests: dict[int, Room] = {}
         for peer in "DE":
             self.register(peer)
@@ -55,11 +55,11 @@ class Side:
         self.manager.decode_kv_args_table[peer] = registered
 
     def announce(self, room: int = ROOM, peer: str = "D", of: int = 1, **fields: Any) -> bool:
-        """A decode rank announces a room; ``of``: how many will."""
+        """Announce a room as a decode rank does; ``of``: number of announcing ranks."""
         return self.table.announce(room, peer, announcement(room, **{"host": peer} | fields), of)
 
     def claim(self, room: int = ROOM) -> str | None:
-        """A request comes, as ``DeltaSender`` takes it; why it was refused."""
+        """Add a request as ``DeltaSender`` does; return the reason for its refusal, or None."""
         self.manager.update_status(room, KVPoll.Bootstrapping)
         claimed = self.table.claim(room)
         if claimed.reason is not None:
@@ -72,16 +72,16 @@ class Side:
         return claimed.reason
 
     def withdraw(self, peer: str = "D", room: int = ROOM, **fields: Any) -> None:
-        """A decode rank gives a room up."""
+        """Withdraw a room as a decode rank does."""
         fields = {"host": peer, "port": PORT, "reason": "bored"} | fields
         self.ranks.take(wire.Withdraw(room, peer, **fields))
 
     def ping(self, peer: str = "D", **fields: float) -> None:
-        """A sign of life."""
+        """Take a decode rank's ping."""
         self.ranks.take(wire.Ping("a:1", peer, peer, PORT, **fields))
 
     def enter(self, room: int = ROOM) -> bool:
-        """Whether a worker may post a write."""
+        """True if a worker may post a write."""
         return self.table.enter(self.requests.get(room) or Room(room))
 
     def fail(self, room: int = ROOM, kind: Reason = Reason.ABORTED, text: str = "aborted") -> bool:
@@ -91,7 +91,7 @@ class Side:
         return found is None or self.table.fail(found, kind, text)
 
     def forget(self, room: int = ROOM) -> None:
-        """The request of a room is done with."""
+        """End a room's request."""
         if room in self.requests:
             self.table.forget(self.requests[room])
 
@@ -99,7 +99,7 @@ class Side:
         return self.manager.request_status.get(room)
 
     def end(self, number: int = ROOM) -> str:
-        """What the scheduler sees of its request."""
+        """Return the outcome of the request as the scheduler sees it."""
         room = self.requests.get(number) or Room(number)
         if room.delivered:
             assert not room.is_stopped or room.state is RoomState.ENDED
@@ -108,13 +108,13 @@ class Side:
         return "over" if room.is_over else "stopped" if room.is_stopped else "open"
 
     def told(self) -> list[tuple[str, int, str]]:
-        """Which hosts were told of which room, and why, since the last look."""
+        """Return host, room and reason of each `Stopped` message since the last call."""
         stopped = [sent for sent in self.sockets.take() if isinstance(sent[2], wire.Stopped)]
         assert {(port, it.writer) for _, port, it in stopped} <= {(PORT, 3)}
         return [(host, it.room, it.reason) for host, _, it in stopped]
 
     def advance(self, seconds: float) -> list[str]:
-        """Time passes, with the reader's clock ticking as it should; the decode ranks to drop."""
+        """Advance the clock, with regular ticks of the reader; return the decode ranks to drop."""
         silent: list[str] = []
         end = self.clock.now + seconds
         while self.clock.now < end:
@@ -125,13 +125,13 @@ class Side:
 
 @dataclass(frozen=True)
 class Script:
-    """The payload of a test's chunk: what the transport does with it."""
+    """The payload of a test's chunk: the transport's behaviour with it."""
 
-    #: Handles that a post gives.
+    #: Number of handles that a post returns.
     handles: int = 1
-    #: Raised after them.
+    #: Raised after the handles.
     error: Exception | None = None
-    #: Raised when its peers are told that the room is complete.
+    #: Raised when the peers are notified that the room is complete.
     complete_error: Exception | None = None
 
 
@@ -147,22 +147,22 @@ class Handle:
 
     @property
     def over(self) -> bool:
-        """Whether it has settled."""
+        """True if the transfer has settled."""
         return self.state is not State.IN_PROGRESS
 
 
 @dataclass
 class Transport:
-    """Posts what the payload's ``Script`` says; refuses releases that are early or repeated."""
+    """Posts as the payload's ``Script`` says; refuses releases that are early or repeated."""
 
     handles: list[Handle] = field(default_factory=list)
     #: Chunks with their peers, in order.
     posts: list[tuple[Chunk, str]] = field(default_factory=list)
-    #: Last chunks of rooms whose peers were told that they are complete, in order.
+    #: Last chunks of rooms whose peers were notified of completion, in order.
     completed: list[Chunk] = field(default_factory=list)
-    #: How it was misused; must be asserted empty, since workers swallow errors.
+    #: Misuse, which tests must assert to be empty because workers swallow errors.
     misuse: list[str] = field(default_factory=list)
-    #: What other threads do while a worker is in a call.
+    #: Called while a worker is in a call, in place of other threads.
     meanwhile: Callable[[], None] = lambda: None
 
     def post(self, chunk: Chunk, peer: str) -> Iterator[Handle]:
@@ -186,7 +186,7 @@ class Transport:
     def state(self, handle: Handle) -> State:
         handle.looks += 1
         if handle.releases:
-            self.misuse.append("looked at after its release")
+            self.misuse.append("checked after its release")
         if isinstance(handle.state, Exception):
             raise handle.state
         return handle.state
@@ -204,23 +204,23 @@ class Transport:
         ]
 
     def settle(self, room: int | None = None, state: State | Exception = State.DONE) -> None:
-        """Everything under way (of ``room``) settles."""
+        """Settle all transfers in flight (of ``room``)."""
         for handle in self.under_way(room):
             handle.state = state
 
     @property
     def looks(self) -> int:
-        """Questions about handles so far."""
+        """Number of state checks of handles."""
         return sum(handle.looks for handle in self.handles)
 
     @property
     def released(self) -> int:
-        """Handles released so far."""
+        """Number of released handles."""
         return sum(handle.releases for handle in self.handles)
 
 
 class Bench(Side):
-    """A rank with one worker. What other threads want of it waits until its next step."""
+    """A rank with one worker. Other threads' commands wait until the worker's next step."""
 
     def __init__(self, sockets: Any = None, **settings: int) -> None:
         super().__init__(sockets)
@@ -235,14 +235,14 @@ class Bench(Side):
         )
 
     def open(self, *numbers: int, peers: str | list[str] = "D") -> None:
-        """Requests begin, which their decode ranks have announced."""
+        """Begin requests that their decode ranks have announced."""
         for number in numbers:
             for peer in peers:
                 self.announce(number, peer, len(peers))
             self.take(number)
 
     def take(self, number: int) -> str | None:
-        """A request begins; why it was refused."""
+        """Begin a request; return the reason for its refusal, or None."""
         refused = self.claim(number)
         if refused is None:
             room = self.requests[number]
@@ -252,7 +252,7 @@ class Bench(Side):
     def submit(
         self, number: int, *, last: bool = False, within: float = 120.0, **script: Any
     ) -> Chunk:
-        """The next chunk of a room, for all its decode ranks."""
+        """Submit the next chunk of a room, for all its decode ranks."""
         peers = tuple(self.requests[number].announcements)
         now = self.clock.now
         chunk = Chunk(number, peers, Script(**script), last, now + within, now)
@@ -265,13 +265,13 @@ class Bench(Side):
         super().forget(room)
 
     def step(self) -> float | None:
-        """What the worker's thread does at once; the pause that it asks for."""
+        """Run one step of the worker's thread; return the pause that it requests."""
         while self._commands:
             self._commands.popleft()()
         return self.worker.step(self.clock.now)
 
     def run(self, seconds: float = 0.0) -> float | None:
-        """Step as a thread would for so long; then the pause that the last step asked for."""
+        """Step as a thread would for ``seconds``; return the pause that the last step requests."""
         until = self.clock.now + seconds
         for _ in range(200_000):
             wait = self.step()
@@ -284,16 +284,17 @@ class Bench(Side):
         raise AssertionError("the worker spins")
 
     def settle(self, room: int | None = None, state: State | Exception = State.DONE) -> None:
-        """Everything under way settles, and the worker has the time to notice."""
+        """Settle all transfers in flight, and give the worker time to notice."""
         self.transport.settle(room, state)
         self.run(0.5)
 
     def let_doubt_pass(self) -> None:
-        """What the transport broke off counts as over."""
+        """Wait until broken transfers count as over."""
         self.run(Settings.doubt_s)
 
     def check_empty(self) -> None:
-        """Nothing is left once all requests are gone, and every handle was released once."""
+        """Assert that no entry is left after all requests, and that every handle was released
+        once."""
         self.run(1.0)
         assert self.transport.misuse == []
         assert not any(self.worker.tables().values()), self.worker.tables()

@@ -17,8 +17,8 @@ from sglang.srt.disaggregation.utils import kv_to_page_indices
 
 
 class OnDevice:
-    """A tensor that says how much of it is copied to the host. It has no arithmetic and no steps:
-    either would be a kernel on the scheduler's stream."""
+    """A tensor that records the amount copied to the host. It supports neither arithmetic nor
+    strides: either would be a kernel on the scheduler's stream."""
 
     def __init__(self, tensor: torch.Tensor, copied: list[int]) -> None:
         self._tensor = tensor
@@ -34,7 +34,8 @@ class OnDevice:
 
 
 def row_of(pages: list[int], page: int, dtype: torch.dtype) -> torch.Tensor:
-    """A request's row of token slots that lies in these pages; behind its end, another's."""
+    """Return a request's row of token slots in these pages; slots past its end are another
+    request's."""
     slots = torch.tensor(pages)[:, None] * page + torch.arange(page)
     return slots.reshape(-1).to(dtype)
 
@@ -43,9 +44,9 @@ def row_of(pages: list[int], page: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("page", [1, 16, 64])
 @given(data=st.data())
 def test_same_pages_as_stock(page: int, dtype: torch.dtype, data: st.DataObject) -> None:
-    """Guards against pages other than SGLang's, at any cut, a partly filled last page included;
-    against copying more than once, or anything but one piece of memory; and against another type
-    than the one that goes over the wire."""
+    """Guards against pages that differ from SGLang's, at any cut, including a partly filled last
+    page; against copying more than once, or more than one piece of memory; and against another type
+    than the one that is sent."""
     pages = data.draw(st.permutations(range(1, 13)))
     start = data.draw(st.integers(0, len(pages))) * page
     end = data.draw(st.integers(start, len(pages) * page))
@@ -59,12 +60,12 @@ def test_same_pages_as_stock(page: int, dtype: torch.dtype, data: st.DataObject)
 
 
 def test_an_end_before_the_start() -> None:
-    """Guards against pages for a chunk of which decode holds more than was computed."""
+    """Guards against pages for a chunk if decode holds more than was computed."""
     assert page_indices(row_of([4, 5, 6], 16, torch.int32), 32, 16, 16).tolist() == []
 
 
 def test_the_index_of_a_recurrent_state_is_copied_as_it_lies() -> None:
-    """Guards against a list of rows or a conversion on the device, behind what is queued there; and
+    """Guards against a list of rows or a conversion on the device, behind its queued kernels; and
     against an index that changes with the table when the row gets another request."""
     copied: list[int] = []
     table = torch.tensor([7, 5, 9], dtype=torch.int32)
@@ -76,14 +77,14 @@ def test_the_index_of_a_recurrent_state_is_copied_as_it_lies() -> None:
 
 
 class Stock:
-    """SGLang's own method, which notes its calls."""
+    """SGLang's own method, which records its calls."""
 
     def send_kv_chunk(self, *call: Any) -> None:
         self.stock_calls.append(call)
 
 
 class Prefill(DeltaPrefill, Stock):
-    """A scheduler with a pool of 4 tokens a page."""
+    """A scheduler with a pool of 4 tokens per page."""
 
     def __init__(self, pool: Any) -> None:
         self.stock_calls: list[Any] = []
@@ -95,7 +96,8 @@ class Prefill(DeltaPrefill, Stock):
         self.disagg_metadata_buffers = SimpleNamespace(set_buf=lambda req: None)
 
     def send(self, prompt: int, *chunks: int, **sender: Any) -> None:
-        """A request of so many tokens is computed up to these, in chunks; its last one ends it."""
+        """Compute a request of ``prompt`` tokens up to each of ``chunks``; the last chunk ends
+        it."""
         sender["send"] = lambda pages, state: self.sent.append(
             (pages.tolist(), None if state is None else state.tolist())
         )
@@ -131,9 +133,9 @@ INDEXED = SimpleNamespace(index_k_with_scale_buffer=["layer"], **vars(HYBRID))
 def test_what_a_chunk_sends(
     pool: Any, prefix: int, prompt: int, chunks: list[int], sent: list[Any]
 ) -> None:
-    """Guards against pages of tokens that are no part of the prompt, or that decode has; against
-    state where there is none; and against pages of an index that decode did not list, that are not
-    those of the KV, or that are none, for which decode would wait."""
+    """Guards against pages of tokens beyond the prompt, or that decode has; against state for a
+    model without state; and against pages of an index that decode did not list, that differ from
+    those of the KV, or that are empty, for which decode would wait."""
     prefill = Prefill(pool)
     prefill.send(prompt, *chunks, decode_prefix_len=prefix)
     assert prefill.sent == sent and prefill.stock_calls == []
@@ -147,8 +149,8 @@ def test_what_a_chunk_sends(
     ids=["state", "another backend", "a group that is not attached"],
 )
 def test_what_goes_sglangs_own_way(pool: Any, sender: dict[str, Any], sent: list[Any]) -> None:
-    """Guards against a hybrid model whose state never goes, because only SGLang's own method knows
-    which it is (its other chunks are like those of any model); and against a change of a backend
+    """Guards against a hybrid model whose state is never sent, because only SGLang's own method
+    knows its kind (its other chunks are like those of any model); and against a change of a backend
     that moves no delta."""
     prefill = Prefill(pool)
     prefill.send(11, 6, 11, **sender)
@@ -167,7 +169,7 @@ def test_what_goes_sglangs_own_way(pool: Any, sender: dict[str, Any], sent: list
     ],
 )
 def test_which_pools_have_state(pool: str, is_hybrid: bool) -> None:
-    """Guards against a SGLang in which the sign that a pool has state is another one."""
+    """Guards against a SGLang in which pools with state are marked differently."""
     from importlib import import_module
 
     module, _, name = f"memory_pool.{pool}".rpartition(".")

@@ -1,4 +1,5 @@
-"""The threads: started, shared out, watched and stopped; with real ones, and gates."""
+"""The transfer threads: start, distribution of rooms, watch and stop; with real threads and
+gates."""
 
 from __future__ import annotations
 
@@ -18,18 +19,18 @@ from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, Sett
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool, worker_of
 from unit.delta.prefill.rig import Handle, Script, Side, Transport
 
-#: No test waits so long unless it fails.
+#: Timeout that only failing tests reach.
 LONG_S = 30.0
 
 
 class Gated(Transport):
-    """Delivers at once, unless ``held``; hangs in the post of room 0 until a test lets it go on."""
+    """Delivers at once, unless ``held``; hangs in the post of room 0 until a test releases it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.held = False
         self.entered, self.go_on = threading.Event(), threading.Event()
-        #: By room, the threads that serve it.
+        #: Serving threads, by room.
         self.threads: defaultdict[int, set[int]] = defaultdict(set)
 
     def post(self, chunk: Chunk, peer: str) -> Iterator[Handle]:
@@ -51,9 +52,9 @@ class Threads(Side):
         self.transport, self.settings = Gated(), Settings(**settings)
         self.workers: list[Any] = []
         self.prepared: list[int] = []
-        #: The pool's clock is ahead by so much.
+        #: Offset of the pool's clock in seconds.
         self.ahead_s = 0.0
-        #: Rooms of which nothing is written any more, complete or stopped.
+        #: Rooms with no further writes, complete or stopped.
         self._over: queue.SimpleQueue[int] = queue.SimpleQueue()
         worker = transfer_pool.Worker
         with pytest.MonkeyPatch.context() as patch:
@@ -80,13 +81,13 @@ class Threads(Side):
         self.table.deliver = told  # type: ignore[method-assign]
 
     def open(self, room: int) -> None:
-        """A request that decode has announced."""
+        """Begin a request that decode has announced."""
         self.announce(room)
         assert self.claim(room) is None
         self.pool.open(self.requests[room])
 
     def send(self, room: int, chunks: int = 1) -> None:
-        """A whole room."""
+        """Send a whole room."""
         self.open(room)
         now = time.monotonic()
         for index in range(chunks):
@@ -94,17 +95,17 @@ class Threads(Side):
             self.pool.submit(Chunk(room, ("D",), Script(), last, now + LONG_S, now))
 
     def over(self) -> int:
-        """The next room of which nothing is under way any more."""
+        """Return the next room without writes in flight."""
         return self._over.get(timeout=LONG_S)
 
     def wait_until_idle(self) -> None:
-        """No worker has anything to do, however far ahead the clock is."""
+        """Wait until no worker has work, however far ahead the clock is."""
         deadline = time.monotonic() + LONG_S
         while self.pool.troubles():
             assert time.monotonic() < deadline
 
     def same_worker(self, room: int, start: int) -> int:
-        """A room from ``start`` on, of the same worker."""
+        """Return a room number from ``start`` on, of the same worker."""
         count = self.settings.queues
         return next(n for n in range(start, 10**6) if worker_of(n, count) == worker_of(room, count))
 
@@ -139,13 +140,13 @@ def test_rooms_on_several_threads() -> None:
 
 
 def workers() -> int:
-    """Transfer threads of this process. Others end whenever Python likes."""
+    """Return the number of transfer threads in this process. Other threads end at any time."""
     return sum(each.name.startswith("kv-transfer") for each in threading.enumerate())
 
 
 @pytest.mark.hazard("handle-release")
 def test_start_and_stop() -> None:
-    """Guards against threads that outlive their pool, or whose end is taken for trouble, a second
+    """Guards against threads that outlive their pool, or whose end counts as an error, a second
     stop that hangs, and a server that fails before its start and then hangs in its clean-up."""
     before = workers()
     for is_started in (False, *[True] * 20):
@@ -163,8 +164,8 @@ def test_start_and_stop() -> None:
 
 @pytest.mark.hazard("handle-release")
 def test_stop_gives_up_what_does_not_settle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a shutdown that waits for ever for a dead peer, or releases what is under way;
-    the requests are told."""
+    """Guards against a shutdown that waits for ever for a dead peer, or releases transfers in
+    flight; the requests must be notified."""
     threads, posted = Threads(queues=1), threading.Event()
     threads.transport.held = True
     monkeypatch.setattr(
@@ -181,8 +182,8 @@ def test_stop_gives_up_what_does_not_settle(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.hazard("source-given-away", "racing-peer-tables", "slow-peer")
 def test_the_scheduler_never_waits_for_a_post(started: Threads) -> None:
-    """Guards against a lock that is held during a post: with the transport stuck in its call,
-    everything that the scheduler calls returns, and other workers go on."""
+    """Guards against a lock that is held during a post: with the transport stuck in its call, all
+    calls of the scheduler must return, and other workers continue."""
     started.send(0)
     assert started.transport.entered.wait(LONG_S)
     same = started.same_worker(0, 1)
@@ -200,9 +201,9 @@ def test_the_scheduler_never_waits_for_a_post(started: Threads) -> None:
 
 @pytest.mark.hazard("exception-ends-worker")
 def test_a_worker_that_raises(started: Threads) -> None:
-    """Guards against an exception that nobody thought of ending a thread, so that its share of all
-    rooms hangs for ever; and against a thread that is gone, or whose every step raises, and that
-    nobody misses."""
+    """Guards against an unexpected exception that ends a thread, so that its share of all rooms
+    hangs for ever; and against an ended thread, or one whose every step raises, that is not
+    noticed."""
     raises, dies = worker_of(1, 4), worker_of(started.same_worker(1, 2) + 1, 4)
     assert raises != dies
     step, steps, again = started.workers[raises].step, list[float](), threading.Event()
@@ -237,7 +238,7 @@ def test_a_worker_that_raises(started: Threads) -> None:
 @pytest.mark.hazard("exception-ends-worker")
 def test_a_worker_that_hangs_is_noticed(started: Threads, caplog: pytest.LogCaptureFixture) -> None:
     """Guards against rooms that wait for ever for a worker stuck in a call of the transport: they
-    fail with its name, rooms of others do not, and it serves again when it goes on."""
+    must fail with its name, other workers' rooms must not, and it must serve again afterwards."""
     counted, failed = STATS.totals["kv_transfer_stuck_workers",], started.manager.failure_records
     for number in range(1, 20):
         started.claim(number)
@@ -260,7 +261,7 @@ def test_a_worker_that_hangs_is_noticed(started: Threads, caplog: pytest.LogCapt
     late = started.same_worker(0, 100)
     started.claim(late)
     started.pool.tick()
-    assert started.requests[late].is_over, "one that came since then"
+    assert started.requests[late].is_over, "a room that came later"
     assert started.requests[0].is_over and not started.transport.released
     started.transport.go_on.set()
     assert started.over() == 0
@@ -271,8 +272,8 @@ def test_a_worker_that_hangs_is_noticed(started: Threads, caplog: pytest.LogCapt
 
 @pytest.mark.hazard("exception-ends-worker")
 def test_a_process_that_was_stopped(started: Threads) -> None:
-    """Guards against rooms that fail because the whole process did not run, or the thread that
-    looks was kept waiting with the worker, or the worker had nothing to do for long."""
+    """Guards against rooms that fail because the whole process did not run, the watching thread was
+    delayed together with the worker, or the worker was idle for long."""
     for number in range(1, 20):
         started.claim(number)
     started.send(0)

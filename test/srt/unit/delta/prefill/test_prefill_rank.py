@@ -1,6 +1,7 @@
-"""A prefill rank and its decode ranks: who is told what, who is believed alive, and what time ends.
+"""A prefill rank and its decode ranks: messages, liveness, and timeouts.
 
-The orders of a room's steps are in ``test_room_table.py``."""
+The orders of a room's steps are in ``test_room_table.py``.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ def side() -> Side:
 FAILED = "kv_transfer_failed"
 
 
-# ---- who is told what ----
+# ---- messages ----
 
 
 def test_a_failure_counts_once(side: Side, caplog: pytest.LogCaptureFixture) -> None:
-    """Guards against a second, more general failure that hides the cause, is counted or told again;
-    and against a client that goes away filling the log with errors."""
+    """Guards against a second, more general failure that hides the cause, is counted or sent again;
+    and against a disconnected client that fills the log with errors."""
     before = STATS.totals.copy()
     for room in (ROOM, 8):
         side.announce(room)
@@ -49,8 +50,8 @@ def test_a_failure_counts_once(side: Side, caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_who_cannot_be_told_hides_no_other(side: Side) -> None:
-    """Guards against an unusable address, or a client's number that no message can carry, which
-    ends the scheduler, or the telling of others."""
+    """Guards against an unusable address, or a client's number that no message can carry, that ends
+    the scheduler or the messages to other ranks."""
     side.sockets.refuse.add("D")
     for room in (ROOM, 2**64):
         side.claim(room)
@@ -71,13 +72,13 @@ def test_who_cannot_be_told_hides_no_other(side: Side) -> None:
     ids=["dummy", "stock", "another version"],
 )
 def test_who_would_understand_is_told(side: Side, fields: dict[str, Any], is_told: bool) -> None:
-    """Guards against a message that ends a stock decode server's thread, against a dummy's word
-    counting as that of a rank which writes, and against a decode server of another version that
-    learns of its failure by a timeout."""
+    """Guards against a message that ends a stock decode server's thread, against a dummy's message
+    that counts as a writing rank's, and against a decode server of another version that learns of
+    its failure only by a timeout."""
     side.claim()
     side.announce(**fields)
     side.fail()
-    assert not side.announce(**fields), "also where it announces too late"
+    assert not side.announce(**fields), "also if it announces too late"
     side.ranks.refuse_stranger(announcement(ROOM, **fields))
     assert len(side.told()) == 3 * is_told
 
@@ -87,7 +88,7 @@ def test_who_would_understand_is_told(side: Side, fields: dict[str, Any], is_tol
 def test_answers(side: Side, peer: str) -> None:
     """Guards against a live rank that counts as dead, against a restarted prefill rank that seems
     to know its peers, against a decode rank's port mixed up with a prefill rank's, and against
-    connections to an address of anybody's choice: who is known is answered where it registered."""
+    connections to arbitrary addresses: known ranks are answered at their registered address."""
     where = ("D", PORT) if peer == "D" else ("10.6.6.6", 22)
     side.ranks.take(wire.Ping("10.5.5.5:77", peer, "10.6.6.6", 22))
     side.withdraw(peer, host="10.6.6.6", port=22)
@@ -96,19 +97,19 @@ def test_answers(side: Side, peer: str) -> None:
     assert stopped[:2] == where and isinstance(stopped[2], wire.Stopped)
     side.ranks.refuse_stranger(announcement(ROOM))
     ((_, _, message),) = side.sockets.take()
-    assert message.unknown_peer and message.room == ROOM, "it is to connect again"
+    assert message.unknown_peer and message.room == ROOM, "the rank must connect again"
     for message in (wire.Stopped(7, 0, ""), wire.Pong("a:1", True)):
         with pytest.raises(wire.ControlError):
             side.ranks.take(message)
 
 
-# ---- who is believed alive ----
+# ---- liveness ----
 
 
 @pytest.mark.hazard("dead-peer-leftovers")
 def test_a_decode_rank_that_falls_silent(side: Side) -> None:
-    """Guards against rooms of a decode server that died which wait for ever, against another one's
-    rooms failing with them, and against a rank that never pinged (stock) being forgotten."""
+    """Guards against rooms that wait for ever for a decode server that died, against failing
+    another server's rooms with them, and against forgetting a rank that never pinged (stock)."""
     side.register("stock")
     for room, peer in ((7, "D"), (8, "E"), (9, "stock")):
         side.claim(room)
@@ -125,7 +126,7 @@ def test_a_decode_rank_that_falls_silent(side: Side) -> None:
         KVPoll.WaitingForInput,
     ]
     assert "was silent" in side.manager.failure_records[7]
-    assert side.advance(60) == [], "once"
+    assert side.advance(60) == [], "only once"
 
 
 @pytest.mark.parametrize(("interval_s", "allowed_s"), [(5, 120), (40, 120), (120, 360)])
@@ -144,8 +145,8 @@ def test_a_decode_rank_that_pings_rarely(side: Side, interval_s: float, allowed_
 
 @pytest.mark.hazard("address-of-a-predecessor")
 def test_a_decode_rank_whose_predecessor_falls_silent(side: Side) -> None:
-    """Guards against a rank that restarted under the name of the one before it, and is forgotten
-    when that one has been silent for long enough."""
+    """Guards against a rank that restarted under its predecessor's name, and is forgotten when the
+    predecessor has been silent for long enough."""
     side.ping()
     assert side.advance(119) == []
     side.register("D", host="D2")
@@ -158,9 +159,9 @@ def test_a_decode_rank_whose_predecessor_falls_silent(side: Side) -> None:
 @pytest.mark.hazard("dead-peer-leftovers")
 @pytest.mark.parametrize("is_registered", [True, False])
 def test_the_socket_of_a_decode_rank_that_is_gone(side: Side, is_registered: bool) -> None:
-    """Guards against a socket for each decode rank that ever was, with which ZeroMQ tries to
-    connect ten times a second: also of one whose registration went before it (Mooncake, after a
-    transfer to it failed; NIXL, when it lost the connection)."""
+    """Guards against a socket for each decode rank that ever registered, with which ZeroMQ tries to
+    connect ten times a second: also if the registration was removed earlier (Mooncake, after a
+    failed transfer; NIXL, after it lost the connection)."""
     side.claim()
     side.announce()
     side.ping()
@@ -169,14 +170,14 @@ def test_the_socket_of_a_decode_rank_that_is_gone(side: Side, is_registered: boo
     assert side.advance(119) == [] and side.sockets.dropped == []
     assert side.advance(1) == ["D"]
     assert [room for _, room, _ in side.told()] == [ROOM] and side.sockets.dropped == []
-    assert side.advance(5) == [] and side.sockets.dropped == [("D", PORT)], "once it was told"
+    assert side.advance(5) == [] and side.sockets.dropped == [("D", PORT)], "after its message"
 
 
 @pytest.mark.hazard("dead-peer-leftovers")
 def test_sockets_that_are_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write to a rank that is gone settles minutes after it was given up, and its room's end is
-    told; a stranger is told to connect anew. Guards against the sockets that this opens staying for
-    ever, and against a table that any sender of pings can grow."""
+    """A write to a dead rank settles minutes after it was abandoned, and its room's end is sent
+    then; a stranger is told to connect again. Guards against the sockets that this opens staying
+    for ever, and against a table that any sender of pings can grow."""
     opened, opens = list[Any](), zmq.Context.socket
 
     def socket(context: Any, kind: Any) -> Any:
@@ -203,13 +204,12 @@ def test_sockets_that_are_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
     side.ranks.refuse_stranger(announcement(8, host="127.0.0.2"))
     assert count() == 2
     assert side.advance(2) == [] and count() == 0
-    assert side.advance(200) == [], "nobody waits for the stranger's next ping"
+    assert side.advance(200) == [], "a stranger's next ping is not awaited"
 
 
 def test_registrations_are_bounded(side: Side) -> None:
-    """Guards against ranks of servers that never ping and are gone, of which all is kept for ever;
-    and against one that is forgotten while it pings, while its rooms are under way, or although
-    others were used less recently."""
+    """Guards against keeping all ranks of ended servers that never pinged; and against forgetting a
+    rank that pings, has rooms in flight, or was used more recently than others."""
     table = side.manager.decode_kv_args_table
     for number in range(4198):
         side.register(f"gone {number}")
@@ -224,17 +224,17 @@ def test_registrations_are_bounded(side: Side) -> None:
     assert side.ranks.tick() == [] and len(table) == 4096
 
 
-# ---- what time ends ----
+# ---- timeouts ----
 
 
 @pytest.mark.parametrize("noticed_by", ["tick", "enter"])
 def test_a_process_that_did_not_run(side: Side, noticed_by: str) -> None:
-    """Stopped by a debugger, a cgroup or a suspended machine: decode has waited its bound and gave
-    the pages to others. Guards against a rank that wakes up and writes to them; and against rooms
-    that fail because one step took long."""
+    """The process was stopped by a debugger, a cgroup or a suspended machine: decode has waited its
+    bound and reused the pages. Guards against a rank that resumes and writes to them; and against
+    rooms that fail because one step took long."""
     side.claim()
     side.announce()
-    side.claim(8)  # not announced yet: nobody's pages
+    side.claim(8)  # not announced yet: no pages
     side.clock.now += 29
     assert side.ranks.tick() == [] and side.enter()
     side.table.leave(side.requests[ROOM])
@@ -250,7 +250,7 @@ def test_a_process_that_did_not_run(side: Side, noticed_by: str) -> None:
 @pytest.mark.hazard("other-side-not-told")
 def test_rooms_that_nobody_asked_for_end(side: Side) -> None:
     """An announcement whose request went to another prefill server. Guards against an entry that
-    stays, and against decode waiting longer than prefill does; its late request fails at once."""
+    stays, and against decode waiting longer than prefill does; a late request must fail at once."""
     side.advance(5)
     side.announce(7)
     side.claim(8)

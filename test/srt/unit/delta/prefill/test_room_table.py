@@ -1,4 +1,4 @@
-"""The owner of a prefill rank's rooms: its picture, and what each order of steps comes to. Random
+"""The owner of a prefill rank's rooms: its picture, and the result of each order of steps. Random
 orders of all threads are in ``test_state_machine.py``; rooms with their writes and messages in
 ``unit/delta/transfer``."""
 
@@ -22,7 +22,7 @@ PAGE = Path(__file__).parents[5] / "docs/design.md"
 
 
 def test_the_picture_is_the_table() -> None:
-    """Guards against a picture of another machine than the one that runs."""
+    """Guards against a picture that differs from the state machine."""
     pictures = re.findall(r"```mermaid\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (picture,) = [each for each in pictures if "announced -->" in each]
     found = re.findall(r"^ +(\S+) --> (\S+): (.+)$", picture, re.MULTILINE)
@@ -35,7 +35,7 @@ def test_the_picture_is_the_table() -> None:
 
 
 def test_every_state_can_be_reached_and_left() -> None:
-    """Guards against a room that can neither end nor be waited for."""
+    """Guards against a state that no room can leave or reach."""
     ways = [(before, after) for (before, _), after in TRANSITIONS.items()]
     for steps in (ways, [(after, before) for before, after in ways]):
         reached, frontier = {State.ENDED}, {State.ENDED}
@@ -46,15 +46,15 @@ def test_every_state_can_be_reached_and_left() -> None:
 
 
 class Scene(Side):
-    """One room, and in writing what was refused and who was told."""
+    """One room, with a log of refusals and messages."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.log: list[str] = []
 
     def play(self, order: str) -> str:
-        """The steps of ``order``, and what they come to. ``D``: decode rank D announces the room;
-        ``D2``: as one of two; ``-D``: it gives it up."""
+        """Run the steps of ``order``; return the log and the outcome. ``D``: decode rank D
+        announces the room; ``D2``: as one of two; ``-D``: it withdraws the room."""
         for step in order.split():
             if step[0].isupper():
                 self.announce(ROOM, step[0], int(step[1:] or 0))
@@ -65,10 +65,10 @@ class Scene(Side):
             self.log += [f"told {host}" for host, _, _ in self.told()]
         return ", ".join([*self.log, self.end()])
 
-    # ---- steps: False where they are refused ----
+    # ---- steps: False if refused ----
 
     def do_status(self) -> None:
-        """Its sender sets SGLang's status first, and claims the room then."""
+        """Set SGLang's status, as its sender does before it claims the room."""
         self.manager.update_status(ROOM, KVPoll.Bootstrapping)
 
     def do_claim(self) -> bool:
@@ -88,19 +88,19 @@ class Scene(Side):
         return self.fail()
 
     def do_failed(self) -> None:
-        """Its worker gives it up."""
+        """Fail the room as its worker does."""
         self.table.room_failed(self.room, Reason.TRANSPORT, "broken", ERROR)
 
     @property
     def room(self) -> Room:
-        """That of the request that is here; else one that is over."""
+        """The current request's room, or one that has ended."""
         return self.requests.get(ROOM) or self.table.room(ROOM) or Room(ROOM)
 
     def do_leave(self) -> None:
         self.table.leave(self.room)
 
     def do_last(self) -> None:
-        """A worker says that the last chunk is with all its peers."""
+        """Deliver the last chunk to all peers as a worker does."""
         self.table.deliver(self.room)
 
     def do_take_back(self) -> None:
@@ -119,7 +119,7 @@ class Scene(Side):
         self.advance(60)
 
     def do_gone(self) -> None:
-        """Its registration is dropped."""
+        """Drop the decode rank's registration."""
         del self.manager.decode_kv_args_table["D"]
 
 
@@ -129,7 +129,7 @@ REFUSALS = {
     "complete": "no completion",
     "fail": "too late",
 }
-#: Steps -> what was refused and who was told, in order, and what the scheduler sees in the end.
+#: Steps -> refusals and messages, in order, and the outcome that the scheduler sees.
 ORDERS = {
     "D claim": "open",
     "D claim enter": "open",
@@ -161,7 +161,7 @@ ORDERS = {
     "D claim last": "open",
     "D claim forget": "over",
     "D claim enter fail forget": "over",
-    # Requests and decode ranks that come again, late, or under a number that is in use:
+    # Requests and decode ranks that return, late, or under a number in use:
     "fail claim forget claim": "refused, open",
     "claim fail forget D claim D enter": "told D, open",
     "D2 E2 claim fail forget fail D2 E2 claim enter": "told D, told E, open",
@@ -218,17 +218,17 @@ ORDERS = {
 )
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_order_of_steps(order: str) -> None:
-    """Guards against a request whose pages are freed while they are read, or that is never let go;
-    against decode being told too early, twice or never; and against a request that ends another
-    one of its number, or is delivered with it."""
+    """Guards against a request whose pages are freed while they are read, or never released;
+    against notifying decode too early, twice or never; and against a request that ends another one
+    with its number, or is delivered with it."""
     scene = Scene()
     assert scene.play(order) == ORDERS[order]
     scene.play("leave forget fail")
-    assert scene.table.all() == [], "an entry stays"
+    assert scene.table.all() == [], "an entry is left"
 
 
 def test_ended_rooms_are_remembered_up_to_a_bound() -> None:
-    """Guards against a table that grows with every withdrawal of a server that runs for months."""
+    """Guards against a table that grows with every withdrawal for months."""
     side = Side(remembered=3)
     for number in range(100):
         side.fail(number, text=f"reason {number}")
@@ -237,8 +237,8 @@ def test_ended_rooms_are_remembered_up_to_a_bound() -> None:
 
 
 def test_several_rooms() -> None:
-    """Guards against a decode rank that vanished taking another one's rooms with it, against
-    announcements whose request never comes, and against one that is ended although it came."""
+    """Guards against a lost decode rank that takes another one's rooms with it, against
+    announcements whose request never comes, and against ending one whose request came."""
     side = Side()
     table = side.table
     for number, peers in ((7, "D"), (8, "DE"), (9, "E")):
@@ -261,8 +261,8 @@ def test_several_rooms() -> None:
 
 @pytest.mark.parametrize("stops", [1, 3])
 def test_threads(stops: int) -> None:
-    """A worker writes and completes while others give the room up. Guards against both or neither
-    being the outcome; and against a room that is told while something is under way, or twice."""
+    """A worker writes and completes while others fail the room. Guards against both or neither
+    outcome; and against a message while a write is in flight, or a second message."""
     for _ in range(tries(150)):
         scene, start = Scene(), threading.Barrier(stops + 1)
         scene.play("D claim enter")
@@ -288,8 +288,8 @@ def test_threads(stops: int) -> None:
 
 
 def test_the_scheduler_waits_for_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a poll that waits while another thread has the table: it asks of every
-    request in every step."""
+    """Guards against a poll that waits while another thread holds the table's lock: the scheduler
+    polls every request in every step."""
     scene, seen = Scene(), []
     scene.claim()
     monkeypatch.setattr(scene.manager.statuses, "fail_known", lambda *_: seen.append(scene.end()))

@@ -1,8 +1,8 @@
 """Random lives of rooms on one prefill rank: scheduler, worker, reader and decode ranks in any
-order, against a model that knows only what was asked for and what decode heard.
+order, against a model that knows only the requests and decode's messages.
 
-What waits for the worker is done at its next step. While a worker is in a call of its transport,
-and while a decode rank is told, any of the others may come: ``meanwhile`` puts it there.
+Commands for the worker run at its next step. While a worker is in a call of its transport, and
+while a decode rank is notified, any other thread may run: ``meanwhile`` schedules it there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from unit.delta.prefill.rig import Bench, Handle
 PEERS = {1: ("D",), 2: ("D", "E"), 3: ("E",), 4: ("S",), 5: ("E", "S")}
 STALLED = "S"
 NUMBERS = st.sampled_from(list(PEERS))
-#: Rooms that live long enough to be served.
+#: Rarely True, so that rooms live long enough to be served.
 RARELY = st.sampled_from([True, *[False] * 7])
 WINDOW, QUOTA = 4, 2
 
@@ -55,17 +55,17 @@ class Life:
 
 @dataclass(eq=False)
 class Listing:
-    """Pages that a decode rank listed for a room; it wants to hear one of two things."""
+    """Pages that a decode rank listed for a room; it expects exactly one message."""
 
     number: int
     peer: str
-    #: Requests whose writes may go to these pages.
+    #: Requests that may write to these pages.
     writers: list[Life] = field(default_factory=list)
     heard: list[str] = field(default_factory=list)
 
 
 class Told(Sockets):
-    """Each listing has a host of its own."""
+    """Sockets of listings, each with its own host."""
 
     def __init__(self, lives: Lives) -> None:
         super().__init__()
@@ -80,9 +80,9 @@ class Told(Sockets):
 
 
 class Lives(RuleBasedStateMachine):
-    """Numbers are used again."""
+    """Rooms whose numbers are used again."""
 
-    #: Over all examples: what decode ranks heard of requests that came, and how those ended.
+    #: Over all examples: messages to decode ranks about requests that came, and the requests' ends.
     ends: ClassVar[Counter[str]] = Counter()
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Lives(RuleBasedStateMachine):
         self.transport = self.bench.transport
         self.transport.meanwhile = self.interrupted
         self.lives: dict[int, Life] = {}
-        #: All that ever were.
+        #: All requests so far.
         self.all: list[Life] = []
         self.listings: dict[str, Listing] = {}
         self.interruptions: list[Callable[[], object]] = []
@@ -99,17 +99,17 @@ class Lives(RuleBasedStateMachine):
         self.transport.complete = self.completed  # type: ignore[method-assign]
 
     def interrupted(self) -> None:
-        """Other threads run here."""
+        """Run the other threads' actions."""
         while self.interruptions:
             self.interruptions.pop()()
 
     def handles(self, life: Life) -> list[Handle]:
         return [it for it in self.transport.handles if it.chunk in life.chunks]
 
-    # ---- what decode hears ----
+    # ---- messages to decode ----
 
     def check(self, holds: bool, complaint: str) -> None:
-        """On the worker's thread, which swallows errors."""
+        """Record a complaint: the worker's thread swallows errors."""
         if not holds:
             self.transport.misuse.append(complaint)
 
@@ -124,9 +124,9 @@ class Lives(RuleBasedStateMachine):
         (life,) = [life for life in self.all if chunk in life.chunks]
         self.complete(chunk)
         wanted = {(it, peer) for it in life.chunks for peer in it.peers}
-        self.check(life.has_last and wanted <= {*self.transport.posts}, "not all was posted")
+        self.check(life.has_last and wanted <= {*self.transport.posts}, "a chunk was not posted")
         is_done = all(it.state is State.DONE for it in self.handles(life))
-        self.check(is_done and life.room.reason is None, "not all is there")
+        self.check(is_done and life.room.reason is None, "a write has not arrived")
         self.check(self.lives.get(life.number) is life, "the note reads its metadata slot")
         for listing in self.listings.values():
             if life in listing.writers:
@@ -158,7 +158,7 @@ class Lives(RuleBasedStateMachine):
                 listing.writers.append(life)
 
     def poll(self, number: int) -> None:
-        """A request that has ended gives its pages to others."""
+        """End a finished request, so that its pages are reused."""
         life = self.lives.get(number)
         end = "open" if life is None else self.bench.end(number)
         if life is None or end not in ("delivered", "over"):
@@ -168,7 +168,9 @@ class Lives(RuleBasedStateMachine):
             is_late = life.room.state is RoomState.OVERDUE
             now = self.bench.clock.now
             for handle in self.handles(life):
-                assert handle.over or (is_late and handle.chunk.deadline <= now), "it is read"
+                assert handle.over or (is_late and handle.chunk.deadline <= now), (
+                    "its pages are read"
+                )
         self.ends[end] += 1
         self.bench.forget(number)
         del self.lives[number], self.bench.requests[number]
@@ -183,7 +185,7 @@ class Lives(RuleBasedStateMachine):
         within=st.sampled_from([2.0, 120.0, 120.0]),
     )  # fmt: skip
     def chunk(self, number: int, last: bool, handles: int, fault: str, within: float) -> None:
-        """Sent as the scheduler does, which may know less than the table."""
+        """Send a chunk as the scheduler does, which may know less than the table."""
         life = self.lives.get(number)
         if life is not None and life.room.is_announced and not life.has_last:
             script = {fault: RuntimeError(fault)} if fault else {}
@@ -195,7 +197,7 @@ class Lives(RuleBasedStateMachine):
     def announce(self, number: int, peer: str) -> None:
         mine = [it for it in self.listings.values() if (it.number, it.peer) == (number, peer)]
         if peer not in PEERS[number] or any(not it.heard for it in mine):
-            return  # decode refuses a number whose pages it still holds
+            return  # decode refuses a number while it holds its pages
         listing, host = Listing(number, peer), f"{peer} {len(self.listings)}"
         life = self.lives.get(number)
         room = Room(number) if life is None else life.room
@@ -207,7 +209,7 @@ class Lives(RuleBasedStateMachine):
     def withdraw(self, number: int, peer: str) -> None:
         self.bench.withdraw(peer, number)
 
-    # ---- rules: what may happen ----
+    # ---- rules: possible events ----
 
     def action(self, name: str, number: int, peer: str) -> Callable[[], object]:
         whole: dict[str, Callable[[], object]] = {
@@ -223,7 +225,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(number=NUMBERS, is_early=st.booleans())
     def begin(self, number: int, is_early: bool) -> None:
-        """A request and its announcements, whichever comes first."""
+        """Begin a request with its announcements, in either order."""
         self.poll(number)
         if is_early:
             self.request(number)
@@ -234,7 +236,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(number=NUMBERS)
     def serve(self, number: int) -> None:
-        """All of a room at once, unless something is in its way."""
+        """Serve a whole room at once, unless it is blocked."""
         self.begin(number, is_early=False)
         self.chunk(number, last=True, handles=1, fault="", within=120.0)
         self.bench.run()
@@ -275,8 +277,8 @@ class Lives(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.0, 0.001, *[0.05] * 6, 3.0, 61.0]))
     def run_for(self, seconds: float) -> None:
-        """The reader's clock ticks. Then a healthy peer with nothing under way has nothing that
-        waits for it, however many transfers to others are stuck."""
+        """Run with the reader's clock ticking. Afterwards no chunk waits for a healthy peer without
+        transfers in flight, however many transfers to others are stuck."""
         self.bench.run(seconds)
         busy = {it.peer for it in self.transport.handles if not it.releases}
         posted = set(self.transport.posts)
@@ -285,7 +287,7 @@ class Lives(RuleBasedStateMachine):
                 for peer in chunk.peers:
                     assert (chunk, peer) in posted or peer in busy
 
-    # ---- what must hold ----
+    # ---- invariants ----
 
     @invariant()
     def nobody_is_misused(self) -> None:
@@ -293,7 +295,8 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def bounds(self) -> None:
-        """Of transfers that are not late. A peer gets a place beyond the window if it has none."""
+        """Check the limits of transfers that are not late. A peer without a transfer may exceed the
+        window by one."""
         under_way = {
             (it.chunk, it.peer)
             for it in self.transport.under_way()
@@ -319,7 +322,8 @@ class Lives(RuleBasedStateMachine):
             assert not life.room.delivered or notes
 
     def teardown(self) -> None:
-        """When everything settles and every room was ended, nothing is left and nobody waits."""
+        """Check that no entry is left, and no decode rank waits, once all settled and every room
+        ended."""
         bench = self.bench
         self.interrupted()
         for _ in range(200):
@@ -329,7 +333,7 @@ class Lives(RuleBasedStateMachine):
             bench.settle()
         for life in self.lives.values():
             if life.has_last:
-                assert bench.end(life.number) in ("delivered", "over"), "it waits for ever"
+                assert bench.end(life.number) in ("delivered", "over"), "it never ends"
         for number in PEERS:
             self.abort(number)
             bench.run(1.0)
@@ -348,10 +352,10 @@ class Lives(RuleBasedStateMachine):
 )  # fmt: skip
 @pytest.mark.fuzz
 def test_lives() -> None:
-    """Guards against a room that is complete and given up, pages that are given away while they
-    are read, decode ranks that are told too early, twice or never, a room that waits for ever or
-    for a stalled peer of another one, chunks out of order, and what stays; and against lives in
-    which little happens."""
+    """Guards against a room that is complete and given up, pages that are reused while they are
+    read, decode ranks that are notified too early, twice or never, a room that waits for ever or
+    for a stalled peer of another room, chunks out of order, and leftovers; and against lives with
+    too few events."""
     Lives.ends.clear()
     run_state_machine_as_test(
         Lives,

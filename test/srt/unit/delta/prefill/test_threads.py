@@ -1,4 +1,4 @@
-"""Transfer threads: how many, which of them serves a room, and who takes a core from whom."""
+"""Transfer threads: their number, the rooms of each, and their scheduling class."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from sglang.srt.patchset.environment import QUEUES
     ("text", "queues"), [(None, 4), ("3", 3), ("256", 256), ("257", 256), ("2000000000", 256)]
 )
 def test_number_of_threads(monkeypatch: pytest.MonkeyPatch, text: str | None, queues: int) -> None:
-    """Guards against a server that refuses what SGLang allows under this name, or that starts as
-    many threads."""
+    """Guards against a server that refuses values which SGLang allows under this name, or that
+    starts as many threads."""
     monkeypatch.delenv(QUEUES.name, raising=False)
     if text is not None:
         monkeypatch.setenv(QUEUES.name, text)
@@ -34,7 +34,7 @@ def test_number_of_threads(monkeypatch: pytest.MonkeyPatch, text: str | None, qu
 @pytest.mark.parametrize("workers", [1, 3, 4, 12])
 def test_rooms_spread_over_workers(stride: int, workers: int) -> None:
     """Guards against rooms of one remainder (data parallel attention) that all go to one worker,
-    and against two answers for one room."""
+    and against two workers for one room."""
     from sglang.srt.disaggregation.delta.prefill.transfer_pool import worker_of
 
     rooms = [3 + stride * index for index in range(2000)]
@@ -45,10 +45,10 @@ def test_rooms_spread_over_workers(stride: int, workers: int) -> None:
     assert worker_of(2**63 + 5, workers) < workers
 
 
-# ---- threads that stand back, and those that must not ----
+# ---- threads that yield the core, and threads that must not ----
 
 ON_LINUX = pytest.mark.skipif(
-    not Path("/proc/self/task").exists(), reason="threads have numbers of their own on Linux"
+    not Path("/proc/self/task").exists(), reason="only Linux numbers its threads"
 )
 
 _PROGRAM = """
@@ -88,9 +88,9 @@ os._exit(0)
 @ON_LINUX
 @pytest.mark.hazard("spinning-workers")
 def test_native_threads_of_a_library() -> None:
-    """Guards against the calling thread, one that was there before, or one of Python's that gives
-    its core away: it may hold the interpreter's lock; and against a library's threads that take the
-    scheduler's core when they wake up."""
+    """Guards against yielding the core of the calling thread, of an older thread or of Python's
+    threads, which may hold the interpreter's lock; and against a library's threads that preempt the
+    scheduler when they wake up."""
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=120, check=False
     )
@@ -101,7 +101,7 @@ def test_native_threads_of_a_library() -> None:
 
 
 def test_an_exit_does_not_wait_for_a_call() -> None:
-    """Guards against a server that ends and stays for as long as a call of Mooncake's hangs."""
+    """Guards against a server that cannot exit while a call of Mooncake hangs."""
     program = (
         "import time\n"
         "from sglang.srt.disaggregation.delta.mooncake.backend import Callers\n"
@@ -115,14 +115,14 @@ def test_an_exit_does_not_wait_for_a_call() -> None:
 
 @ON_LINUX
 def test_a_thread_that_calls_mooncake() -> None:
-    """Guards against threads that take the scheduler's core when they are woken."""
+    """Guards against threads that preempt the scheduler when they are woken."""
     assert Callers(1, 1).submit("peer", os.sched_getscheduler, 0).result(60) == os.SCHED_BATCH
 
 
 @ON_LINUX
 def test_a_worker() -> None:
-    """Guards against workers that get less of a core than the scheduler while they hold the
-    interpreter's lock, and against the caller's own policy."""
+    """Guards against workers that get less CPU time than the scheduler while they hold the
+    interpreter's lock, and against changing the caller's own policy."""
     found = []
 
     def look() -> None:

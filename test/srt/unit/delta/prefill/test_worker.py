@@ -1,5 +1,5 @@
-"""One transfer worker under a real room table, by named examples: how a room ends on it, who waits
-for whom, and how often it looks. Random lives of many rooms are in ``test_state_machine.py``."""
+"""One transfer worker under a real room table, by named examples: the end of a room, waits between
+rooms, and the rate of checks. Random lives of many rooms are in ``test_state_machine.py``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings, State, TransferError
 from unit.delta.prefill.rig import ERROR, Bench
 
-# ---- how a room ends ----
+# ---- ends of a room ----
 
 
 def broken_off(bench: Bench) -> None:
@@ -46,7 +46,7 @@ def forgotten(bench: Bench) -> None:
 
 
 def raise_once(owner: object, name: str, error: Exception) -> None:
-    """The next call of this method raises."""
+    """Make the next call of this method raise."""
     call = getattr(owner, name)
 
     def raises(*arguments: object) -> None:
@@ -68,15 +68,15 @@ def the_backend_refuses(bench: Bench) -> None:
 class End:
     """A way in which room 1 ends early."""
 
-    #: What its request and its decode ranks see at once, when its writes have settled, and when
-    #: what was broken off counts as over.
+    #: Outcomes of the request and its decode ranks: at once, after its writes settled, and after
+    #: broken transfers count as over.
     seen: str
     reason: Reason | None = None
     text: str = ""
     error: type = type(None)
-    #: Of its chunk: what the transport does with it.
+    #: The transport's behaviour with the chunk.
     script: dict[str, Any] = field(default_factory=dict)
-    #: Before it is posted, and while it is under way.
+    #: Run before the post, and during the transfer.
     first: Callable[[Bench], None] | None = None
     then: Callable[[Bench], None] | None = None
 
@@ -129,16 +129,16 @@ ENDS = {
 @pytest.mark.hazard("exception-ends-worker", "peer-lost-for-ever", "source-given-away")
 @pytest.mark.parametrize("how", ENDS)
 def test_a_room_ends_early(how: str) -> None:
-    """Guards against an end that costs another room or the next one of its number, that is told
-    twice, too early or without its cause, and against a late write that completes a room which was
-    given up."""
+    """Guards against an end that costs another room or the next room with its number, that is sent
+    twice, too early or without its cause, and against a late write that completes an abandoned
+    room."""
     end, bench, seen = ENDS[how], Bench(), list[str]()
     before = STATS.totals["kv_transfer_failed", end.reason.value] if end.reason else 0
 
     def look() -> None:
         hosts = [host for host, room, _ in bench.told() if room == 1]
         assert hosts in ([], ["a", "b"])
-        assert not hosts or not bench.transport.under_way(1), "it is written on"
+        assert not hosts or not bench.transport.under_way(1), "a write is still in flight"
         seen.append(bench.end(1) + " told" * bool(hosts))
 
     bench.open(1, peers="ab")
@@ -176,9 +176,9 @@ def test_a_room_ends_early(how: str) -> None:
 @pytest.mark.hazard("siblings-write-on", "poll-raises", "handle-release")
 @pytest.mark.parametrize("broken", [State.ERROR, ERROR])
 def test_what_was_broken_off_may_still_land(broken: State | Exception) -> None:
-    """After one disconnect every other handle of that peer raises, while its writes may be under
-    way. Guards against decode being told that its pages are free, against a release while one of
-    three handles is under way, and against a chunk behind it that is sent."""
+    """After one disconnect every other handle of that peer raises, while its writes may be in
+    flight. Guards against telling decode that its pages are free, against a release while one of
+    three handles is in flight, and against sending a chunk behind it."""
     bench = Bench(quota=1)
     bench.open(1)
     bench.submit(1, handles=3)
@@ -190,7 +190,7 @@ def test_what_was_broken_off_may_still_land(broken: State | Exception) -> None:
     assert bench.end(1) == "stopped" and bench.transport.released == 0
     under_way.state = State.DONE
     bench.run(Settings.doubt_s - 2)
-    assert bench.end(1) == "over" and bench.told() == [], "the request goes; decode waits"
+    assert bench.end(1) == "over" and bench.told() == [], "the request ends; decode waits"
     assert bench.transport.released == 0
     bench.run(2)
     assert len(bench.told()) == 1 and len(bench.transport.posts) == 1
@@ -201,7 +201,8 @@ def test_what_was_broken_off_may_still_land(broken: State | Exception) -> None:
 @pytest.mark.hazard("slow-peer", "dead-peer-leftovers", "siblings-write-on", "handle-release")
 def test_deadlines() -> None:
     """Guards against a chunk that waits for ever behind a stalled peer; and against a handle that
-    is released, or a decode rank that is told, because time ran out: it is waited for, rarely."""
+    is released, or a decode rank that is notified, because of a timeout: the handle must be
+    awaited, with rare checks."""
     bench = Bench(quota=1)
     bench.open(1, 2, peers=["slow"])
     for number in (1, 2):
@@ -223,8 +224,8 @@ def test_deadlines() -> None:
 
 @pytest.mark.hazard("exception-ends-worker")
 def test_a_bug_costs_its_own_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a worker that trips over one transfer again and again, and never looks at
-    those behind it; and against a word that nothing is written, which a bug cannot know."""
+    """Guards against a worker that fails on one transfer again and again, and never reaches those
+    behind it; and against a message that no more is written, which is unknown after a bug."""
     bench, calls = Bench(), list[float]()
     observe = STATS.observe
 
@@ -248,7 +249,7 @@ def test_a_bug_costs_its_own_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.hazard("handle-release", "exception-ends-worker")
 def test_a_release_that_raises() -> None:
-    """Guards against an exception that stops the worker, or has a handle released again."""
+    """Guards against an exception that stops the worker, or causes a second release of a handle."""
     bench, calls = Bench(), list[object]()
 
     def broken(handle: object) -> None:
@@ -267,8 +268,7 @@ def test_a_release_that_raises() -> None:
 
 @pytest.mark.hazard("handle-release")
 def test_stop() -> None:
-    """Guards against requests that wait for a worker which is stopping, and against taking in
-    more."""
+    """Guards against requests that wait for a stopping worker, and against accepting more."""
     bench = Bench(quota=1)
     bench.open(1, 2)
     for number in (1, 2):
@@ -284,8 +284,8 @@ def test_stop() -> None:
 
 
 def test_after_a_suspension() -> None:
-    """Guards against failing what was delivered while this process did not run: transfers are
-    looked at before deadlines are."""
+    """Guards against failing a transfer that was delivered during a suspension of this process:
+    transfers must be checked before deadlines."""
     bench = Bench()
     bench.open(1)
     bench.submit(1, last=True, within=5.0)
@@ -296,12 +296,12 @@ def test_after_a_suspension() -> None:
     assert bench.end(1) == "delivered"
 
 
-# ---- who waits for whom ----
+# ---- waits between rooms ----
 
 
 def test_turns_between_peers() -> None:
-    """Guards against a long queue for one peer that is served before another's short one, and
-    against a worker that cannot be told to cancel while it posts a long queue."""
+    """Guards against a long queue for one peer that is served before another peer's short one, and
+    against a worker that cannot receive a cancellation while it posts a long queue."""
     bench = Bench(window=64, quota=64)
     for room, peer in ((1, "a"), (2, "b"), (3, "b")):
         bench.open(room, peers=peer)
@@ -315,8 +315,8 @@ def test_turns_between_peers() -> None:
 
 @pytest.mark.hazard("slow-peer")
 def test_a_window_that_is_full() -> None:
-    """Guards against unbounded posting, and against stopped peers that take all places between
-    them: a peer that has nothing under way may always post one."""
+    """Guards against unbounded posting, and against stopped peers that together occupy all places:
+    a peer without transfers in flight may always post one."""
     bench = Bench(window=4, quota=4)
     for room, peer in enumerate(("stopped-1", "stopped-2", "healthy"), 1):
         bench.open(room, peers=[peer])
@@ -333,8 +333,8 @@ def test_a_window_that_is_full() -> None:
 
 @pytest.mark.hazard("slow-peer")
 def test_a_place_that_an_overdue_transfer_leaves() -> None:
-    """Guards against chunks that wait on while the window has a place again, until something else
-    happens: nothing may for long."""
+    """Guards against chunks that keep waiting although the window has a place again, until another
+    event, which may come much later."""
     bench = Bench(window=2, quota=2)
     bench.open(1, peers=["dead"])
     bench.open(2, peers=["slow"])
@@ -348,8 +348,8 @@ def test_a_place_that_an_overdue_transfer_leaves() -> None:
 
 @pytest.mark.hazard("slow-peer", "peer-lost-for-ever")
 def test_a_dead_peer_that_comes_back() -> None:
-    """Guards against overdue transfers that take a worker's window or a peer's quota for good, and
-    against a dead peer that gets more than one place to try, deadline after deadline."""
+    """Guards against overdue transfers that occupy a worker's window or a peer's quota for good,
+    and against a dead peer that gets more than one place for each trial."""
     bench = Bench(window=8, quota=3)
     for batch in range(10):
         rooms = range(10 * batch, 10 * batch + 10)
@@ -366,7 +366,7 @@ def test_a_dead_peer_that_comes_back() -> None:
         bench.submit(room, last=True)
     bench.run()
     bench.settle(100)
-    assert len(bench.transport.handles) == 12 + 1 + 3, "it is back: its whole quota"
+    assert len(bench.transport.handles) == 12 + 1 + 3, "it has recovered: its whole quota"
     for room in again:
         bench.settle(room)
         assert bench.end(room) == "delivered"
@@ -377,8 +377,8 @@ def test_a_dead_peer_that_comes_back() -> None:
 
 @pytest.mark.hazard("slow-peer")
 def test_what_was_never_begun_shows_nothing() -> None:
-    """Guards against a dead peer that gets its whole quota again, because what waited in the
-    transport for it was dropped with its room."""
+    """Guards against a dead peer that gets its whole quota again because a chunk waiting in the
+    transport was dropped with its room."""
     bench = Bench(window=8, quota=2)
     bench.open(*range(1, 5), peers=["dead"])
     for room in (1, 2):
@@ -393,15 +393,15 @@ def test_what_was_never_begun_shows_nothing() -> None:
     assert len(bench.transport.posts) == 3, "one place is overdue"
 
 
-# ---- how often it looks ----
+# ---- rate of checks ----
 
 
 @pytest.mark.hazard("spinning-workers")
 @pytest.mark.parametrize("transfers", [1, 8])
 def test_pauses(transfers: int) -> None:
-    """Guards against a worker that spins with the interpreter's lock, on nothing or on a transfer
-    that takes long: a second of it costs some hundred looks, later ones a fraction, and many
-    transfers are looked at together."""
+    """Guards against a worker that spins with the interpreter's lock, when idle or on a long
+    transfer: the first second of a transfer costs some hundred checks, later ones a fraction, and
+    many transfers are checked together."""
     bench = Bench()
     assert bench.run() is None
     bench.open(1)
@@ -428,8 +428,8 @@ def test_pauses(transfers: int) -> None:
 
 @pytest.mark.parametrize("took", [10e-6, 100e-6, 1e-3, 5e-3, 12e-3])
 def test_short_transfers_are_noticed_soon(took: float) -> None:
-    """Guards against a pause that is long beside the transfer: looking late may add 50 us, or a
-    sixteenth of the time that the transfer took."""
+    """Guards against a pause that is long compared with the transfer: a late check may add 50 us,
+    or a sixteenth of the time that the transfer took."""
     bench = Bench()
     bench.open(1)
     bench.submit(1, last=True)

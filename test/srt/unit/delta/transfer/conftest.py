@@ -12,6 +12,6 @@ import pytest
 def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from unit.delta.transfer.ranks import RANKS
 
-    made = RANKS[request.param](monkeypatch)
-    yield made
-    made.close()
+    rank_ = RANKS[request.param](monkeypatch)
+    yield rank_
+    rank_.close()

@@ -24,53 +24,53 @@ from unit.delta.nixl.sides import Side
 
 
 class NixlRank(PrefillRank):
-    """Over NIXL: a chunk's writes are under way side by side."""
+    """Over NIXL: a chunk's writes are in flight at the same time."""
 
     peer = "decode"
-    #: As decode hears of a write that was broken off, or is too late: when nothing can land.
-    word_of_a_late_write = ["stopped"]
+    #: Decode's messages about a failed or late write: one, when no byte can land any more.
+    messages_of_a_late_write = ["stopped"]
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__(patch)
         self._heard: dict[int, list[str]] = {}
 
     def heard(self, room: int) -> list[str]:
-        """What the decode rank was told of a room since it was announced, in order."""
+        """Return the messages to the decode rank about a room since it was announced, in order."""
         heard = self._heard.setdefault(room, [])
         notes = [parse(note) for note in self.agent.notes["decode"]]
         if any(note.room == room and note.kind in ("aux", "done") for note in notes):
             heard.append("complete")
             self.agent.notes["decode"] = []
-        for message in [each for each in self.sockets.stopped if each.room == room]:
+        for message in [stopped for stopped in self.sockets.stopped if stopped.room == room]:
             heard.append("stopped")
             self.sockets.stopped.remove(message)
         return heard
 
     @property
     def writes(self) -> list[Any]:
-        """All that were begun, of which each has a ``state``."""
+        """All writes that were begun, each with a ``state``."""
         return self.agent.handles
 
     def under_way(self) -> list[Any]:
         return self.agent.under_way()
 
     def lose(self) -> None:
-        """The library says that the decode rank is gone."""
+        """Make the library report that the decode rank disconnected."""
         self.agent.disconnect("decode")
 
     def forget(self) -> None:
-        """The decode rank gave no sign for too long."""
+        """Forget the decode rank, as after too long a silence."""
         self.manager.forget_peer(self.peer)
 
     def clear(self, sender: Any) -> None:
-        """The request is done with, and what it has written is forgotten."""
+        """End the request and forget its writes."""
         sender.clear()
         self.check()
         self.agent.handles.clear()
         self._heard.clear()
 
     def close(self) -> None:
-        """No thread was started."""
+        """Do nothing: no thread was started."""
 
 
 @dataclass(eq=False)
@@ -79,12 +79,12 @@ class Call:
 
     room: int
     rows: list[tuple[int, int, int]]
-    #: None while it is under way.
+    #: None while the call is in flight.
     state: str | Exception | None = None
 
 
 class Engine:
-    """Mooncake's: a call returns when the test settles it."""
+    """Mooncake's engine: a call returns when the test settles it."""
 
     def __init__(self, source: Side, target: Side) -> None:
         self._source, self.target = source.memory, target.memory
@@ -108,7 +108,7 @@ class Engine:
 
 
 class Callers(ThreadPoolExecutor):
-    """The one thread on which the engine is called."""
+    """The only thread that calls the engine."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(1)
@@ -125,7 +125,7 @@ class Callers(ThreadPoolExecutor):
         return future
 
     def replace_if_hanging(self, future: Future[Any]) -> None:
-        """No call hangs here."""
+        """Do nothing: no call hangs here."""
 
     def _done(self, future: Future[Any]) -> None:
         with self._engine.changed:
@@ -138,7 +138,7 @@ class Callers(ThreadPoolExecutor):
 
 
 class Sockets(bare.Sockets):
-    """What decode hears: its room is complete, has failed (SGLang's word), or is stopped."""
+    """Records messages to decode: room complete, room failed (SGLang's message), or stopped."""
 
     def __init__(self, is_written: Callable[[int], bool]) -> None:
         super().__init__()
@@ -154,23 +154,23 @@ class Sockets(bare.Sockets):
         room, status, _ = map(int, frames)
         self._hear(room, "complete" if status == KVPoll.Success else "failed")
 
-    def _hear(self, room: int, word: str) -> None:
-        self.heard.setdefault(room, []).append(word)
-        if word != "failed" and self._is_written(room):
-            self.misuse.append(f"{word} while room {room} is written")
+    def _hear(self, room: int, message: str) -> None:
+        self.heard.setdefault(room, []).append(message)
+        if message != "failed" and self._is_written(room):
+            self.misuse.append(f"{message} while room {room} is written")
 
 
 class MooncakeRank:
-    """Over Mooncake: one call of the engine is under way at a time, on the thread of the rank."""
+    """Over Mooncake: one call of the engine is in flight at a time, on the rank's thread."""
 
-    word_of_a_late_write = ["failed", "stopped"]
+    messages_of_a_late_write = ["failed", "stopped"]
     peer = MOONCAKE.peer
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.clock = Clock()
-        self.side, theirs = Side(2**40, 40), Side(2**41, 60)
-        self.decode = {"decode": theirs}
-        self.engine = Engine(self.side, theirs)
+        self.side, decode_side = Side(2**40, 40), Side(2**41, 60)
+        self.decode = {"decode": decode_side}
+        self.engine = Engine(self.side, decode_side)
         without_threads(patch, self.clock)
         self._callers = Callers(self.engine)
 
@@ -180,7 +180,7 @@ class MooncakeRank:
 
         patch.setattr(mooncake, "Callers", callers)
         self.sockets = Sockets(lambda room: any(call.room == room for call in self.under_way()))
-        for side in (self.side, theirs):
+        for side in (self.side, decode_side):
             side.args.__dict__.update(state_data_ptrs=[], state_item_lens=[], state_type="none")
         self.manager: Any = bare.prefill(
             "mooncake",
@@ -189,7 +189,7 @@ class MooncakeRank:
             kv_args=self.side.args,
             enable_custom_mem_pool=False,
         )
-        # The reader's thread is this one.
+        # The test's thread is the reader's thread.
         self.manager.start_reader = lambda take, tick: self.__dict__.update(_take=take)
         self.manager.start_prefill_thread()
         self.pool = self.manager.transfers
@@ -204,8 +204,8 @@ class MooncakeRank:
         self._take(message)
 
     def restart(self) -> Side:
-        """The decode server starts again: its engine has the address of before, and nothing else is
-        as it was. Its memory, after it has registered."""
+        """Restart the decode server: its engine keeps the address, everything else is new. Return
+        its memory, after it has registered."""
         new = self.decode["decode"] = Side(2**42, 60)
         self.engine.target = new.memory
         self.register("decode", port=b"4999")
@@ -222,22 +222,22 @@ class MooncakeRank:
         )
 
     def withdraw(self, room: int) -> None:
-        word = wire.Withdraw(room, MOONCAKE.peer, "10.0.0.2", 4000, "no reason")
-        self.manager.decode_ranks.take(word)
+        message = wire.Withdraw(room, MOONCAKE.peer, "10.0.0.2", 4000, "no reason")
+        self.manager.decode_ranks.take(message)
 
     def forget(self) -> None:
         self.manager.forget_peer(self.peer)
 
-    lose = forget  # the engine does not say it otherwise than by a refusal
+    lose = forget  # the engine reports a lost rank only by refusing calls
 
     def tick(self, seconds: float) -> None:
         self.clock.now += seconds
-        self.manager.rooms.tick()  # the process was not suspended
+        self.manager.rooms.tick()  # otherwise the time would count as a suspension
         self.pool.run()
         self._wait()
 
     def _wait(self) -> None:
-        """Until the threads are in a call of the engine, or have nothing to do."""
+        """Wait until the threads are in a call of the engine, or idle."""
         with self.engine.changed:
             assert self.engine.changed.wait_for(
                 lambda: self.under_way() or self._callers.is_idle, 60
@@ -269,8 +269,8 @@ class MooncakeRank:
     def check(self) -> None:
         self.tick(DOUBT_S)
         tables = {**self.manager.open_rooms(), **self.pool.tables()}
-        left = {name: rooms for name, rooms in tables.items() if rooms}
-        assert left == {} and self.manager.rooms.all() == []
+        leftovers = {name: rooms for name, rooms in tables.items() if rooms}
+        assert leftovers == {} and self.manager.rooms.all() == []
         assert self.sockets.misuse == []
 
     def clear(self, sender: Any) -> None:
@@ -280,7 +280,7 @@ class MooncakeRank:
         self.sockets.heard.clear()
 
     def close(self) -> None:
-        """No thread stays."""
+        """Settle all writes, so that no thread stays."""
         while self.under_way():
             self.settle()
         self._callers.shutdown()

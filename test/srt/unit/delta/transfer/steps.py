@@ -1,4 +1,4 @@
-"""What the tests of a room have in common: how it starts, fails and arrives."""
+"""Steps that the tests of a room share: its start, failure and arrival."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ BROKEN = ZeroDivisionError("the transport's")
 
 
 def pages(*numbers: int) -> np.ndarray:
-    """As the scheduler gives them."""
+    """Return page numbers as the scheduler passes them."""
     return np.array(numbers, np.int32)
 
 
 def started(rank: Any, room: int = ROOM, count: int = 2) -> Any:
-    """A room of ``count`` pages, 10 and those after it on decode, that may send."""
+    """Return the sender of a room of ``count`` pages, from page 10 on decode, that may send."""
     sender = rank.sender(room)
     rank.announce(room, range(10, 10 + count), slot=2)
     assert sender.poll() == KVPoll.WaitingForInput
@@ -28,19 +28,20 @@ def started(rank: Any, room: int = ROOM, count: int = 2) -> Any:
 
 
 def failure_of(sender: Any) -> Exception:
-    """Why a room failed, as the scheduler asks for it; which also lets it go."""
+    """Return the error of a failed room, as the scheduler queries it; this also releases the
+    room."""
     with pytest.raises(Exception) as caught:
         sender.failure_exception()
     return caught.value
 
 
-def arrived(rank: Any, was: list[Any], *targets: int) -> bool:
-    """Whether decode's memory changed at these pages only; there it has prefill's pages 5 and 6."""
+def arrived(rank: Any, memory_before: list[Any], *targets: int) -> bool:
+    """True if decode's memory changed at these pages only, to prefill's pages from 5 on."""
     for (_, source), (_, target), before in zip(
-        rank.side.kv, rank.decode["decode"].kv, was, strict=False
+        rank.side.kv, rank.decode["decode"].kv, memory_before, strict=False
     ):
-        for at in targets:
-            before[at] = source[at - 5]
+        for page in targets:
+            before[page] = source[page - 5]
         if not np.array_equal(before, target):
             return False
     return True

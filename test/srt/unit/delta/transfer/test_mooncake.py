@@ -1,4 +1,4 @@
-"""What waits for a call of Mooncake's engine: a decode rank's transfers take turns."""
+"""Chunks that wait for a call of Mooncake's engine: a decode rank's transfers take turns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from unit.delta.transfer.steps import ROOM, failure_of, pages, started
 
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeRank]:
-    """A prefill rank over Mooncake with a write of room ``ROOM`` under way."""
+    """A prefill rank over Mooncake with a write of room ``ROOM`` in flight."""
     rank = MooncakeRank(monkeypatch)
     sender = started(rank)
     sender.send(pages(5, 6))
@@ -39,36 +39,38 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeRank]:
     rank.finish()
 
 
-def test_what_never_began_may_not_land(rank: MooncakeRank) -> None:
-    """Guards against a room that waited behind a call that failed, and whose decode rank is told
-    only after the time for which a broken write may still land."""
-    other = started(rank, 8)
-    other.send(pages(5, 6))
+def test_a_write_that_never_began_cannot_land(rank: MooncakeRank) -> None:
+    """Guards against a room that waited behind a failed call, and whose decode rank is notified
+    only after the time in which a broken write may still land."""
+    queued = started(rank, 8)
+    queued.send(pages(5, 6))
     rank.tick(0.01)
     assert len(rank.writes) == 1
     rank.settle("ERR")
     rank.tick(0.25)
-    assert other.poll() == KVPoll.Failed and rank.heard(8) == ["stopped"]
-    assert "must register again" in str(failure_of(other))
-    assert rank.heard(ROOM) == ["failed"], "what the failed call began may still land"
+    assert queued.poll() == KVPoll.Failed and rank.heard(8) == ["stopped"]
+    assert "must register again" in str(failure_of(queued))
+    assert rank.heard(ROOM) == ["failed"], "the failed call's writes may still land"
 
 
-def test_a_process_that_stood_still(rank: MooncakeRank) -> None:
-    """Guards against a write that waited, and is begun after a pause in which decode may have given
-    its pages to others: before the thread that ticks has looked."""
-    other = started(rank, 8)
-    other.send(pages(5, 6))
+def test_a_process_that_was_suspended(rank: MooncakeRank) -> None:
+    """Guards against a queued write that begins after a suspension, in which decode may have reused
+    its pages, and before the ticking thread has noticed."""
+    queued = started(rank, 8)
+    queued.send(pages(5, 6))
     rank.tick(0.01)
     rank.clock.now += QUARANTINE_TIMEOUT.read()
     rank.settle("DONE")
     rank.pool.run()
-    assert len(rank.writes) == 1 and other.poll() == KVPoll.Failed
-    assert "did not run for" in str(failure_of(other))
+    assert len(rank.writes) == 1 and queued.poll() == KVPoll.Failed
+    assert "did not run for" in str(failure_of(queued))
 
 
-def test_what_waits_is_not_described(rank: MooncakeRank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against the descriptors of all that waits behind a call that hangs: tens of megabytes
-    for each long prompt."""
+def test_queued_chunks_are_not_described(
+    rank: MooncakeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against building the descriptors of all chunks behind a call that hangs: tens of
+    megabytes for each long prompt."""
     described, describe = list[int](), descriptors.runs_of
 
     def counted(*arguments: Any) -> Any:
@@ -81,20 +83,20 @@ def test_what_waits_is_not_described(rank: MooncakeRank, monkeypatch: pytest.Mon
     rank.tick(0.01)
     assert len(rank.writes) == 1 and not described
     rank.finish()
-    assert described == [2, 4, 6], "each when what stood before it, KV and metadata, was written"
+    assert described == [2, 4, 6], "each after the KV and metadata before it were written"
 
 
 @pytest.mark.hazard("address-of-a-predecessor")
 @pytest.mark.parametrize("when", ["announced", "waiting", "half", "late"])
 def test_a_decode_rank_that_restarts_under_its_address(rank: MooncakeRank, when: str) -> None:
-    """Guards against KV of a room that its predecessor announced in the pages of its requests:
-    whether the room has not begun, waits, or is written, or its announcement comes late."""
-    other = rank.sender(8)
+    """Guards against KV of the predecessor's room in pages of the restarted rank's requests: before
+    the room has begun, while it waits or is written, or if its announcement comes late."""
+    queued = rank.sender(8)
     if when != "late":
         rank.announce(8, [10, 11], slot=2)
-        other.init(2, 3)
+        queued.init(2, 3)
     if when == "waiting":
-        other.send(pages(5, 6))
+        queued.send(pages(5, 6))
         rank.tick(0.01)
     elif when != "half":
         rank.settle("DONE")
@@ -102,28 +104,28 @@ def test_a_decode_rank_that_restarts_under_its_address(rank: MooncakeRank, when:
     begun, new = len(rank.writes), rank.restart()
     if when == "late":
         rank.announce(8, [10, 11], slot=2)
-        other.init(2, 3)
-    was = new.snapshot()
+        queued.init(2, 3)
+    memory_before = new.snapshot()
     if when != "waiting":
-        other.send(pages(5, 6))
+        queued.send(pages(5, 6))
     rank.tick(0.01)
     if when in ("waiting", "half"):
-        rank.writes[0].rows.clear()  # the engine writes to the memory of before
+        rank.writes[0].rows.clear()  # the engine writes to the old memory
     rank.finish()
-    assert other.poll() == KVPoll.Failed and rank.heard(8) == ["stopped"]
-    assert "has restarted since" in str(failure_of(other)) or when == "waiting"
+    assert queued.poll() == KVPoll.Failed and rank.heard(8) == ["stopped"]
+    assert "has restarted since" in str(failure_of(queued)) or when == "waiting"
     assert len(rank.writes) == begun, "not even metadata"
-    assert all(map(np.array_equal, new.snapshot(), was))
+    assert all(map(np.array_equal, new.snapshot(), memory_before))
 
 
 def test_a_decode_rank_that_registers_again(rank: MooncakeRank) -> None:
     """Guards against healthy rooms that fail: a decode rank registers at all ranks of a server when
     one of them has forgotten it."""
-    other = started(rank, 8)
+    queued = started(rank, 8)
     rank.register("decode")
-    other.send(pages(5, 6))
+    queued.send(pages(5, 6))
     rank.finish()
-    assert other.poll() == KVPoll.Success and rank.heard(8) == ["complete"]
+    assert queued.poll() == KVPoll.Success and rank.heard(8) == ["complete"]
     assert rank.heard(ROOM) == ["complete"]
 
 
@@ -142,9 +144,9 @@ def test_calls_at_one_time(
     monkeypatch: pytest.MonkeyPatch, cores: int, queues: str | None, threads: str | None,
     calls: tuple[int, int],
 ) -> None:  # fmt: skip
-    """Guards against defaults that are not SGLang's: threads by the number of cores, in 4 groups
-    of which a decode rank uses one; and against more calls than the cores that the process may
-    use, because each takes one."""
+    """Guards against defaults that differ from SGLang's: threads by the number of cores, in 4
+    groups of which a decode rank uses one; and against more calls than the process has cores,
+    because each call occupies one."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     for name, value in ((QUEUES.name, queues), (THREADS.name, threads)):
         monkeypatch.delenv(name, raising=False)
@@ -154,10 +156,10 @@ def test_calls_at_one_time(
 
 
 class Ranks:
-    """The backend with its threads, and a call of the engine for each that the test settles."""
+    """The backend with its threads; every call of the engine waits until the test settles it."""
 
     def __init__(self, threads: int, at_once: int = 1, **options: Any) -> None:
-        #: Of each call that was begun: the decode rank, and what it will return.
+        #: Decode rank and result of each call that was begun.
         self.begun: SimpleQueue[tuple[str, Future[int]]] = SimpleQueue()
         self.table: dict[str, Any] = {}
         self.calls: list[Any] = []
@@ -199,15 +201,15 @@ class Ranks:
         return self.begun.get()
 
     def settle(self, peer: str, status: int = 0) -> None:
-        """The next call is to this decode rank, and returns."""
+        """Settle the next call, which must be to this decode rank."""
         session, result = self.begun.get(timeout=60)
         assert session == peer
         result.set_result(status)
 
 
 def test_a_decode_rank_has_no_threads() -> None:
-    """Guards against threads of every decode rank that ever registered: stock ones do not say when
-    they end."""
+    """Guards against threads of every decode rank that ever registered: stock ranks do not report
+    their end."""
     ranks, peers = Ranks(threads=2), [f"10.0.0.{number}:1" for number in range(100)]
     before = threading.active_count()
     for peer in peers:
@@ -225,9 +227,8 @@ def test_a_decode_rank_has_no_threads() -> None:
 def test_a_decode_rank_that_hangs_leaves_threads_to_others(
     threads: int, at_once: int, registers_again: bool
 ) -> None:
-    """Guards against other decode ranks that wait behind one whose calls hang, also if it takes
-    more threads with each registration, and where a queue has all threads, or as many as there are
-    cores."""
+    """Guards against other decode ranks that wait behind one whose calls hang, also if it uses more
+    threads with each registration, if a queue has all threads, or as many as there are cores."""
     ranks = Ranks(threads=threads, at_once=at_once)
     for peer in ("hangs", "lives"):
         ranks.register(peer)
@@ -249,8 +250,8 @@ def test_a_decode_rank_that_hangs_leaves_threads_to_others(
 
 @pytest.mark.hazard("slow-peer")
 def test_decode_servers_that_hang_leave_threads_to_others() -> None:
-    """Guards against healthy decode servers that wait for whole timeouts of the engine, because
-    more ranks hang than there are threads; and against threads that stay when the calls return."""
+    """Guards against healthy decode servers that wait for whole timeouts of the engine because more
+    ranks hang than there are threads; and against threads that stay after the calls returned."""
     before, peers = threading.active_count(), [f"hangs-{number}" for number in range(5)]
     ranks = Ranks(threads=2, spare=4, hangs_s=0.05)
     for peer in (*peers, "lives"):
@@ -270,9 +271,9 @@ def test_decode_servers_that_hang_leave_threads_to_others() -> None:
 
 
 @pytest.mark.hazard("slow-peer")
-def test_a_system_that_has_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a healthy room that fails, because no thread can be started in the place of
-    the one whose call takes long; and against one that is not started later."""
+def test_a_system_without_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a healthy room that fails because no thread can be started in place of the one
+    whose call takes long; and against a thread that is never started later."""
     ranks = Ranks(threads=1, spare=1, hangs_s=0.0)
     for peer in ("slow", "hangs", "lives"):
         ranks.register(peer)
@@ -290,8 +291,8 @@ def test_a_system_that_has_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> N
     assert [call.result(60) for call in (*calls, waits)] == [State.DONE] * 3
 
 
-def test_a_decode_rank_that_is_gone() -> None:
-    """Guards against one that gets something after it was removed."""
+def test_a_decode_rank_that_was_removed() -> None:
+    """Guards against a transfer to a decode rank after it was removed."""
     ranks = Ranks(threads=1)
     ranks.register("decode")
     ranks.backend.forget("decode")
@@ -300,9 +301,9 @@ def test_a_decode_rank_that_is_gone() -> None:
         ranks.post("decode")
 
 
-def test_a_late_failure_of_an_earlier_registration() -> None:
-    """Guards against a decode rank that registers anew after a call has failed, and is shut out by
-    another call that fails later: it takes itself for registered."""
+def test_a_late_failure_from_before_a_registration() -> None:
+    """Guards against a decode rank that registers again after a failed call, and is then removed by
+    another call that fails later: it believes that it is registered."""
     ranks = Ranks(threads=3, at_once=2)
     ranks.register("decode")
     first, second = ranks.post("decode"), ranks.post("decode")

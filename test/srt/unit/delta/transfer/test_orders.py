@@ -1,4 +1,4 @@
-"""A room on a prefill rank of each backend, in every order of what may happen to it; and one on two
+"""A room on a prefill rank of each backend, in every order of possible events; and a room on two
 ranks that share its pages."""
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ CAUSES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def orders(causes: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Every order of these with two chunks, two turns of the worker, and everything settling."""
+    """Yield every order of these with two chunks, two steps of the worker, and settling all
+    writes."""
     steps = ("chunk", "chunk", "work", "work", "settle", *causes)
     yield from sorted(set(itertools.permutations(steps)))
 
 
 def live(rank: Any, room: int, order: tuple[str, ...]) -> None:
-    """One room in one order."""
-    was = rank.decode["decode"].snapshot()
-    sender, left, seen = started(rank, room), iter((5, 6)), [KVPoll.WaitingForInput]
+    """Run one room in one order of events."""
+    memory_before = rank.decode["decode"].snapshot()
+    sender, left, states = started(rank, room), iter((5, 6)), [KVPoll.WaitingForInput]
 
-    def look() -> None:
+    def check() -> None:
         state, heard = sender.poll(), rank.heard(room)
-        assert seen[-1] not in ENDS or state == seen[-1], f"{seen[-1]} became {state}"
+        assert states[-1] not in ENDS or state == states[-1], f"{states[-1]} became {state}"
         if state == KVPoll.Success:
             assert heard[:1] == ["complete"] and {write.state for write in rank.writes} == {"DONE"}
-            assert arrived(rank, was, 10, 11)
+            assert arrived(rank, memory_before, 10, 11)
         assert heard.count("complete") == (state == KVPoll.Success)
         assert "stopped" not in heard or not rank.under_way()
-        seen.append(state)
+        states.append(state)
 
     for event in order:
         if event == "chunk":
@@ -56,13 +57,13 @@ def live(rank: Any, room: int, order: tuple[str, ...]) -> None:
             rank.settle()
         else:
             CAUSES[event](rank, sender)
-        look()
+        check()
     rank.finish()
-    look()
-    assert seen[-1] in ENDS, "it waits for ever"
-    if seen[-1] == KVPoll.Failed:
-        told = rank.heard(room)
-        assert "stopped" in told and (told.count("stopped") == 1 or "withdrawn" in order)
+    check()
+    assert states[-1] in ENDS, "it never ends"
+    if states[-1] == KVPoll.Failed:
+        messages = rank.heard(room)
+        assert "stopped" in messages and (messages.count("stopped") == 1 or "withdrawn" in order)
         text, error = rank.manager.failure_records[room], failure_of(sender)
         assert str(error).endswith(text), "another cause"
         was_raised = any(what in text for what in ("the transport: ", "be posted: "))
@@ -72,7 +73,7 @@ def live(rank: Any, room: int, order: tuple[str, ...]) -> None:
     rank.check()
     rank.register("decode")
     rank.writes.clear()
-    for (_, target), before in zip(rank.decode["decode"].kv, was, strict=False):
+    for (_, target), before in zip(rank.decode["decode"].kv, memory_before, strict=False):
         target[:] = before
 
 
@@ -84,8 +85,8 @@ def live(rank: Any, room: int, order: tuple[str, ...]) -> None:
 )
 def test_every_order(rank: Any, causes: tuple[str, ...]) -> None:
     """Guards against an order of chunks, failures and endings in which a request ends while its
-    pages are read, changes its mind, waits for ever, forgets its cause or leaves something; and
-    against a second cause that takes the place of the first."""
+    pages are read, reverts its state, waits for ever, loses its cause or leaves a table entry; and
+    against a second cause that replaces the first."""
     for room, order in enumerate(list(orders(causes))[:: 23 if len(causes) == 2 else 3], start=1):
         try:
             live(rank, room, order)
@@ -98,9 +99,9 @@ def test_every_order(rank: Any, causes: tuple[str, ...]) -> None:
 def test_each_page_is_sent_by_one_rank_of_a_context_parallel_group(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against pages that no rank sends: each says that it is done, and decode shares what
-    was in its pages before. SGLang's own function takes the pages of a chunk for neighbours."""
-    chunks = [[30, 31, 7, 9], [3, 20, 4]]  # of a tree that has been used
+    """Guards against pages that no rank sends: each rank reports that it is done, and decode shares
+    the pages' old content. SGLang's own function assumes that a chunk's pages are contiguous."""
+    chunks = [[30, 31, 7, 9], [3, 20, 4]]  # as a used tree allocates them
     arrived_at: list[int] = []
     for number in range(2):
         rank = RANKS[backend](monkeypatch)
@@ -112,8 +113,8 @@ def test_each_page_is_sent_by_one_rank_of_a_context_parallel_group(
         rank.finish()
         assert sender.poll() == KVPoll.Success
         (_, source), (_, target) = rank.side.kv[0], rank.decode["decode"].kv[0]
-        for at, page in enumerate([*chunks[0], *chunks[1]]):
-            arrived_at += [at] * np.array_equal(target[10 + at], source[page])
+        for index, page in enumerate([*chunks[0], *chunks[1]]):
+            arrived_at += [index] * np.array_equal(target[10 + index], source[page])
         rank.clear(sender)
         rank.close()
     assert sorted(arrived_at) == list(range(7))

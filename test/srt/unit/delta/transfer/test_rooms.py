@@ -1,7 +1,7 @@
-"""A room on a prefill rank of each backend: what may happen to it at every stage, and how it ends.
+"""A room on a prefill rank of each backend: possible events at every stage, and its end.
 
-What a cell of the table says holds for both backends; where their libraries differ, the rank says
-how (``ranks.py``). After each: no page beside those that were written, and nothing left behind.
+Each cell of the table holds for both backends; ``ranks.py`` has the differences between their
+libraries. Checked after each: no other page was written, and no table entry is left.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unit.delta.transfer.steps import BROKEN, ROOM, arrived, failure_of, pages, 
 
 # ---- stage x action ----
 
-#: How far a room is: two pages in two chunks, then its metadata.
+#: Stages of a room: two pages in two chunks, then its metadata.
 STAGES: dict[str, Callable[[Any, Any], None]] = {
     "announced": lambda rank, sender: None,
     "queued": lambda rank, sender: sender.send(pages(5)),
@@ -54,9 +54,9 @@ ACTIONS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_given_up(rank: Any, stage: str, action: str) -> None:
-    """Guards against pages that are freed while they are read, against a decode rank that is told
-    so too early, twice or never, and against a delivered room that fails."""
-    was = rank.decode["decode"].snapshot()
+    """Guards against pages that are freed while they are read, against a decode rank that is
+    notified too early, twice or never, and against a delivered room that fails."""
+    memory_before = rank.decode["decode"].snapshot()
     sender, (act, text) = started(rank), ACTIONS[action]
     STAGES[stage](rank, sender)
     act(rank, sender)
@@ -64,19 +64,19 @@ def test_given_up(rank: Any, stage: str, action: str) -> None:
     if stage == "delivered":
         assert sender.poll() == KVPoll.Success and rank.heard(ROOM)[0] == "complete"
         assert "stopped" not in rank.heard(ROOM) or action in ("withdrawn", "announced again")
-        assert arrived(rank, was, 10, 11)
+        assert arrived(rank, memory_before, 10, 11)
         rank.clear(sender)
         return
     is_read = stage in WRITTEN
     for _ in range(2):
         assert sender.poll() == (KVPoll.Transferring if is_read else KVPoll.Failed)
         assert rank.heard(ROOM) == ([] if is_read else ["stopped"])
-    sender.send(pages(6))  # the scheduler has computed on
+    sender.send(pages(6))  # the scheduler has computed more
     rank.finish()
     assert sender.poll() == KVPoll.Failed and rank.heard(ROOM) == ["stopped"]
-    assert len(rank.writes) == began, "nothing was begun after that, nor metadata"
+    assert len(rank.writes) == began, "no write began after that, nor metadata"
     assert arrived(
-        rank, was, *{"written": [10], "half": [10], "at its end": [10, 11]}.get(stage, ())
+        rank, memory_before, *{"written": [10], "half": [10], "at its end": [10, 11]}.get(stage, ())
     )
     assert text in str(failure_of(sender))
     rank.check()
@@ -92,23 +92,23 @@ LATE = {
 @pytest.mark.parametrize("how", LATE)
 @pytest.mark.parametrize("stage", WRITTEN)
 def test_a_write_that_may_still_land(rank: Any, stage: str, how: str) -> None:
-    """Guards against a request that waits for ever, against decode being told that nothing is
-    written any more while it may be, and against a room that its late write completes."""
+    """Guards against a request that waits for ever, against a message to decode that no more is
+    written while it may be, and against a room that its late write completes."""
     sender = started(rank)
     STAGES[stage](rank, sender)
     LATE[how](rank)
     rank.tick(0.25)
     assert sender.poll() == KVPoll.Failed
-    assert rank.heard(ROOM) == rank.word_of_a_late_write[:-1]
+    assert rank.heard(ROOM) == rank.messages_of_a_late_write[:-1]
     text = str(failure_of(sender))
-    assert not any(rank.manager.open_rooms().values()), "an idle server takes it for a leak"
+    assert not any(rank.manager.open_rooms().values()), "an idle server would report a leak"
     rank.finish()
-    assert rank.heard(ROOM) == rank.word_of_a_late_write
+    assert rank.heard(ROOM) == rank.messages_of_a_late_write
     assert f"room {ROOM}" in text and ("TRANSFER_TIMEOUT" in text) == (how == "is late"), text
     rank.check()
     rank.register("decode")
     rank.heard(ROOM).clear()
-    sender = started(rank)  # its number is free, and its decode rank is served
+    sender = started(rank)  # the number is free, and the decode rank is served
     STAGES["delivered"](rank, sender)
     assert sender.poll() == KVPoll.Success and rank.heard(ROOM) == ["complete"]
     rank.clear(sender)
@@ -117,13 +117,13 @@ def test_a_write_that_may_still_land(rank: Any, stage: str, how: str) -> None:
 @pytest.mark.hazard("poll-raises", "exception-ends-worker")
 @pytest.mark.parametrize("stage", WRITTEN)
 def test_a_library_that_raises(rank: Any, stage: str) -> None:
-    """Guards against an error that ends the worker, or whose cause is not said."""
+    """Guards against an error that ends the worker, or whose cause is not reported."""
     sender, other = started(rank), started(rank, 8)
     STAGES[stage](rank, sender)
     rank.settle(BROKEN)
     other.send(pages(5, 6))
     rank.finish()
-    assert sender.poll() == KVPoll.Failed and rank.heard(ROOM) == rank.word_of_a_late_write
+    assert sender.poll() == KVPoll.Failed and rank.heard(ROOM) == rank.messages_of_a_late_write
     error = failure_of(sender)
     assert repr(BROKEN) in str(error) and error.__cause__ is BROKEN
     assert other.poll() == KVPoll.Success and rank.heard(8) == ["complete"]
@@ -135,8 +135,8 @@ def test_a_library_that_raises(rank: Any, stage: str) -> None:
     ("stage", "how"), [("half", "lose"), ("half", "forget"), ("queued", "forget")]
 )
 def test_a_decode_rank_that_is_gone(rank: Any, stage: str, how: str) -> None:
-    """Guards against rooms that hang when their decode rank goes away, and against one that is not
-    served after it came back."""
+    """Guards against rooms that hang when their decode rank disconnects, and against a rank that is
+    not served after it returned."""
     sender = started(rank)
     STAGES[stage](rank, sender)
     getattr(rank, how)()
@@ -154,9 +154,9 @@ def test_a_decode_rank_that_is_gone(rank: Any, stage: str, how: str) -> None:
 
 @pytest.mark.hazard("room-number-reused")
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_second_request_of_its_number(rank: Any, stage: str) -> None:
-    """Guards against a second one that ends the first, or is sent in its place."""
-    was = rank.decode["decode"].snapshot()
+def test_a_second_request_with_the_same_number(rank: Any, stage: str) -> None:
+    """Guards against a second request that ends the first, or is sent in its place."""
+    memory_before = rank.decode["decode"].snapshot()
     sender = started(rank)
     STAGES[stage](rank, sender)
     again = rank.sender(ROOM)
@@ -166,18 +166,18 @@ def test_a_second_request_of_its_number(rank: Any, stage: str) -> None:
         sender.send(pages(5 + sender.curr_idx))
     rank.finish()
     assert sender.poll() == KVPoll.Success
-    assert rank.heard(ROOM) == ["complete"] and arrived(rank, was, 10, 11)
+    assert rank.heard(ROOM) == ["complete"] and arrived(rank, memory_before, 10, 11)
     rank.clear(sender)
 
 
-# ---- what else it does ----
+# ---- special cases ----
 
 
 @pytest.mark.hazard("late-word-revives-room")
 @pytest.mark.parametrize("has_sent", [False, True])
-def test_a_poll_in_the_middle_of_a_failure(rank: Any, has_sent: bool) -> None:
-    """The reader's thread fails it while the scheduler polls. Guards against pages that are freed
-    because the room's status says Failed, while a worker may read them or begin to."""
+def test_a_poll_during_a_failure(rank: Any, has_sent: bool) -> None:
+    """The reader's thread fails the room while the scheduler polls. Guards against pages that are
+    freed because the room's status says Failed, while a worker may read them or begin to."""
     sender = started(rank)
     STAGES["written" if has_sent else "queued"](rank, sender)
     fail, polls = rank.manager.statuses.fail_known, []
@@ -198,8 +198,8 @@ def test_a_poll_in_the_middle_of_a_failure(rank: Any, has_sent: bool) -> None:
 
 
 def test_bootstrapping_is_not_done(rank: Any) -> None:
-    """Guards against a scheduler that takes a room which nobody has announced for one that is over,
-    or is told two causes for its end."""
+    """Guards against a scheduler that treats a room without an announcement as ended, or gets two
+    causes for its end."""
     sender = rank.sender(ROOM)
     assert sender.poll() == KVPoll.Bootstrapping
     sender.abort()
@@ -211,7 +211,7 @@ def test_bootstrapping_is_not_done(rank: Any) -> None:
 
 
 @pytest.mark.hazard("stages-part")
-def test_a_stage_takes_in_what_the_one_before_has(rank: Any) -> None:
+def test_a_stage_accepts_a_request_of_the_previous_stage(rank: Any) -> None:
     """Guards against a pipeline stage that drops a request which the others run."""
     sender = rank.sender(ROOM)
     rank.announce(ROOM, [10, 11])
@@ -225,9 +225,9 @@ def test_a_stage_takes_in_what_the_one_before_has(rank: Any) -> None:
 
 
 @pytest.mark.parametrize("rank", ["nixl"], indirect=True)
-def test_initialised_before_it_is_announced(rank: Any) -> None:
+def test_a_room_is_initialised_before_its_announcement(rank: Any) -> None:
     """Another rank of the group had its announcement first. Guards against a scheduler that asserts
-    that there is no such room in its in-flight queue."""
+    that its in-flight queue has no such room."""
     sender = rank.sender(ROOM)
     sender.init(2, 3)
     assert sender.poll() == KVPoll.WaitingForInput
@@ -238,8 +238,8 @@ def test_initialised_before_it_is_announced(rank: Any) -> None:
     rank.check()
 
 
-def test_a_chunk_for_nobody(rank: Any) -> None:
-    """Guards against a chunk that is dropped in silence: no deadline would run for it."""
+def test_a_chunk_without_a_decode_rank(rank: Any) -> None:
+    """Guards against a chunk that is silently dropped: no deadline would run for it."""
     sender = rank.sender(ROOM)
     sender.init(1, 3)
     sender.send(pages(5))
@@ -248,7 +248,7 @@ def test_a_chunk_for_nobody(rank: Any) -> None:
     rank.check()
 
 
-def test_announced_twice_before_its_request(rank: Any) -> None:
+def test_two_announcements_before_the_request(rank: Any) -> None:
     """Guards against a request that starts with pages of which only one announcement is right."""
     for page in (10, 20):
         rank.announce(ROOM, [page])
@@ -258,18 +258,18 @@ def test_announced_twice_before_its_request(rank: Any) -> None:
     rank.check()
 
 
-def test_its_number_is_announced_again_as_it_ends(rank: Any) -> None:
-    """Guards against an announcement of a number's next request that goes with the one before,
-    while the room table has it: that request started, and had no pages to send to."""
+def test_a_number_is_announced_again_as_its_room_ends(rank: Any) -> None:
+    """Guards against an announcement of the number's next request that is dropped with the ending
+    room, while the room table has it: the new request started, and had no pages to send to."""
     sender, table = started(rank), rank.manager.rooms
     STAGES["delivered"](rank, sender)
     assert sender.poll() == KVPoll.Success
     announce = table.announce
 
-    def as_it_ends(*asked: Any) -> Any:
+    def as_it_ends(*announcement: Any) -> Any:
         table.announce = announce
         rank.clear(sender)
-        return announce(*asked)
+        return announce(*announcement)
 
     table.announce = as_it_ends
     rank.announce(ROOM, [10, 11], slot=2)
@@ -283,16 +283,16 @@ def test_its_number_is_announced_again_as_it_ends(rank: Any) -> None:
 
 @pytest.mark.hazard("room-number-reused", "source-given-away")
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_chunk_of_an_earlier_request_of_its_number(rank: Any, is_late: bool) -> None:
-    """Guards against an aborted request's chunk, still in its queue when the number is used again,
-    that is sent for the later request or fails it with its own deadline; and against a word to the
-    workers about the earlier one that ends the later, where it comes late (``is_late``)."""
-    was, sender, words = rank.decode["decode"].snapshot(), started(rank), []
+def test_a_chunk_of_an_earlier_request_with_the_same_number(rank: Any, is_late: bool) -> None:
+    """Guards against an aborted request's chunk, still queued when the number is used again, that
+    is sent for the later request or fails it with its own deadline; and against a late message
+    (``is_late``) to the workers about the earlier request that ends the later one."""
+    memory_before, sender, messages = rank.decode["decode"].snapshot(), started(rank), []
     table = rank.manager.rooms
     stopped = table.on_stopped
     sender.send(pages(5))
     if is_late:
-        table.on_stopped = lambda *failure: words.append(failure)
+        table.on_stopped = lambda *failure: messages.append(failure)
     sender.abort()
     failure_of(sender)
     rank.clock.now += TRANSFER_TIMEOUT_S - 1
@@ -302,29 +302,30 @@ def test_a_chunk_of_an_earlier_request_of_its_number(rank: Any, is_late: bool) -
     table.on_stopped = stopped
     assert rank.writes == [] and again.poll() == KVPoll.WaitingForInput
     again.send(pages(5))
-    for failure in words:
+    for failure in messages:
         stopped(*failure)
     again.send(pages(6))
     rank.finish()
-    assert again.poll() == KVPoll.Success and arrived(rank, was, 10, 11)
+    assert again.poll() == KVPoll.Success and arrived(rank, memory_before, 10, 11)
     rank.clear(again)
 
 
 @pytest.mark.hazard("slow-peer")
 def test_each_chunk_has_its_own_deadline(rank: Any) -> None:
-    """Guards against a deadline that begins when the worker gets to a chunk, or is another's."""
+    """Guards against a deadline that begins when the worker reaches a chunk, or is another
+    chunk's."""
     first, second = started(rank), started(rank, 8)
-    late = STATS.totals["kv_transfer_failed", Reason.TIMEOUT.value]
+    timeouts_before = STATS.totals["kv_transfer_failed", Reason.TIMEOUT.value]
     first.send(pages(5))
     rank.tick(4.0)
     second.send(pages(5))
     rank.tick(5.9)
-    assert STATS.totals["kv_transfer_failed", Reason.TIMEOUT.value] == late
+    assert STATS.totals["kv_transfer_failed", Reason.TIMEOUT.value] == timeouts_before
     for room in (ROOM, 8):
         rank.tick(0.1)
         assert rank.manager.request_status[room] == KVPoll.Failed
         rank.tick(3.9)
-    assert STATS.totals["kv_transfer_failed", Reason.TIMEOUT.value] == late + 2
+    assert STATS.totals["kv_transfer_failed", Reason.TIMEOUT.value] == timeouts_before + 2
     rank.finish()
     for sender in (first, second):
         text = str(failure_of(sender))
@@ -333,8 +334,8 @@ def test_each_chunk_has_its_own_deadline(rank: Any) -> None:
 
 
 @pytest.mark.parametrize("stage", ["announced", "written"])
-def test_it_failed_on_another_rank(rank: Any, stage: str) -> None:
-    """Guards against a room that failed elsewhere and is written on here."""
+def test_a_room_failed_on_another_rank(rank: Any, stage: str) -> None:
+    """Guards against a room that failed elsewhere and is still written here."""
     sender = started(rank)
     STAGES[stage](rank, sender)
     began = len(rank.writes)
@@ -347,9 +348,9 @@ def test_it_failed_on_another_rank(rank: Any, stage: str) -> None:
 
 
 @pytest.mark.hazard("late-word-revives-room")
-def test_given_up_while_it_is_sent(rank: Any) -> None:
-    """Guards against success of a chunk that goes to nobody: the reader's thread has just dropped
-    the room's announcements, and the workers have not heard of it."""
+def test_withdrawn_while_it_is_sent(rank: Any) -> None:
+    """Guards against success of a chunk without a receiver: the reader's thread has just dropped
+    the room's announcements, and the workers are not yet notified."""
     sender, manager = started(rank), rank.manager
     add, stopped, late = manager.queue_chunk, manager.rooms.on_stopped, []
     manager.rooms.on_stopped = lambda *failure: late.append(failure)
