@@ -95,8 +95,8 @@ class Made(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def middle(number: int, total: int) -> int:
     """Return the turn with which the ``number``-th session of a steady load begins, evenly spread
-    over ``total`` turns. If all sessions began with their first turn, a load of many sessions would count
-    other turns than a load of few."""
+    over ``total`` turns. If all sessions began with their first turn, a load of many sessions would
+    count other turns than a load of few."""
     return int(number * GOLDEN % 1 * total)
 
 

@@ -1,4 +1,4 @@
-"""Rounds of all arms, each at all loads, in turn."""
+"""Measure all arms at all loads, in rounds."""
 
 from __future__ import annotations
 
@@ -36,25 +36,26 @@ from benchmark.harness.models import random_qwen3
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be measured."""
+    """The measurements to take."""
 
     study: Study
     arms: dict[str, Arm]
     fleet: FleetFile
     trace: Trace | None
-    """None: sessions are made, or AIPerf reads the trace itself."""
+    """None: sessions are made from sizes, or AIPerf reads the trace itself."""
     out: Path
     aiperf: Program | None = None
-    """What sends, instead of our client."""
+    """AIPerf program that sends the load; None: our client does."""
 
 
 def cells(plan: Plan, told: Callable[[Cell], None], earlier: Run | None) -> Iterator[Cell]:
-    """Measures every arm at every load in every round; each cell as it ends. ``told``: after each
-    request of a cell. ``earlier``: a run that was stopped, whose loads are left out.
+    """Measure every arm at every load in every round; yield each cell as it ends.
+
+    ``told``: called after each request of a cell. ``earlier``: a stopped run, to skip its loads.
 
     Raises:
         ServerFailed: a server of the rig did not start, died, or failed its memory check.
-        RunFailed: a server by address cannot be reached, or did not answer a warm-up.
+        RunFailed: a server by address cannot be reached, or failed a warm-up request.
     """
     names, out = list(plan.arms), plan.out
     done = {cell.key for cell in (earlier.cells if earlier else ())}
@@ -80,7 +81,7 @@ def cells(plan: Plan, told: Callable[[Cell], None], earlier: Run | None) -> Iter
 
 
 def order(names: list[str], number: int) -> list[str]:
-    """Of the arms in a round: two have the same, the second turned around."""
+    """Return the arms in the order of a round; each second round reverses the one before it."""
     turn = number // 2 % len(names)
     names = names[turn:] + names[:turn]
     return names[::-1] if number % 2 else names
@@ -92,12 +93,12 @@ def _running(plan: Plan, name: str) -> AbstractContextManager[Servers]:
         words = arm.routing(fleet.block_tokens)
         return servers.reach(fleet.named()[arm.setup or name], fleet, arm.policy, words)
     model = random_qwen3(plan.out / "model-random", **fleet.rig.shape)
-    doze = all(each.sleeps for each in plan.study.arms.values())
+    doze = all(arm.sleeps for arm in plan.study.arms.values())
     return rig.started(arm, fleet, fleet.rig, model, plan.out / "logs" / name, doze)
 
 
 def _measure(plan: Plan, cell: Cell, running: Servers, ended: Callable[[Outcome], None]) -> None:
-    """Fills the cell."""
+    """Measure one cell."""
     cell.unflushed = running.flush() if plan.fleet.flush else []
     before = running.counters()
     carried = loopback_bytes() if plan.fleet.rig else None
@@ -106,15 +107,15 @@ def _measure(plan: Plan, cell: Cell, running: Servers, ended: Callable[[Outcome]
         cell.window = send(plan, cell, running, ended)
     if carried is not None:
         cell.loopback = loopback_bytes() - carried
-    running.check()  # also lets the last transfers be counted
+    running.check()  # also gives the servers time to count the last transfers
     cell.gained = running.gained(before)
 
 
 def _send(
     plan: Plan, cell: Cell, running: Servers, ended: Callable[[Outcome], None]
 ) -> tuple[float, float] | None:
-    """By our client. Each round has sessions of its own, so that intervals over rounds are also
-    about which ones were sent: other seeds, or `_replayed`."""
+    """Send the load with our client. Each round has different sessions, by other seeds or by
+    ``_replayed``, so that intervals over rounds also cover the choice of sessions."""
     study, how = plan.study, plan.study.load
     settings = Settings(
         headers=running.about.all_headers,
@@ -140,25 +141,25 @@ def _send(
 
 
 def _replayed(plan: Plan, cell: Cell) -> list[list[Turn]]:
-    """The trace's sessions, a later part of them first in each round."""
+    """Return the trace's sessions; each round begins with a later part of them."""
     assert plan.trace is not None
     how = plan.study.load
     records, classes = plan.trace.at(how, cell.load), plan.trace.classes
-    found = by_session(turns(records, plan.fleet.block_tokens, classes))
-    first = cell.round * len(found) // plan.study.rounds if how.sessions else 0
-    return found[first:] + found[:first]
+    sessions = by_session(turns(records, plan.fleet.block_tokens, classes))
+    first = cell.round * len(sessions) // plan.study.rounds if how.sessions else 0
+    return sessions[first:] + sessions[:first]
 
 
 def _profile(
     plan: Plan, cell: Cell, running: Servers, ended: Callable[[Outcome], None]
 ) -> tuple[float, float] | None:
-    """By AIPerf."""
+    """Send the load with AIPerf."""
     about, how = running.about, plan.study.load
     assert plan.aiperf is not None
     if running.target.prefill_url is not None:
-        raise RunFailed("AIPerf knows no bootstrap rooms: give the pair's `router`")
+        raise RunFailed("AIPerf does not support bootstrap rooms: give the pair's `router`")
     cell.via += ", by AIPerf"
-    found, window = profile(
+    outcomes, window = profile(
         plan.aiperf,
         running.target.url,
         [turn for session in _replayed(plan, cell) for turn in session] if plan.trace else None,
@@ -174,6 +175,6 @@ def _profile(
         tokenizer=about.tokenizer,
         headers=about.all_headers,
     )
-    for outcome in found:
+    for outcome in outcomes:
         ended(outcome)
     return window
