@@ -65,7 +65,7 @@ def serve(model: Path, port: int, out: Path, console: Console, whole: bool = Fal
         # Plain print: the command that the user copies must not be wrapped.
         print(CURL.format(url=pair.target.url, model=model.name, question=QUESTION), flush=True)
         console.print(
-            f"\nIts counters: curl -s {pair.decode_url}/metrics | grep decode_prefix\n"
+            f"\nCounters: curl -s {pair.decode_url}/metrics | grep decode_prefix\n"
             f"Logs: {out / 'serve'}\nCtrl-C stops it.\n",
             highlight=False,
         )

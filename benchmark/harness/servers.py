@@ -130,7 +130,6 @@ def engine(
         venv: folder of another environment, of SGLang 0.5.23, in the repository.
     """
     # Ports of HTTP, torch.distributed, and the bootstrap server.
-    # Of HTTP, torch.distributed, and where decode asks a prefill server for its addresses.
     http, nccl, bootstrap = allocate_ports(3)
     python = str(REPOSITORY / venv / "bin/python") if venv else sys.executable
     command = [python, "-m", "sglang.launch_server", "--model-path", str(model)]

@@ -74,7 +74,7 @@ _BUSY: dict[str, Any] = {"rooms": 64, "in_flight": 64, "peers": 4, "rounds": 3}
 _ALL = ("stock", "ours", "radix")
 RUNS = {
     "send": Run(
-        question="What does a call of send cost the scheduler's thread?",
+        question="How long does a call of send take the scheduler's thread?",
         tokens=(2048,),
         page_size=1,
         rooms=20,

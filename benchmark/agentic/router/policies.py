@@ -25,7 +25,7 @@ class View(NamedTuple):
     ongoing_tokens: int
     """Prompt and reserved answer tokens of the requests in flight."""
     added_tokens: int
-    """Those of ``ongoing_tokens`` that were not in its cache on arrival: taken from its pool."""
+    """Part of ``ongoing_tokens`` that was not cached on arrival: taken from its pool."""
     pool_tokens: int
     """Size of its KV pool, tokens."""
     matched_tokens: int
