@@ -161,7 +161,7 @@ def apply(mutant: Mutant, copy: Path) -> None:
     tree = ast.parse(mutant.file.read_text())
     function, *_, make = list(changes(tree))[mutant.number]
     if any(isinstance(n, ast.Name) and n.id == "super" for n in ast.walk(function)):
-        # Keep a use of ``__class__``: code with its cell can only be replaced by code with that cell.
+        # Keep a use of ``__class__``, because code with its cell needs a replacement with the cell.
         function.body.append(ast.parse("if 0: __class__").body[0])  # type: ignore[attr-defined]
     make()
     (copy / mutant.file.relative_to(PACKAGE)).write_text(
