@@ -157,9 +157,9 @@ def _config(family: Family) -> Any:
     return SimpleNamespace(model_path="MODEL", is_hybrid_swa=has_window_pool, hf_config=hf_config)
 
 
-def refused_here(family: Family, *given: Args) -> str | None:
+def refused_here(family: Family, *parts: Args) -> str | None:
     """Return the error of a server of 0.5.10.post1, or None."""
-    args = _arguments(*given)
+    args = _arguments(*parts)
     try:
         refusals.check_given(args)
         refusals.check_model(args, _config(family))
@@ -168,11 +168,11 @@ def refused_here(family: Family, *given: Args) -> str | None:
     return None
 
 
-def refused_there(family: Family, *given: Args) -> str | None:
+def refused_there(family: Family, *parts: Args) -> str | None:
     """Return the error of a server of 0.5.23 with the group ``lead``, or None."""
     if family.beside:
         return f"0.5.23: {family.beside}: {settings.OTHER_POOLS}."
-    args = _arguments(*given)
+    args = _arguments(*parts)
     for setting, why in (settings.ON_BOTH | settings.ON_DECODE).items():
         if settings.is_given(args, setting):
             return f"0.5.23: {setting}: {why}."

@@ -55,16 +55,16 @@ def study(name: str) -> str:
     """Return a study's result for benchmark/agentic/studies; its page has several loads' tables."""
     if name not in measured():
         return f"Not measured yet: `python -m benchmark run {name}`.\n"
-    told = _told(name)
+    summary = _summary(name)
     figures = [path.name for path in sorted((RESULTS / name).glob("*.svg"))]
-    parts = [f"![{told['study']['title']}]({_FIGURES}/{name}/{figure})" for figure in figures]
+    parts = [f"![{summary['study']['title']}]({_FIGURES}/{name}/{figure})" for figure in figures]
     origin = (
-        f"{told['date']}, {told['machine']}, commit {told['commit']}, by\n`{told['command']}`; "
-        f"all numbers are on [its page]({_FIGURES}/{name}/page.md)."
+        f"{summary['date']}, {summary['machine']}, commit {summary['commit']}, by\n"
+        f"`{summary['command']}`; all numbers are on [its page]({_FIGURES}/{name}/page.md)."
     )
-    if len(told["loads"]) == 1:
-        parts = [pages.results(told).rstrip(), pages.counters(told).rstrip(), *parts]
-    return "\n\n".join(filter(None, [told["answer"], origin, *parts])) + "\n"
+    if len(summary["loads"]) == 1:
+        parts = [pages.results(summary).rstrip(), pages.counters(summary).rstrip(), *parts]
+    return "\n\n".join(filter(None, [summary["answer"], origin, *parts])) + "\n"
 
 
 #: Studies in README.md, each with the load to show, one in the middle, and the arms.
@@ -87,11 +87,12 @@ def gains() -> str:
 
 
 def _gained(name: str, load: str, arms: Sequence[str]) -> list[list[str]]:
-    told = _told(name)
-    by_arm = told["loads"][load]
-    base, page = next(iter(told["titles"].values())), f"[{name}]({_FIGURES}/{name}/page.md)"
+    summary = _summary(name)
+    by_arm = summary["loads"][load]
+    base, page = next(iter(summary["titles"].values())), f"[{name}]({_FIGURES}/{name}/page.md)"
     return [
-        [page, f"{told['titles'][arm]} / {base}", load, *pages.gained(by_arm[arm])] for arm in arms
+        [page, f"{summary['titles'][arm]} / {base}", load, *pages.gained(by_arm[arm])]
+        for arm in arms
     ]
 
 
@@ -103,18 +104,20 @@ def whole() -> str:
 def _added(name: str) -> str:
     if name not in measured():
         return study(name)
-    told = _told(name)
-    origin = f"[{name}]({_FIGURES}/{name}/page.md), {told['date']}, {told['machine']}"
-    return f"{origin}, commit {told['commit']}:\n\n{pages.whole(told)}"
+    summary = _summary(name)
+    origin = f"[{name}]({_FIGURES}/{name}/page.md), {summary['date']}, {summary['machine']}"
+    return f"{origin}, commit {summary['commit']}:\n\n{pages.whole(summary)}"
 
 
 def claims() -> str:
     """Return the studies' claims beside the measurements, for benchmark/agentic/studies."""
-    rows = [[name, *row] for name in measured() for row in pages.claim_rows(_told(name)["claims"])]
+    rows = [
+        [name, *row] for name in measured() for row in pages.claim_rows(_summary(name)["claims"])
+    ]
     return markdown(["study", *pages.CLAIMS], rows)
 
 
-def _told(name: str) -> Any:
+def _summary(name: str) -> Any:
     """Return the committed summary of a study."""
     return json.loads((RESULTS / name / "summary.json").read_text())
 

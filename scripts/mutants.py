@@ -119,10 +119,10 @@ def changes(
             for new in variants(child) if function is not None else ():
 
                 def make(
-                    new: ast.AST = new, at: int = index, field: str = field, value: Any = value
+                    new: ast.AST = new, index: int = index, field: str = field, value: Any = value
                 ) -> None:
                     if isinstance(value, list):
-                        value[at] = new
+                        value[index] = new
                     else:
                         setattr(node, field, new)
 

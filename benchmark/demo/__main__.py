@@ -52,14 +52,16 @@ def play(out: Path, console: Console) -> int:
     began = time.monotonic()
     if code := cli.run(["demo", "--out", str(out)]):
         return code
-    told = json.loads((out / "summary.json").read_text())
-    (arms,) = told["loads"].values()
-    compared, different = told["answers"]
+    summary = json.loads((out / "summary.json").read_text())
+    (arms,) = summary["loads"].values()
+    compared, different = summary["answers"]
     shown = (*page.RESULTS, *page.COUNTED[:3])
     rows = [
         [column.head, *(column.shown(arm["numbers"]) for arm in arms.values())] for column in shown
     ]
-    print_table(told["study"]["question"].strip(), ["", *told["titles"].values()], rows, console)
+    print_table(
+        summary["study"]["question"].strip(), ["", *summary["titles"].values()], rows, console
+    )
     failed, seconds = sum(arm["failed"] for arm in arms.values()), time.monotonic() - began
     console.print(
         f"{compared} requests were answered by several arms, {different or 'none'} of them "

@@ -261,15 +261,15 @@ async def _check_status(response: aiohttp.ClientResponse) -> None:
 
 
 def _check(result: Result, wanted: int) -> None:
-    got = result.completion_tokens
+    tokens = result.completion_tokens
     if not result.ended:
-        raise Failed("broken_stream", f"the stream ended after {got} of {wanted} tokens")
+        raise Failed("broken_stream", f"the stream ended after {tokens} of {wanted} tokens")
     cut = {"type": "length"} in result.finish_reasons
-    if got < wanted and cut and not result.counted and result.totals:
+    if tokens < wanted and cut and not result.counted and result.totals:
         # Pieces held several tokens or none, and no usage was sent: "length" means a full answer.
         result.completion_tokens = result.totals[-1] = wanted
-    elif got < wanted:
-        raise Failed("short_answer", f"{got} of {wanted} tokens")
+    elif tokens < wanted:
+        raise Failed("short_answer", f"{tokens} of {wanted} tokens")
 
 
 def _kind(error: BaseException, result: Result) -> ErrorKind:

@@ -23,12 +23,12 @@ def describe(venv: str | None = None) -> dict[str, str]:
 
     def version(*names: str) -> str:
         """Return the version of the first of these packages that is installed."""
-        found = (
+        installed = (
             package
             for name in names
             for package in distributions(name=name, path=packages or sys.path)
         )
-        return next((package.version for package in found), "not installed")
+        return next((package.version for package in installed), "not installed")
 
     cpu = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9

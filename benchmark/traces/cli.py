@@ -143,8 +143,8 @@ def _surveyed(args: argparse.Namespace) -> Survey:
     return trace_survey
 
 
-def _counted(records: Iterable[Record], what: str) -> Iterable[Record]:
+def _counted(records: Iterable[Record], label: str) -> Iterable[Record]:
     """Yield the records, counted on a progress bar if standard error is a terminal."""
     console = Console(stderr=True)
     hidden = not console.is_terminal
-    return track(records, what, console=console, transient=True, disable=hidden)
+    return track(records, label, console=console, transient=True, disable=hidden)

@@ -120,11 +120,11 @@ class _Traffic:
             start = rng.choices(instructions, popularity)[0] if instructions else ()
             context = (*start, *self._new(self._tokens(shape.context) // shape.block_tokens))
             context = context[: shape.longest // shape.block_tokens]
-            more = 0
+            extra_members = 0
             if rng.random() >= shape.lonely:
-                more = 1 + int(math.log(1 - rng.random()) / math.log(mean / (1 + mean)))
+                extra_members = 1 + int(math.log(1 - rng.random()) / math.log(mean / (1 + mean)))
             begins = [family_begins]
-            for _ in range(more):
+            for _ in range(extra_members):
                 begins.append(begins[-1] + rng.expovariate(1 / shape.gap_s))
             yield family_begins, [self._session(begin, context) for begin in begins]
 

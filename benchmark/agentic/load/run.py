@@ -135,8 +135,8 @@ async def load(
             mark, counts = lag.mark(), counting.begins(turn.kind, clock.now())
             result = await send(http, target, message)
             if result.error is None and result.completion_tokens < turn.wanted_tokens:
-                got = f"{result.completion_tokens} of {turn.wanted_tokens} tokens"
-                result.fail("short_answer", got)
+                answer_length = f"{result.completion_tokens} of {turn.wanted_tokens} tokens"
+                result.fail("short_answer", answer_length)
             counting.ended(counts)
             on_outcome(outcome(turn, result, clock, due, lag.since(mark), counts))
             min_pause = MIN_PAUSE_AFTER_FAILURE_S if result.error else 0.0

@@ -33,20 +33,22 @@ def events(cell: Cell) -> dict[str, float]:
     whole = [(low, high) for low, high in cold if began < low < high < ended]
     covered = [_within(times, spans, low, high) for low, high in _union(cold)]
     outside_s = float((spans[:, 1] - spans[:, 0]).sum()) - sum(ran for ran, _ in covered)
-    tokens = len(times) - sum(got for _, got in covered)
+    tokens = len(times) - sum(tokens_in_span for _, tokens_in_span in covered)
     if not whole or outside_s <= 0 or tokens <= 0:
         return {}
     seconds = np.array([high - low for low, high in whole])
-    ran, got = np.array([_within(times, spans, low, high) for low, high in whole]).T
+    ran, tokens_in_span = np.array([_within(times, spans, low, high) for low, high in whole]).T
     rate = tokens / outside_s
-    lost = ran - got / rate
+    lost = ran - tokens_in_span / rate
     return {
         "prefills": len(whole),
         "prefill_s": float(seconds.mean()),
         "running": float(ran.sum() / seconds.sum()),
         "tpot_outside": 1 / rate,
-        "tpot_within": float(ran.sum() / got.sum()) if got.sum() else float("nan"),
-        "lost_tokens": float((ran * rate - got).mean()),
+        "tpot_within": float(ran.sum() / tokens_in_span.sum())
+        if tokens_in_span.sum()
+        else float("nan"),
+        "lost_tokens": float((ran * rate - tokens_in_span).mean()),
         "lost_s": float(lost.mean()),
         "share_lost": float(lost.sum() / ran.sum()) if ran.sum() else float("nan"),
     }

@@ -121,49 +121,50 @@ CLIENT = [
 ]
 
 
-def page(told: Json, figures: Mapping[str, str]) -> str:
-    """Return the page. ``told``: a run's ``summary``. ``figures``: title -> file name."""
-    study, slo = told["study"], told["study"]["slo"]
+def page(summary: Json, figures: Mapping[str, str]) -> str:
+    """Return the page. ``summary``: that of a run. ``figures``: title -> file name."""
+    study, slo = summary["study"], summary["study"]["slo"]
     parts = [
         f"# {study['title']}",
-        told["answer"],
+        summary["answer"],
         f"**Setup.** {study['question']}",
-        f"**Measured** on {told['date']}: {_where(told)}. Arms take turns; rounds: "
-        f"{study['rounds']}. Loads are in {told['unit']}. Numbers are means of the rounds, with "
+        f"**Measured** on {summary['date']}: {_where(summary)}. Arms take turns; rounds: "
+        f"{study['rounds']}. Loads are in {summary['unit']}. Numbers are means of the rounds, with "
         "95 % intervals by Student's t over the rounds.",
-        f"**Command:** `{told['command']}`",
+        f"**Command:** `{summary['command']}`",
         *(f"![{title}]({file})" for title, file in figures.items()),
         *_titled(
             "Claims",
             "Ratios of two arms, or a number of one arm, with 95 % intervals.",
-            markdown(CLAIMS, claim_rows(told["claims"])) if told["claims"] else "",
+            markdown(CLAIMS, claim_rows(summary["claims"])) if summary["claims"] else "",
         ),
-        "## Before believing a number" if told["warnings"] else "",
-        "\n".join(f"- {text}" for text in told["warnings"]),
-        *_titled("Results", _ABOUT_RESULTS, results(told)),
-        *_titled("Against the first arm", _ABOUT_RATIOS, ratios(told)),
+        "## Before believing a number" if summary["warnings"] else "",
+        "\n".join(f"- {text}" for text in summary["warnings"]),
+        *_titled("Results", _ABOUT_RESULTS, results(summary)),
+        *_titled("Against the first arm", _ABOUT_RATIOS, ratios(summary)),
         "## Service level objective (SLO)",
         f"A request meets the SLO with TTFT at most {slo['ttft_s']:g} s and TPOT at most "
         f"{slo['tpot_s'] * 1e3:g} ms. An arm meets it if {SHARE:.0%} of requests do and none "
         "fails. *Goodput*: requests/s that meet it.",
-        "\n".join(f"- {text}" for text in told["holds"]),
-        *_titled("What the servers counted", _ABOUT_COUNTED, counters(told)),
-        *_titled("Per cold prompt", _ABOUT_EVENTS, _columns(told, EVENTS)),
+        "\n".join(f"- {text}" for text in summary["holds"]),
+        *_titled("What the servers counted", _ABOUT_COUNTED, counters(summary)),
+        *_titled("Per cold prompt", _ABOUT_EVENTS, _columns(summary, EVENTS)),
         *_titled(
             "By class",
-            f"{told['trace']['classes']}. Classes with fewer than {CLASS} requests are left out.",
-            _table(told, ["class", "requests", *(c.head for c in TIMES)], _by_class),
+            f"{summary['trace']['classes']}. Classes with fewer than {CLASS} requests are "
+            "left out.",
+            _table(summary, ["class", "requests", *(c.head for c in TIMES)], _by_class),
         ),
         "## The load",
-        _load(told),
-        told["answers"]
+        _load(summary),
+        summary["answers"]
         and "Answers, as token ids: {:,} requests were answered by several arms, {:,} of them "
-        "differently.".format(*told["answers"]),
+        "differently.".format(*summary["answers"]),
         *_titled(
             "The client, and each round",
             "*Sent late*: how long after its time a request was sent, p99. *Read late*: how long "
             f"the client's event loop was held up, p99. *Rounds*: mean {NAMES[study['by']]}.",
-            _table(told, ["reached", *(c.head for c in CLIENT), "rounds"], _rounds),
+            _table(summary, ["reached", *(c.head for c in CLIENT), "rounds"], _rounds),
         ),
     ]
     return "\n\n".join(part.rstrip() for part in parts if part) + "\n"
@@ -198,27 +199,27 @@ _ABOUT_EVENTS = (
 )
 
 
-def results(told: Json) -> str:
+def results(summary: Json) -> str:
     """Return one row for each arm at each load."""
     # Results of earlier versions lack some numbers.
-    columns = [c for c in RESULTS if any(c.names[0] in numbers for numbers in _every(told))]
+    columns = [c for c in RESULTS if any(c.names[0] in numbers for numbers in _every(summary))]
     head = ["failed", "meet SLO", *(column.head for column in columns)]
 
     def row(cell: Json) -> Iterator[list[str]]:
         shown = (column.shown(cell["numbers"]) for column in columns)
         yield [str(cell["failed"]), percent(three(cell["numbers"].get("slo"))), *shown]
 
-    return _table(told, head, row)
+    return _table(summary, head, row)
 
 
-def ratios(told: Json) -> str:
+def ratios(summary: Json) -> str:
     """Return the ratios of each arm to the first one, at each load."""
 
     def row(cell: Json) -> Iterator[list[str]]:
         if cell["of_first_arm"]:
             yield [_ratio(cell["of_first_arm"][name]) for name in AGAINST]
 
-    return _table(told, list(AGAINST.values()), row)
+    return _table(summary, list(AGAINST.values()), row)
 
 
 def _ratio(number: Any, bounds: bool = True) -> str:
@@ -229,14 +230,14 @@ def _ratio(number: Any, bounds: bool = True) -> str:
     return f"{bold}{share((value, low, high)) if bounds else f'{value:.2f}'}{bold}"
 
 
-def counters(told: Json) -> str:
+def counters(summary: Json) -> str:
     """Return the table of the servers' counters."""
-    return _columns(told, COUNTED)
+    return _columns(summary, COUNTED)
 
 
-def whole(told: Json) -> str:
+def whole(summary: Json) -> str:
     """Return the gain of each part of the whole system, one row for each arm at each load."""
-    return _columns(told, WHOLE)
+    return _columns(summary, WHOLE)
 
 
 def gained(cell: Json) -> list[str]:
@@ -252,10 +253,10 @@ def claim_rows(claims: Sequence[Json]) -> list[list[str]]:
     ]
 
 
-def _columns(told: Json, columns: Sequence[Column]) -> str:
+def _columns(summary: Json, columns: Sequence[Column]) -> str:
     """Return a table of the columns in which an arm has a nonzero number; rows without any number
     are left out."""
-    every = _every(told)
+    every = _every(summary)
     there = [
         column
         for column in columns
@@ -267,21 +268,21 @@ def _columns(told: Json, columns: Sequence[Column]) -> str:
         if set(shown) != {"-"}:
             yield shown
 
-    return _table(told, [column.head for column in there], row) if there else ""
+    return _table(summary, [column.head for column in there], row) if there else ""
 
 
-def _every(told: Json) -> list[Json]:
+def _every(summary: Json) -> list[Json]:
     """Return the numbers of each arm at each load."""
-    return [cell["numbers"] for arms in told["loads"].values() for cell in arms.values()]
+    return [cell["numbers"] for arms in summary["loads"].values() for cell in arms.values()]
 
 
 def _table(
-    told: Json, columns: Sequence[str], rows: Callable[[Json], Iterable[Sequence[str]]]
+    summary: Json, columns: Sequence[str], rows: Callable[[Json], Iterable[Sequence[str]]]
 ) -> str:
     """Return the rows of each arm at each load; empty if there are none."""
     table_rows = [
-        [load, told["titles"][arm], *row]
-        for load, arms in told["loads"].items()
+        [load, summary["titles"][arm], *row]
+        for load, arms in summary["loads"].items()
         for arm, cell in arms.items()
         for row in rows(cell)
     ]
@@ -304,19 +305,19 @@ def _titled(title: str, text: str, table: str) -> Iterator[str]:
         yield from (f"## {title}", text, table)
 
 
-def _where(told: Json) -> str:
-    fleet = told["fleet"]
+def _where(summary: Json) -> str:
+    fleet = summary["fleet"]
     if fleet["rig"]:
         return (
-            f"{told['machine']}; SGLang {told['sglang']}, commit {told['commit']}; fresh servers "
-            f"for each arm and round, each with a KV pool of {fleet['pool_tokens']:,} tokens. "
-            "Servers have a lower priority than client and router, since all share the cores"
+            f"{summary['machine']}; SGLang {summary['sglang']}, commit {summary['commit']}; fresh "
+            f"servers for each arm and round, each with a KV pool of {fleet['pool_tokens']:,} "
+            "tokens. Servers have lower priority than client and router, since all share the cores"
         )
-    by_arm = {told["titles"][arm]: counted(count) for arm, count in told["servers"].items()}
+    by_arm = {summary["titles"][arm]: counted(count) for arm, count in summary["servers"].items()}
     servers = ", ".join(s if s in title else f"{title}: {s}" for title, s in by_arm.items())
     if len(set(by_arm.values())) == 1:
         servers = f"{next(iter(by_arm.values()))} in every arm"
-    sender = told["sent_from"]
+    sender = summary["sent_from"]
     return (
         f"a fleet by address ({servers}; the question counts the rig's), {fleet['endpoint']} "
         f"endpoint, model {fleet['model']}; sent from {sender['machine']}, commit "
@@ -325,12 +326,12 @@ def _where(told: Json) -> str:
     )
 
 
-def _load(told: Json) -> str:
+def _load(summary: Json) -> str:
     trace, fleet, load, made = (
-        told["trace"],
-        told["fleet"],
-        told["study"]["load"],
-        told["study"]["made"],
+        summary["trace"],
+        summary["fleet"],
+        summary["study"]["load"],
+        summary["study"]["made"],
     )
     text = ""
     if window := load["window"]:
@@ -361,7 +362,7 @@ def _load(told: Json) -> str:
                 ("output", described["output_tokens"]),
             )
         )
-        asked, sent = told["study"]["trace"]["requests"], trace["requests"]
+        asked, sent = summary["study"]["trace"]["requests"], trace["requests"]
         text += (
             f"From {trace['source']}, {trace['ratio']:.0%} of its sessions kept: "
             f"{described['requests']:,} requests in {described['sessions']:,} sessions, "

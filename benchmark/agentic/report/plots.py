@@ -18,29 +18,29 @@ DRAWN = {"ttft_mean": "ttft_s", "tpot_mean": "tpot_s", "e2e_mean": None, "goodpu
 """Quantities drawn over load, each with the name of its SLO."""
 
 
-def draw(told: Json, folder: Path) -> dict[str, str]:
+def draw(summary: Json, folder: Path) -> dict[str, str]:
     """Write the figures as SVG. Return title -> file name."""
     import matplotlib
 
     matplotlib.use("Agg")  # needs no display
     # Keep text as text, and make the file reproducible.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "page"})
-    if told["study"]["grid"] and len(told["titles"]) > 1:
-        _grid(told, folder / "grid.svg")
+    if summary["study"]["grid"] and len(summary["titles"]) > 1:
+        _grid(summary, folder / "grid.svg")
         return {"Which arm is better at each load": "grid.svg"}
-    _over_load(told, folder / "load.svg")
+    _over_load(summary, folder / "load.svg")
     return {"Mean times and goodput over load, with 95 % intervals; dashed: the SLO": "load.svg"}
 
 
-def _over_load(told: Json, path: Path) -> None:
-    loads = told["loads"]
+def _over_load(summary: Json, path: Path) -> None:
+    loads = summary["loads"]
     positions: Mapping[str, float] = {name: float(name.split(",")[0]) for name in loads}
     if len(set(positions.values())) < len(loads):
         positions = {name: number for number, name in enumerate(loads)}
     with panels(path, len(DRAWN), (3.75, 3.6)) as axes:
         for axis, (name, bound) in zip(axes, DRAWN.items(), strict=True):
             scale = 1.0 if name == "goodput" else 1e3
-            for (arm, title), color in zip(told["titles"].items(), COLORS * 2, strict=False):
+            for (arm, title), color in zip(summary["titles"].items(), COLORS * 2, strict=False):
                 there = [load for load in loads if arm in loads[load]]
                 numbers = [three(loads[load][arm]["numbers"].get(name)) for load in there]
                 middle = [value * scale for value, _, _ in numbers]
@@ -50,36 +50,36 @@ def _over_load(told: Json, path: Path) -> None:
                 style: dict[str, Any] = {"color": color, "marker": "o", "capsize": 3}
                 axis.errorbar(x, middle, (below, above), label=title, **style)
             if bound is not None:
-                slo = told["study"]["slo"][bound] * scale
+                slo = summary["study"]["slo"][bound] * scale
                 axis.axhline(slo, color="black", linestyle="--", linewidth=0.8)
             if name == "goodput":
                 axis.set_ylim(bottom=0)
             else:
                 axis.set_yscale("log")
             axis.set_ylabel("requests/s within the SLO" if scale == 1 else f"{AGAINST[name]}, ms")
-            axis.set_xlabel(told["unit"])
+            axis.set_xlabel(summary["unit"])
         axes[0].legend(fontsize=7, frameon=False)
 
 
-def _grid(told: Json, path: Path) -> None:
+def _grid(summary: Json, path: Path) -> None:
     """Draw one row of panels a quantity, and one column an arm. In a panel, the last field of the
     grid and the load run across, the other fields down. Green: better than the first arm beyond the
     interval; red: worse; grey: no verdict."""
     from matplotlib.patches import Rectangle
 
-    base, *others = told["titles"]
+    base, *compared = summary["titles"]
     # "4, turns 2, cold_share 0.1" -> across (4, cold_share 0.1), down (turns 2).
-    split = {load: load.split(", ") for load in told["loads"]}
+    split = {load: load.split(", ") for load in summary["loads"]}
     across = list(dict.fromkeys((parts[0], *parts[-1:]) for parts in split.values()))
     down = list(dict.fromkeys(tuple(parts[1:-1]) for parts in split.values()))
     size = (0.8 * len(across) + 1.5, 0.45 * len(down) + 1.1)
-    with panels(path, len(others), size, len(SHOWN)) as axes:
-        shown = [(arm, quantity) for quantity in SHOWN for arm in others]
+    with panels(path, len(compared), size, len(SHOWN)) as axes:
+        shown = [(arm, quantity) for quantity in SHOWN for arm in compared]
         for axis, (arm, quantity) in zip(axes, shown, strict=True):
-            title = f"{told['titles'][arm]}: {AGAINST[quantity]} over {told['titles'][base]}"
+            title = f"{summary['titles'][arm]}: {AGAINST[quantity]} over {summary['titles'][base]}"
             axis.set_title(title)
             for load, parts in split.items():
-                if not (ratios := told["loads"][load].get(arm, {}).get("of_first_arm")):
+                if not (ratios := summary["loads"][load].get(arm, {}).get("of_first_arm")):
                     continue
                 ratio = Interval(*three(ratios[quantity]))
                 x, y = across.index((parts[0], *parts[-1:])), down.index(tuple(parts[1:-1]))

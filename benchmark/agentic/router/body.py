@@ -122,7 +122,7 @@ def read(
         BadRequest: the body is no such object, or a batch, which cannot be routed as one request.
     """
     try:
-        got = _decoder.decode(body)
+        parsed = _decoder.decode(body)
     except msgspec.ValidationError as error:
         raise BadRequest(
             f"cannot route this request: {error}. One prompt a request: batches are not supported"
@@ -130,12 +130,12 @@ def read(
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
     if path == GENERATE:
-        raw = bytes(got.text if bytes(got.input_ids) == b"null" else got.input_ids)
-        limit = got.sampling_params.max_new_tokens if got.sampling_params else None
+        raw = bytes(parsed.text if bytes(parsed.input_ids) == b"null" else parsed.input_ids)
+        limit = parsed.sampling_params.max_new_tokens if parsed.sampling_params else None
         limit = SGLANG_MAX_NEW_TOKENS if limit is None else limit
     else:
-        raw = bytes(got.messages if path == CHAT else got.prompt)
-        limit = got.max_completion_tokens or got.max_tokens or reserve_limit
+        raw = bytes(parsed.messages if path == CHAT else parsed.prompt)
+        limit = parsed.max_completion_tokens or parsed.max_tokens or reserve_limit
     # Keep text and messages as JSON: the JSON of a longer session continues that of a shorter one.
     data = b"" if raw == b"null" else raw[1:-1]
     ids = path != CHAT and raw.startswith(b"[")
@@ -144,13 +144,13 @@ def read(
         if b"[" in data or b'"' in data:
             raise BadRequest("cannot route a batch: one prompt a request")
         data += b"," if data else b""
-    apart = (got.extra_key, got.lora_path, got.model, bytes(got.tools))
+    apart = (parsed.extra_key, parsed.lora_path, parsed.model, bytes(parsed.tools))
     tokens, hashes = chain(data, ids, block_tokens, apart)
     return Ask(
         path=path,
         body=body,
         hashes=hashes,
         work=Work(tokens, min(limit, reserve_limit)),
-        rid=got.rid or f"{_rooms.getrandbits(128):032x}",
-        session=session or got.user,
+        rid=parsed.rid or f"{_rooms.getrandbits(128):032x}",
+        session=session or parsed.user,
     )

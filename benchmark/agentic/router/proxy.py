@@ -102,8 +102,12 @@ class Router:
                     return
             if not worker.up:
                 url = worker.url + "/server_info"
-                async with self._session.get(url, timeout=_HEALTH_TIMEOUT) as told:
-                    info = await told.json(content_type=None) if told.status == 200 else {}
+                async with self._session.get(url, timeout=_HEALTH_TIMEOUT) as info_answer:
+                    info = (
+                        await info_answer.json(content_type=None)
+                        if info_answer.status == 200
+                        else {}
+                    )
                 tokens = info.get("max_total_num_tokens")
         except UPSTREAM_ERRORS as error:
             worker.failed(reason(error), gone=isinstance(error, aiohttp.ClientConnectorError))
@@ -203,8 +207,8 @@ class Router:
         try:
             async with self._session.post(
                 url, data=payload, headers=headers, timeout=timeout
-            ) as got:
-                yield got
+            ) as answer:
+                yield answer
         except UPSTREAM_ERRORS as error:
             if not half.done:
                 self._end(half, "lost")
@@ -215,15 +219,15 @@ class Router:
         """Read prefill's answer, which the client does not get. Return an error or None. Prefill
         may end after decode."""
         try:
-            async with self._post(request, half, payload) as got:
-                data = await got.read()
+            async with self._post(request, half, payload) as answer:
+                data = await answer.read()
         except Failed as error:
             return error
-        self._finish(half, got.status, data)
+        self._finish(half, answer.status, data)
         if half.outcome == "ok":
             return None
-        why = f"answered {got.status}: {data[:500].decode(errors='replace')}"
-        return Failed(half.worker, why, got.status if got.status != 200 else 502)
+        why = f"answered {answer.status}: {data[:500].decode(errors='replace')}"
+        return Failed(half.worker, why, answer.status if answer.status != 200 else 502)
 
     async def _relay(
         self, request: web.Request, half: Half, payload: bytes, headers: dict[str, str]
@@ -232,14 +236,14 @@ class Router:
         out = web.StreamResponse(headers=headers)
         tail = b""
         try:
-            async with self._post(request, half, payload) as got:
-                kind = got.headers.get("Content-Type", "application/json")
+            async with self._post(request, half, payload) as answer:
+                kind = answer.headers.get("Content-Type", "application/json")
                 out.headers["Content-Type"] = kind
-                if got.status != 200 or not kind.startswith("text/event-stream"):
-                    data = await got.read()
-                    self._finish(half, got.status, data)
-                    return web.Response(body=data, status=got.status, headers=out.headers)
-                async for chunk in got.content.iter_any():
+                if answer.status != 200 or not kind.startswith("text/event-stream"):
+                    data = await answer.read()
+                    self._finish(half, answer.status, data)
+                    return web.Response(body=data, status=answer.status, headers=out.headers)
+                async for chunk in answer.content.iter_any():
                     # Write only whole events, so that an event can be added if the worker dies.
                     events, end, tail = (tail + chunk).rpartition(b"\n\n")
                     if end:
@@ -273,8 +277,8 @@ class Router:
     async def _abort(self, half: Half) -> None:
         url, json = half.worker.url + "/abort_request", {"rid": half.ask.rid}
         try:
-            async with self._session.post(url, json=json, timeout=_ABORT_TIMEOUT) as got:
-                await got.read()
+            async with self._session.post(url, json=json, timeout=_ABORT_TIMEOUT) as answer:
+                await answer.read()
         except UPSTREAM_ERRORS as error:
             logger.info("%s of %s: %s", url, half.ask.rid, reason(error))
 
@@ -298,10 +302,10 @@ class Router:
         async def flush(worker: Worker) -> str:
             url = worker.url + request.path_qs
             try:
-                async with self._session.post(url, timeout=_FLUSH_TIMEOUT) as got:
-                    if got.status == 200:
+                async with self._session.post(url, timeout=_FLUSH_TIMEOUT) as answer:
+                    if answer.status == 200:
                         worker.index.clear()
-                    return str(got.status)
+                    return str(answer.status)
             except UPSTREAM_ERRORS as error:
                 return reason(error)
 
@@ -311,8 +315,8 @@ class Router:
         if fine:
             for pins in self.scheduler.pins.values():
                 pins.clear()
-        told = {worker.url: text for worker, text in zip(workers, answers, strict=True)}
-        return web.json_response(told, status=200 if fine else 502)
+        results = {worker.url: text for worker, text in zip(workers, answers, strict=True)}
+        return web.json_response(results, status=200 if fine else 502)
 
 
 async def _write(request: web.Request, out: web.StreamResponse, data: bytes) -> None:

@@ -48,10 +48,11 @@ class Plan:
     """AIPerf program that sends the load; None: our client does."""
 
 
-def cells(plan: Plan, told: Callable[[Cell], None], earlier: Run | None) -> Iterator[Cell]:
+def cells(plan: Plan, on_request: Callable[[Cell], None], earlier: Run | None) -> Iterator[Cell]:
     """Measure every arm at every load in every round; yield each cell as it ends.
 
-    ``told``: called after each request of a cell. ``earlier``: a stopped run, to skip its loads.
+    ``on_request``: called after each request of a cell. ``earlier``: a stopped run, whose loads
+    are skipped.
 
     Raises:
         ServerFailed: a server of the rig did not start, died, or failed its memory check.
@@ -62,19 +63,19 @@ def cells(plan: Plan, told: Callable[[Cell], None], earlier: Run | None) -> Iter
     with record.begin(out, earlier) as lines:
         for number in range(plan.study.rounds):
             for name in order(names, number):
-                left = [at for at in plan.study.points if (name, number, at) not in done]
+                left = [point for point in plan.study.points if (name, number, point) not in done]
                 if not left:
                     continue
                 with _running(plan, name) as running:
                     running.warm_up()
                     running.check()
-                    for at in left:
-                        cell = Cell(name, number, at.load, at.over, via=running.via)
+                    for point in left:
+                        cell = Cell(name, number, point.load, point.over, via=running.via)
 
                         def ended(outcome: Outcome, cell: Cell = cell) -> None:
                             cell.outcomes.append(outcome)
                             record.append(lines, cell, outcome)
-                            told(cell)
+                            on_request(cell)
 
                         _measure(plan, cell, running, ended)
                         yield cell
@@ -116,12 +117,12 @@ def _send(
 ) -> tuple[float, float] | None:
     """Send the load with our client. Each round has different sessions, by other seeds or by
     ``_replayed``, so that intervals over rounds also cover the choice of sessions."""
-    study, how = plan.study, plan.study.load
+    study, load_spec = plan.study, plan.study.load
     settings = Settings(
         headers=running.about.all_headers,
-        think_s=how.think_s,
-        timeout_s=how.timeout_s,
-        sessions=int(cell.load) if how.sessions else None,
+        think_s=load_spec.think_s,
+        timeout_s=load_spec.timeout_s,
+        sessions=int(cell.load) if load_spec.sessions else None,
     )
     with ExitStack() as stack:
         if study.made is not None:
@@ -131,22 +132,22 @@ def _send(
             page = plan.fleet.block_tokens if plan.fleet.rig else 1
             sessions = made_sessions(made, running.vocabulary, settings.sessions or 0, page)
         else:
-            found, prompts = _replayed(plan, cell), running.prompts(SEED)
-            classes = list({turn.kind for session in found for turn in session})
-            if how.window and settings.sessions:
-                found = begun(found, len(found) // study.rounds, settings.sessions)
-            sessions = trace_sessions(found, stack.enter_context(Bodies(prompts)))
-        work = load(running.target, sessions, settings, ended, how.window, classes)
+            replayed, prompts = _replayed(plan, cell), running.prompts(SEED)
+            classes = list({turn.kind for session in replayed for turn in session})
+            if load_spec.window and settings.sessions:
+                replayed = begun(replayed, len(replayed) // study.rounds, settings.sessions)
+            sessions = trace_sessions(replayed, stack.enter_context(Bodies(prompts)))
+        work = load(running.target, sessions, settings, ended, load_spec.window, classes)
         return asyncio.run(work)
 
 
 def _replayed(plan: Plan, cell: Cell) -> list[list[Turn]]:
     """Return the trace's sessions; each round begins with a later part of them."""
     assert plan.trace is not None
-    how = plan.study.load
-    records, classes = plan.trace.at(how, cell.load), plan.trace.classes
+    load_spec = plan.study.load
+    records, classes = plan.trace.at(load_spec, cell.load), plan.trace.classes
     sessions = by_session(turns(records, plan.fleet.block_tokens, classes))
-    first = cell.round * len(sessions) // plan.study.rounds if how.sessions else 0
+    first = cell.round * len(sessions) // plan.study.rounds if load_spec.sessions else 0
     return sessions[first:] + sessions[:first]
 
 
@@ -154,7 +155,7 @@ def _profile(
     plan: Plan, cell: Cell, running: Servers, ended: Callable[[Outcome], None]
 ) -> tuple[float, float] | None:
     """Send the load with AIPerf."""
-    about, how = running.about, plan.study.load
+    about, load_spec = running.about, plan.study.load
     assert plan.aiperf is not None
     if running.target.prefill_url is not None:
         raise RunFailed("AIPerf does not support bootstrap rooms: give the pair's `router`")
@@ -165,13 +166,13 @@ def _profile(
         [turn for session in _replayed(plan, cell) for turn in session] if plan.trace else None,
         running.prompts(SEED),
         plan.out / "aiperf" / f"{cell.arm}-{cell.load:g}-{cell.round}",
-        how.window,
-        how.think_s or 0.0,
+        load_spec.window,
+        load_spec.think_s or 0.0,
         model=about.model,
         endpoint=about.endpoint,
         block_tokens=about.block_tokens,
-        sessions=int(cell.load) if how.sessions else None,
-        timeout_s=how.timeout_s,
+        sessions=int(cell.load) if load_spec.sessions else None,
+        timeout_s=load_spec.timeout_s,
         tokenizer=about.tokenizer,
         headers=about.all_headers,
     )
