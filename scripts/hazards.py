@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TESTS, PAGE = ROOT / "test" / "srt", ROOT / "docs" / "hazards.md"
+TESTS = ROOT / "test" / "srt"
+PAGE = ROOT / "docs" / "hazards.md"
 ROW = re.compile(r"^\| ([a-z0-9-]+) \| (.+?) \| (.+?) \|.*\|$")
 
 

@@ -26,7 +26,9 @@ import orjson
 from benchmark.harness.stream import TEXT, ErrorKind, Failed, Json, Result, take
 
 SESSION_HEADER = "X-Session-Id"
-PREFILL_HEADER, DECODE_HEADER, WORKER_HEADER = "X-Prefill-Worker", "X-Decode-Worker", "X-Worker"
+PREFILL_HEADER = "X-Prefill-Worker"
+DECODE_HEADER = "X-Decode-Worker"
+WORKER_HEADER = "X-Worker"
 __all__ = ["Json", "Message", "Request", "Result", "Target", "open_session", "send", "send_all"]
 
 _rooms = random.SystemRandom()

@@ -23,8 +23,10 @@ from benchmark.harness.watchdog import NEW_GROUP, Watchdog, kill_group
 from benchmark.kv_transfer.runs import ARMS, TRANSPORTS, Room, Round, Setup, deal
 
 _watchdog = Watchdog()
-#: Time limits in seconds: of a round, and of a process's other answers.
-_LIMIT_S, _GRACE_S = 120.0, 60.0
+#: Time limit of a round.
+_LIMIT_S = 120.0
+#: Unit of the time limit for a process's other answers, such as the one after its start.
+_GRACE_S = 60.0
 #: Parts of the names of transfer threads: ours, and those of SGLang's Mooncake manager.
 _WORKERS = ("kv-transfer", "transfer_worker")
 

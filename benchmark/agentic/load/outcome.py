@@ -12,7 +12,9 @@ import msgspec
 from benchmark.harness.stream import ErrorKind
 from benchmark.traces.record import BLOCK_TOKENS
 
-WARM, MEDIUM, HEAVY = NAMES = ("WARM", "MEDIUM", "HEAVY")
+WARM = "WARM"
+MEDIUM = "MEDIUM"
+HEAVY = "HEAVY"
 
 
 class Classes(msgspec.Struct, frozen=True):

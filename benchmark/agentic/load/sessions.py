@@ -20,7 +20,11 @@ from benchmark.harness.client import Message, Request
 from benchmark.traces.record import Record
 from benchmark.traces.sessions import EndlessCache, annotate
 
-FIRST, LATER, COLD = MADE_CLASSES = ("FIRST", "LATER", "COLD")
+FIRST = "FIRST"
+LATER = "LATER"
+COLD = "COLD"
+MADE_CLASSES = (FIRST, LATER, COLD)
+"""Classes of made sessions: a session's first turn, its later turns, and unrelated prompts."""
 COLD_ANSWER = 8
 """Tokens of a cold prompt's answer."""
 GOLDEN = 0.618034

@@ -13,7 +13,9 @@ from benchmark.agentic.router.policies import Work
 _NOTHING = msgspec.Raw(b"null")
 _rooms = random.SystemRandom()
 
-GENERATE, CHAT, COMPLETIONS = "/generate", "/v1/chat/completions", "/v1/completions"
+GENERATE = "/generate"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 SGLANG_MAX_NEW_TOKENS = 128
 """SGLang's default output limit for ``/generate``."""
 TEXT_TOKEN_BYTES = 4

@@ -33,7 +33,10 @@ _MAX_BODY_BYTES = 256 << 20
 _CONNECT_S = 5.0
 _HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=25)
 """Above SGLang's response time of 1 to 20 s, during which it waits for its scheduler."""
-_ABORT_TIMEOUT, _FLUSH_TIMEOUT = aiohttp.ClientTimeout(total=5), aiohttp.ClientTimeout(total=60)
+_ABORT_TIMEOUT = aiohttp.ClientTimeout(total=5)
+"""Short, because an abort is only an optimization: the worker also notices closed connections."""
+_FLUSH_TIMEOUT = aiohttp.ClientTimeout(total=60)
+"""Long enough for a worker with ``?timeout=`` to finish its requests first."""
 
 
 class ClientGone(Exception):

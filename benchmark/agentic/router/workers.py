@@ -14,7 +14,9 @@ from benchmark.traces.sessions import Recent
 
 logger = logging.getLogger(__name__)
 
-AGGREGATED, PREFILL, DECODE = "aggregated", "prefill", "decode"
+AGGREGATED = "aggregated"
+PREFILL = "prefill"
+DECODE = "decode"
 _FAILED = re.compile(rb'"error": ?[{"]|"(?:type|finish_reason)": ?"abort"')
 """Marks a failed answer. Quotes within generated text are escaped, so text never matches."""
 

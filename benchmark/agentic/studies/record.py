@@ -12,7 +12,8 @@ from benchmark.agentic.load.outcome import Outcome
 from benchmark.agentic.studies.spec import Point, Study
 from benchmark.harness.report import write_summary
 
-RUN, REQUESTS = "run.json", "requests.jsonl"
+RUN = "run.json"
+REQUESTS = "requests.jsonl"
 
 
 class Where(msgspec.Struct):

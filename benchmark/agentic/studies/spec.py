@@ -15,8 +15,10 @@ from benchmark.agentic.load.run import Window
 from benchmark.agentic.load.sessions import Made
 
 FOLDER = Path(__file__).parent
-START_S, TAIL_S = 25.0, 2.0
-"""Start of an arm's servers on two cores; time from the end of a window to the last answer."""
+START_S = 25.0
+"""Assumed time to start an arm's servers on two cores."""
+TAIL_S = 2.0
+"""Assumed time from the end of a window to the last answer."""
 
 
 class TraceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
