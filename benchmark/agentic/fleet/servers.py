@@ -111,7 +111,7 @@ class Servers:
         until = time.monotonic() + FLUSH_S
         while self._scrape(store).get(metrics.STORE_KEYS, 0.0):
             if time.monotonic() > until:
-                raise ValueError("some keys remain in the store")
+                raise ValueError("it kept some keys")
             for url in readers:
                 self._ask("POST", f"{url}/hicache/storage-backend/clear")
             time.sleep(SAMPLE_S / 4)

@@ -80,7 +80,7 @@ def _over_a_grid(run: Run, run_numbers: Numbers, points: Sequence[str]) -> str:
             counts.append(f"{AGAINST[quantity]} at {sides[1]}, worse at {sides[-1]}")
         parts.append(f"**{run.titles[arm]}** is better in {'; in '.join(counts)}")
     return (
-        f"{len(points)} loads, against {run.titles[base]}: {'. '.join(parts)}. At the others "
+        f"Of {len(points)} loads, against {run.titles[base]}: {'. '.join(parts)}. At the others "
         "there is no verdict. Each load is compared by itself, at 95 % over its "
         f"{len(AGAINST)} quantities of each arm."
     )

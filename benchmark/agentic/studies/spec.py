@@ -175,7 +175,7 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             arms[name] = msgspec.structs.replace(arm, **counts)
         if not arms:
             raise ValueError(
-                f"the fleet has setups {', '.join(setups)}, but the study needs "
+                f"the fleet has setups {', '.join(setups)}, and the study asks for "
                 f"{', '.join(dict.fromkeys(arm.setup or n for n, arm in self.arms.items()))}"
             )
         return arms, missing
@@ -197,4 +197,4 @@ def find(name: str) -> Path:
     if shipped.exists():
         return shipped
     names = ", ".join(sorted(file.stem for file in FOLDER.glob("*.yaml")))
-    raise ValueError(f"no study {name!r}; available: {names}")
+    raise ValueError(f"no study {name!r}; there are: {names}")
