@@ -102,9 +102,8 @@ def profile(
         )
         file.write_bytes(msgspec.json.Encoder().encode_lines(lines))
         program = msgspec.structs.replace(program, file=file)
-    if (
-        window is not None
-    ):  # also the requests that keep up the load while the last counted ones end
+    if window is not None:
+        # Add requests that keep up the load while the last counted ones end.
         max_requests = window.warm_up + window.requests + 2 * (how["sessions"] or 0)
         requests = min(requests or max_requests, max_requests)
     words = command(program, url, out, requests=requests, **how)
