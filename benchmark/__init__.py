@@ -5,6 +5,6 @@ import sys
 from pathlib import Path
 
 if importlib.util.find_spec("sglang") is None:
-    # A machine that only sends has this checkout and no SGLang: tables, server commands and the
-    # formats of logs come from the checkout.
+    # On a machine without SGLang that only sends load, import the tables, server commands and log
+    # formats from the checkout.
     sys.path.append(str(Path(__file__).parents[1] / "python"))

@@ -6,7 +6,7 @@ import importlib
 import runpy
 import sys
 
-#: Name -> module, or function that takes the arguments; and what it does.
+#: Name -> module, or function that takes the arguments; and a description.
 COMMANDS = {
     "run": ("agentic.studies.cli:run", "measure a study on a fleet and write its page"),
     "report": ("agentic.studies.cli:report", "write the page of a run again"),
@@ -16,16 +16,16 @@ COMMANDS = {
     "describe": ("traces.cli:describe", "describe a trace"),
     "route": ("agentic.router.cli:main", "run the router"),
     "capacity": ("agentic.capacity:main", "compute how many requests a decode pool holds"),
-    "demo": ("demo", "what the flags save, in one round"),
-    "kv_transfer": ("kv_transfer", "what a KV transfer costs"),
-    "event_log": ("kv_transfer.event_log", "stages of the requests of real servers"),
-    "admission": ("admission", "what a step of the decode scheduler costs"),
+    "demo": ("demo", "show in one round what the flags save"),
+    "kv_transfer": ("kv_transfer", "measure what a KV transfer costs"),
+    "event_log": ("kv_transfer.event_log", "measure the request stages of real servers"),
+    "admission": ("admission", "measure what a step of the decode scheduler costs"),
     "tables": ("tables", "write the tables of the READMEs and of the docs from results"),
 }
 
 
 def main() -> int:
-    """Exit status of the command. Only its own modules are imported."""
+    """Return the exit status of the command. Import only the modules of that command."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if name not in COMMANDS:
         width = max(map(len, COMMANDS))
@@ -38,7 +38,7 @@ def main() -> int:
         return int(command(arguments) or 0)
     sys.argv[1:] = arguments
     runpy.run_module(f"benchmark.{module}", run_name="__main__", alter_sys=True)
-    return 0  # modules end by themselves
+    return 0  # such a module exits by itself
 
 
 if __name__ == "__main__":

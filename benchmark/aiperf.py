@@ -1,7 +1,7 @@
-"""Loads servers by address with AIPerf, and reads its export into our outcomes.
+"""Load servers by address with AIPerf, and convert its export into our outcomes.
 
-AIPerf (https://github.com/ai-dynamo/aiperf; read with 0.13.0) has trace formats, sessions and an
-OpenAI client of its own. It runs from an environment of its own, so that it pins nothing of ours:
+AIPerf (https://github.com/ai-dynamo/aiperf; tested with 0.13.0) has its own trace formats, sessions
+and OpenAI client. It runs from a separate environment, so that it pins none of our dependencies:
 ``python -m venv aiperf && aiperf/bin/pip install aiperf``.
 """
 
@@ -25,13 +25,13 @@ MOONCAKE = "mooncake_trace"
 
 
 class Program(msgspec.Struct, frozen=True):
-    """What sends."""
+    """The AIPerf program, and a trace for it."""
 
     path: Path
     file: Path | None = None
     """A trace that AIPerf reads itself; None: the study's, sampled and scaled."""
     format: str = MOONCAKE
-    """Of the file, as ``--custom-dataset-type``."""
+    """Format of the file, as ``--custom-dataset-type``."""
 
 
 def command(
@@ -48,8 +48,8 @@ def command(
     tokenizer: str = "builtin",
     headers: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Of a profile of a trace: so many ``sessions`` at once, or None: at the trace's times; all
-    ``requests`` where that is None."""
+    """Return the command of a trace's profile. ``sessions``: concurrent ones; None: at the trace's
+    times. ``requests``: number to send; None: all."""
     how = ["--fixed-schedule"]
     if sessions is not None:
         how = ["--no-fixed-schedule", "--concurrency", str(sessions)]
@@ -75,11 +75,11 @@ def profile(
     think_s: float,
     **how: Any,
 ) -> tuple[list[Outcome], tuple[float, float] | None]:
-    """Sends the turns once, each with the body that our client sends; with a ``window`` what of
-    them counts, and when it was open.
+    """Send the turns once, each with the same body as our client. Return the outcomes and, with a
+    ``window``, the span in which it was open.
 
-    ``turns``: in order, of a trace; None: those of the program's own file. ``think_s``: between
-    two turns. ``how``: the rest of ``command``.
+    ``turns``: of a trace, in order; None: those of the program's own file. ``think_s``: pause
+    between two turns. ``how``: further arguments of ``command``.
 
     Raises:
         RunFailed: AIPerf cannot be run, or has no result; the message has the end of its log.
@@ -87,8 +87,8 @@ def profile(
     out.mkdir(parents=True, exist_ok=True)
     requests = None
     if turns is not None:
-        # Not lengths and hash ids: of those AIPerf makes a turn that is added to the ones before,
-        # where a trace's prompts are whole; and on `completions` it refuses a second turn.
+        # Send whole bodies. From lengths and hash ids AIPerf makes a turn that is appended to
+        # earlier ones, while a trace's prompts are whole; and `completions` refuses a second turn.
         file, prompts, requests = out / "trace.jsonl", source.make(), len(turns)
         lines = (
             {
@@ -102,46 +102,47 @@ def profile(
         )
         file.write_bytes(msgspec.json.Encoder().encode_lines(lines))
         program = msgspec.structs.replace(program, file=file)
-    if window is not None:  # those that keep up the load while the last that count end
-        more = window.warm_up + window.requests + 2 * (how["sessions"] or 0)
-        requests = min(requests or more, more)
+    if window is not None:
+        # Add requests that keep up the load while the last counted ones end.
+        max_requests = window.warm_up + window.requests + 2 * (how["sessions"] or 0)
+        requests = min(requests or max_requests, max_requests)
     words = command(program, url, out, requests=requests, **how)
     try:
-        ended = subprocess.run(words, capture_output=True, text=True)
+        done = subprocess.run(words, capture_output=True, text=True)
     except OSError as error:
         raise RunFailed(f"--aiperf {program.path}: {error}") from error
     export = out / EXPORT
-    if ended.returncode or not export.exists():
-        raise RunFailed(f"aiperf ended with {ended.returncode}: {ended.stdout[-2000:]}")
+    if done.returncode or not export.exists():
+        raise RunFailed(f"aiperf ended with {done.returncode}: {done.stdout[-2000:]}")
     return counted(outcomes(export, turns), window, how["sessions"] or 0)
 
 
 def _session(turn: Turn) -> str:
-    """Its name; a request without one is a session of its own."""
+    """Return the session's name; a request without one is a session."""
     return turn.session_id or f"i{turn.index}"
 
 
 def outcomes(export: Path, turns: Sequence[Turn] | None) -> list[Outcome]:
-    """Of an export's requests, by end. Its clock's 0 is the first request. ``turns``: what was
-    sent; None: only AIPerf knows.
+    """Return the outcomes of an export's requests, by end. Its clock starts at the first request.
+    ``turns``: the requests that were sent; None: only AIPerf knows them.
 
     Raises:
-        RunFailed: a request is not one of these.
+        RunFailed: a request is not one of ``turns``.
     """
     lines = [msgspec.json.decode(line) for line in export.read_bytes().splitlines()]
     lines = [x for x in lines if x["metadata"].get("benchmark_phase", "profiling") == "profiling"]
     lines.sort(key=lambda line: line["metadata"]["request_start_ns"])
     zero = lines[0]["metadata"]["request_start_ns"] if lines else 0
     sent = {(_session(turn), turn.turn or 0): turn for turn in turns or ()}
-    found = []
+    results = []
     for index, line in enumerate(lines):
         about, error = line["metadata"], line.get("error")
         # Times in milliseconds, and lists of them.
-        of = {name: each["value"] for name, each in (line.get("metrics") or {}).items()}
+        values = {name: x["value"] for name, x in (line.get("metrics") or {}).items()}
         key = (about["conversation_id"], about["turn_index"])
         if turns is None:
             prompt, answer = (
-                int(of.get(f"{side}_sequence_length", 0)) for side in ("input", "output")
+                int(values.get(f"{side}_sequence_length", 0)) for side in ("input", "output")
             )
             turn = Turn(index, *key, prompt, answer, prompt, "ALL")
         elif (turn := sent.get(key)) is None:
@@ -149,16 +150,16 @@ def outcomes(export: Path, turns: Sequence[Turn] | None) -> list[Outcome]:
         started, finished = (
             (about[f"request_{name}_ns"] - zero) / 1e9 for name in ("start", "end")
         )
-        ttft = _seconds(of.get("time_to_first_token"))
-        found.append(
+        ttft = _seconds(values.get("time_to_first_token"))
+        results.append(
             Outcome(
                 index=turn.index,
                 session_id=turn.session_id,
                 turn=turn.turn,
-                prompt_tokens=int(of.get("usage_prompt_tokens") or turn.prompt_tokens),
+                prompt_tokens=int(values.get("usage_prompt_tokens") or turn.prompt_tokens),
                 wanted_tokens=turn.wanted_tokens,
                 trace_new_tokens=turn.new_tokens,
-                output_tokens=int(of.get("output_sequence_length") or 0),
+                output_tokens=int(values.get("output_sequence_length") or 0),
                 request_class=turn.kind,
                 scheduled_s=started,
                 started_s=started,
@@ -166,30 +167,30 @@ def outcomes(export: Path, turns: Sequence[Turn] | None) -> list[Outcome]:
                 finished_s=finished,
                 late_s=started - (about["credit_issued_ns"] - zero) / 1e9,
                 ttft_s=ttft,
-                tpot_s=_seconds(of.get("inter_token_latency")),
-                e2e_s=_seconds(of.get("request_latency")) or finished - started,
-                itl_s=tuple(each / 1e3 for each in of.get("inter_chunk_latency") or ()),
+                tpot_s=_seconds(values.get("inter_token_latency")),
+                e2e_s=_seconds(values.get("request_latency")) or finished - started,
+                itl_s=tuple(ms / 1e3 for ms in values.get("inter_chunk_latency") or ()),
                 error="aiperf" if error else None,
                 message=f"{error.get('type')}: {error.get('message')}" if error else None,
             )
         )
-    return sorted(found, key=lambda outcome: outcome.finished_s)
+    return sorted(results, key=lambda outcome: outcome.finished_s)
 
 
 def counted(
-    found: Sequence[Outcome], window: Window | None, sessions: int = 0
+    results: Sequence[Outcome], window: Window | None, sessions: int = 0
 ) -> tuple[list[Outcome], tuple[float, float] | None]:
-    """Which of them count, and when the window was open, as in a load of ours."""
+    """Return the outcomes with ``counted`` set, and when the window was open, as in our loads."""
     load, counts = Counting(window, (), sessions), dict[int, bool]()
-    steps = [(o.started_s, 1, n) for n, o in enumerate(found)]
-    steps += [(o.finished_s, 0, n) for n, o in enumerate(found)]
-    for at, begins, number in sorted(steps):
+    steps = [(o.started_s, 1, n) for n, o in enumerate(results)]
+    steps += [(o.finished_s, 0, n) for n, o in enumerate(results)]
+    for time_s, begins, number in sorted(steps):
         if begins:
-            counts[number] = load.begins(found[number].request_class, at)
+            counts[number] = load.begins(results[number].request_class, time_s)
         else:
             load.ended(counts.get(number, False))
-    of = [msgspec.structs.replace(o, counted=counts[n]) for n, o in enumerate(found)]
-    return of, load.span(max((o.finished_s for o in found), default=0.0))
+    marked = [msgspec.structs.replace(o, counted=counts[n]) for n, o in enumerate(results)]
+    return marked, load.span(max((o.finished_s for o in results), default=0.0))
 
 
 def _seconds(milliseconds: float | None) -> float | None:

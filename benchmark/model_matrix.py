@@ -1,8 +1,8 @@
-"""Which families of models were run with which part of the package: tables of docs/models.md.
+"""Families of models that were run with each part of the package: tables of docs/models.md.
 
-A cell says *run* only where a row of the tests' own parameters covers it. It says *refused* where
-the check that a server makes at its start refuses these settings. All else is *accepted*: no check
-refuses it, and no test runs it.
+A cell is *run* only if a row of the tests' parameters covers it. It is *refused* if a server's
+check at start refuses these settings. All other cells are *accepted*: no check refuses them, and no
+test runs them.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from e2e.families import Part, Run  # noqa: E402
 
 @dataclass(frozen=True)
 class Family:
-    """Models whose KV is alike."""
+    """Models with the same kind of KV."""
 
     keys: tuple[str, ...]
-    """Of ``models.families``."""
+    """Keys of ``models.families``."""
     names: str
-    """On the hub."""
+    """Names on the hub."""
     kv: str
     one_pool: bool = False
-    """With ``--disable-hybrid-swa-memory`` on both servers."""
+    """True: served with ``--disable-hybrid-swa-memory`` on both servers."""
     beside: str = ""
     """The kind of pool beside the KV, as ``lead.settings`` names it."""
 
@@ -90,7 +90,7 @@ FAMILIES = (
     ),
 )
 
-# ---- what a cell stands for ----
+# ---- the meaning of cells ----
 
 BACKENDS = ("nixl", "mooncake")
 Args = Mapping[str, Any]
@@ -106,7 +106,7 @@ _STAGED: Args = {
     "hicache_storage_backend": "mooncake",
     "hicache_write_policy": "write_through",
 }
-#: Feature -> arguments of the server that has its flag, and the parts of a row that run it.
+#: Feature -> arguments of the server that has its flag, and the parts of rows that run it.
 FEATURES: Mapping[str, tuple[Args, frozenset[Part]]] = {
     "radix": (_DECODE, frozenset({"radix"})),
     "local turns": (
@@ -139,27 +139,27 @@ SETUPS: Mapping[str, tuple[Args, frozenset[str]]] = {
 
 
 class _Arguments(SimpleNamespace):
-    """As much of ``ServerArgs`` as the checks read."""
+    """The part of ``ServerArgs`` that the checks read."""
 
     def __getattr__(self, name: str) -> Any:
         return None
 
 
-def _arguments(*given: Args) -> Any:
-    return _Arguments(**{name: value for each in given for name, value in each.items()})
+def _arguments(*parts: Args) -> Any:
+    return _Arguments(**{name: value for args in parts for name, value in args.items()})
 
 
 def _config(family: Family) -> Any:
-    """As much of ``ModelConfig`` as the checks read."""
+    """Return the part of ``ModelConfig`` that the checks read."""
     kinds = {settings.STATES: "mamba2_cache_params", settings.SPARSE: "index_topk"}
     has = {kinds[family.beside]: 2048} if family.beside in kinds else {}
     hf_config, has_window_pool = type("HfConfig", (), has)(), family.beside == settings.WINDOWS
     return SimpleNamespace(model_path="MODEL", is_hybrid_swa=has_window_pool, hf_config=hf_config)
 
 
-def refused_here(family: Family, *given: Args) -> str | None:
+def refused_here(family: Family, *parts: Args) -> str | None:
     """Return the error of a server of 0.5.10.post1, or None."""
-    args = _arguments(*given)
+    args = _arguments(*parts)
     try:
         refusals.check_given(args)
         refusals.check_model(args, _config(family))
@@ -168,11 +168,11 @@ def refused_here(family: Family, *given: Args) -> str | None:
     return None
 
 
-def refused_there(family: Family, *given: Args) -> str | None:
-    """The same on 0.5.23, with the group ``lead``."""
+def refused_there(family: Family, *parts: Args) -> str | None:
+    """Return the error of a server of 0.5.23 with the group ``lead``, or None."""
     if family.beside:
         return f"0.5.23: {family.beside}: {settings.OTHER_POOLS}."
-    args = _arguments(*given)
+    args = _arguments(*parts)
     for setting, why in (settings.ON_BOTH | settings.ON_DECODE).items():
         if settings.is_given(args, setting):
             return f"0.5.23: {setting}: {why}."
@@ -214,7 +214,7 @@ TESTS_THERE = tuple(
 
 @dataclass
 class Matrix:
-    """The tables of the page: numbers of tests and letters of reasons go through all of them."""
+    """The tables of the page, which share the numbers of tests and the letters of reasons."""
 
     tests: tuple[Test, ...] = (*TESTS_HERE, *TESTS_THERE)
     reasons: list[str] = field(default_factory=list)
@@ -225,7 +225,7 @@ class Matrix:
     def __post_init__(self) -> None:
         for family in FAMILIES:
             self.here.append([family.names, family.kv, *self._base(family)])
-            served = [name for name, (of, _) in FEATURES.items() if not refused_here(family, of)]
+            served = [n for n, (args, _) in FEATURES.items() if not refused_here(family, args)]
             if served:
                 self.setups.append([family.names, *self._with_setups(family, served)])
             self.there.append([family.names, *self._on_current(family)])
@@ -244,17 +244,19 @@ class Matrix:
             for feature in served:
                 parts.setdefault(self._cell(family, feature, setup), []).append(feature)
             parts.pop("", None)
-            lines = [f"{', '.join(of)}: {cell}" for cell, of in parts.items()]
+            lines = [f"{', '.join(names)}: {cell}" for cell, names in parts.items()]
             yield "<br>".join(lines) or "accepted"
 
     def _cell(
         self, family: Family, feature: str, setup: str = "", backend: str = "", later: bool = False
     ) -> str:
-        """Tests, or the letter of a refusal; empty if accepted. ``later``: on 0.5.23."""
-        given, parts = FEATURES[feature]
-        of_backend = {"disaggregation_transfer_backend": backend} if backend else {}
-        of_setup = SETUPS[setup][0] if setup else {}
-        why = (refused_there if later else refused_here)(family, given, of_backend, of_setup)
+        """Return the tests, or the letter of a refusal; empty if accepted. ``later``: on 0.5.23."""
+        feature_args, parts = FEATURES[feature]
+        backend_args = {"disaggregation_transfer_backend": backend} if backend else {}
+        setup_args = SETUPS[setup][0] if setup else {}
+        why = (refused_there if later else refused_here)(
+            family, feature_args, backend_args, setup_args
+        )
         tests = TESTS_THERE if later else TESTS_HERE
         return self._refused(why) or self._ran(tests, family, parts, setup, backend)
 
@@ -272,7 +274,7 @@ class Matrix:
         setup: str = "",
         backend: str = "",
     ) -> str:
-        """Numbers of the tests; bold: in every run."""
+        """Return the numbers of the tests; bold: in every run."""
         known = frozenset[str]().union(*(names for _, names in SETUPS.values()))
         of_family = [
             test
@@ -282,12 +284,12 @@ class Matrix:
             and backend in ("", test.run.backend)
         ]
         if setup:
-            found = [test for test in of_family if SETUPS[setup][1] & {*test.run.setup}]
-        else:  # with other settings where no test is without
-            found = [test for test in of_family if not known & {*test.run.setup}] or of_family
-        numbers = ((self.tests.index(test) + 1, test.run.nightly) for test in found)
+            matching = [test for test in of_family if SETUPS[setup][1] & {*test.run.setup}]
+        else:  # use tests with other settings only if there is no test without
+            matching = [test for test in of_family if not known & {*test.run.setup}] or of_family
+        numbers = ((self.tests.index(test) + 1, test.run.nightly) for test in matching)
         shown = (f"{number}" if nightly else f"**{number}**" for number, nightly in numbers)
-        return f"run {', '.join(shown)}" if found else ""
+        return f"run {', '.join(shown)}" if matching else ""
 
     def _refused(self, why: str | None) -> str:
         if why is None:
@@ -310,7 +312,7 @@ def matrix() -> Matrix:
 
 
 def here() -> str:
-    """docs/models.md: parts of the package by family."""
+    """Return the table of docs/models.md: parts of the package by family."""
     columns = (
         *("model", "KV and layers", "no flag", "radix, NIXL", "radix, Mooncake"),
         *("local turns, NIXL", "local turns, Mooncake", "buffer-only", "decode writes"),
@@ -319,24 +321,24 @@ def here() -> str:
 
 
 def setups() -> str:
-    """docs/models.md: the same with other settings of a fleet."""
+    """Return the table of docs/models.md: the same with other settings of a fleet."""
     return markdown(("model", *SETUPS), matrix().setups)
 
 
 def there() -> str:
-    """docs/models.md: the group ``lead`` by family."""
+    """Return the table of docs/models.md: the group ``lead`` by family."""
     return markdown(("model", "NIXL", "Mooncake", *SETUPS), matrix().there)
 
 
 def reasons() -> str:
-    """docs/models.md: why a cell is refused."""
+    """Return the list of docs/models.md: why a cell is refused."""
     flags = re.compile(r"(--[\w-]+(?: buffer_only| NEXTN| EAGLE)?)")
-    coded = (flags.sub(r"`\1`", each) for each in matrix().reasons)
-    return "\n".join(f"- {_letter(at)}: {why}" for at, why in enumerate(coded)) + "\n"
+    coded = (flags.sub(r"`\1`", reason) for reason in matrix().reasons)
+    return "\n".join(f"- {_letter(n)}: {why}" for n, why in enumerate(coded)) + "\n"
 
 
 def tests() -> str:
-    """docs/models.md: the tests that the cells name."""
+    """Return the list of docs/models.md: the tests that the cells name."""
     lines = []
     file = ""
     for number, test in enumerate(matrix().tests, 1):
@@ -353,17 +355,17 @@ PARTS = {"the decode radix cache": (3, 4), "local turns": (5, 6), "buffer-only H
 
 
 def short() -> str:
-    """README.md: which families were run with each part."""
+    """Return the sentence of README.md: the families that were run with each part."""
     alike: dict[str, list[str]] = {}
     for row in matrix().here:
         states: dict[str, list[str]] = {}
         for part, columns in PARTS.items():
-            said = {row[at].partition(" ")[0] for at in columns}
-            state = next(one for one in ("run", "accepted", "refused") if one in said)
+            words = {row[column].partition(" ")[0] for column in columns}
+            state = next(word for word in ("run", "accepted", "refused") if word in words)
             states.setdefault(state, []).append(part)
-        told = ", ".join(f"{state} with {_listed(parts)}" for state, parts in states.items())
-        alike.setdefault(told[0].upper() + told[1:], []).append(row[0])
-    lines = (f"{told}: {'; '.join(names)}." for told, names in alike.items())
+        text = ", ".join(f"{state} with {_listed(parts)}" for state, parts in states.items())
+        alike.setdefault(text[0].upper() + text[1:], []).append(row[0])
+    lines = (f"{text}: {'; '.join(names)}." for text, names in alike.items())
     return f"By family ([matrix and tests](docs/models.md)). {' '.join(lines)}\n"
 
 

@@ -1,7 +1,7 @@
-"""What of SGLang the package replaces, class by class, for ``docs/upstream.md``.
+"""SGLang's classes that the package replaces, with the changed methods, for ``docs/upstream.md``.
 
-Rows come from the replacement table, methods from the sources: those that a mixin, or a class that
-it is made of, marks with ``override``. Nothing of SGLang is imported.
+Rows come from the replacement table, methods from the sources: those that a mixin, or a base class
+of it, marks with ``override``. SGLang is not imported.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _SOURCES = REPOSITORY / "python"
 
 
 def table(group: str) -> str:
-    """A row for each replaced class of a group."""
-    rows = next(each.rows for each in GROUPS if each.name == group)
+    """Return a row for each replaced class of a group."""
+    rows = next(g.rows for g in GROUPS if g.name == group)
     return markdown(
         ["class of SGLang", "mixin", "methods changed", "why"],
         [
@@ -36,11 +36,11 @@ def table(group: str) -> str:
 
 
 def overrides(module: str, name: str) -> list[str]:
-    """Methods of SGLang's class that a mixin replaces or wraps, its bases' after its own."""
-    shared = next(group.rows for group in GROUPS if group.name == "delta")  # under the backends'
-    ours = {each for row in shared for each, marked in _methods(*_named(row)) if not marked}
-    marked = (each for each, marked in _methods(module, name) if marked)
-    return [each for each in dict.fromkeys(marked) if each == "__init__" or each not in ours]
+    """Return the methods of SGLang's class that a mixin replaces or wraps, those of bases last."""
+    shared = next(g.rows for g in GROUPS if g.name == "delta")  # the backends' mixins build on it
+    ours = {method for row in shared for method, marked in _methods(*_named(row)) if not marked}
+    marked = (method for method, marked in _methods(module, name) if marked)
+    return [m for m in dict.fromkeys(marked) if m == "__init__" or m not in ours]
 
 
 def _named(row: Replacement) -> tuple[str, str]:
@@ -49,28 +49,31 @@ def _named(row: Replacement) -> tuple[str, str]:
 
 
 def _methods(module: str, name: str) -> Iterator[tuple[str, bool]]:
-    """Of a class of ours and its bases: each method, and whether it overrides one."""
+    """Yield each method of one of our classes and its bases; True if it overrides one."""
     tree = _parsed(module)
     bodies = tree.body if tree else []
-    found = next((n for n in bodies if isinstance(n, ast.ClassDef) and n.name == name), None)
-    if found is None:
+    class_def = next((n for n in bodies if isinstance(n, ast.ClassDef) and n.name == name), None)
+    if class_def is None:
         return
-    for each in found.body:
-        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield each.name, any(ast.unparse(mark) == "override" for mark in each.decorator_list)
+    for method in class_def.body:
+        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield (
+                method.name,
+                any(ast.unparse(mark) == "override" for mark in method.decorator_list),
+            )
     imported = {
         alias.asname or alias.name: (node.module or "", alias.name)
         for node in bodies
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    for base in found.bases:
+    for base in class_def.bases:
         if isinstance(base, ast.Name):
             yield from _methods(*imported.get(base.id, (module, base.id)))
 
 
 @cache
 def _parsed(module: str) -> ast.Module | None:
-    """The syntax tree of a module of ours; None of others' modules."""
+    """Return the syntax tree of one of our modules, or None for any other module."""
     path: Path = _SOURCES / f"{module.replace('.', '/')}.py"
     return ast.parse(path.read_text()) if path.exists() else None

@@ -1,10 +1,10 @@
-"""``python -m benchmark.tables``: writes the tables of the READMEs and of the docs.
+"""``python -m benchmark.tables``: write the generated tables of the READMEs and the docs.
 
-A table stands between ``<!-- table:NAME -->`` and ``<!-- end -->``. Its numbers are those of the
-files that the benchmark's command left in its ``results/`` folder, the command is above it, and a
-test compares them, so that no table says what no run showed. Tables of environment variables are
-made from ``sglang.srt.patchset.environment``, those of replaced classes from its table and sources,
-those of refused settings from its rules, those of models from the parameters of the tests.
+A table is between ``<!-- table:NAME -->`` and ``<!-- end -->``. Its numbers are those of the files
+in a benchmark's ``results/`` folder, and the command is above it. A test compares them, so that no
+table shows a number that no run measured. Tables of environment variables come from
+``sglang.srt.patchset.environment``, those of replaced classes from its table and the sources, those
+of refused settings from its rules, those of models from the parameters of the tests.
 """
 
 from __future__ import annotations
@@ -39,35 +39,35 @@ Json = Mapping[str, Any]
 
 RESULTS = FOLDER / "results"
 _FIGURES = "RESULTS"
-"""Stands for their folder, whose path differs by page."""
+"""Placeholder for their folder, whose relative path depends on the page."""
 
 
 def measured() -> list[str]:
-    """Studies with a committed result."""
+    """Return the names of studies with a committed result."""
     return sorted(path.parent.name for path in RESULTS.glob("*/summary.json"))
 
 
 AWAITED = ("delta_kv", "local_bounds", "whole", "whole_answers", "whole_room")
-"""Studies that a page shows before they are measured."""
+"""Studies that a page lists before they are measured."""
 
 
 def study(name: str) -> str:
-    """benchmark/agentic/studies: what a study showed; tables of several loads are on its page."""
+    """Return a study's result for benchmark/agentic/studies; its page has several loads' tables."""
     if name not in measured():
         return f"Not measured yet: `python -m benchmark run {name}`.\n"
-    told = _told(name)
+    summary = _summary(name)
     figures = [path.name for path in sorted((RESULTS / name).glob("*.svg"))]
-    shown = [f"![{told['study']['title']}]({_FIGURES}/{name}/{figure})" for figure in figures]
-    where = (
-        f"{told['date']}, {told['machine']}, commit {told['commit']}, by\n`{told['command']}`; "
-        f"all numbers are on [its page]({_FIGURES}/{name}/page.md)."
+    parts = [f"![{summary['study']['title']}]({_FIGURES}/{name}/{figure})" for figure in figures]
+    origin = (
+        f"{summary['date']}, {summary['machine']}, commit {summary['commit']}, by\n"
+        f"`{summary['command']}`; all numbers are on [its page]({_FIGURES}/{name}/page.md)."
     )
-    if len(told["loads"]) == 1:
-        shown = [pages.results(told).rstrip(), pages.counters(told).rstrip(), *shown]
-    return "\n\n".join(filter(None, [told["answer"], where, *shown])) + "\n"
+    if len(summary["loads"]) == 1:
+        parts = [pages.results(summary).rstrip(), pages.counters(summary).rstrip(), *parts]
+    return "\n\n".join(filter(None, [summary["answer"], origin, *parts])) + "\n"
 
 
-#: Of these studies README.md shows this load, one in the middle, and these arms.
+#: Studies in README.md, each with the load to show, one in the middle, and the arms.
 GAINS = {
     "throughput": ("8", ("patched", "radix")),
     "worth": ("8", ("pd-stock", "pd-patched", "pd-radix", "pd-local")),
@@ -76,43 +76,49 @@ GAINS = {
 
 
 def gains() -> str:
-    """README.md: arms of three studies over the first one."""
+    """Return README.md's ratios: arms of three studies over the first arm."""
     rows = [row for name, shown in GAINS.items() for row in _gained(name, *shown)]
     return (
-        "Ratios of two arms, on two cores. Less is better, but for goodput. Bold: the interval "
-        "excludes 1. A dash: an arm had no goodput in some round. *Goodput*: requests a second "
-        "within the limits of TTFT and TPOT. *Radix*: the decode radix cache.\n\n"
+        "Ratios of two arms, on two cores. Lower is better, except goodput. Bold: the interval "
+        "excludes 1. A dash: an arm met the SLO for no request in some round. *Goodput*: "
+        "requests/s that meet the SLO (limits of TTFT and TPOT). *Radix*: the decode radix "
+        "cache.\n\n"
     ) + markdown(["study", "arms", "sessions at once", *pages.GAINED.values()], rows)
 
 
 def _gained(name: str, load: str, arms: Sequence[str]) -> list[list[str]]:
-    told = _told(name)
-    of = told["loads"][load]
-    base, page = next(iter(told["titles"].values())), f"[{name}]({_FIGURES}/{name}/page.md)"
-    return [[page, f"{told['titles'][arm]} / {base}", load, *pages.gained(of[arm])] for arm in arms]
+    summary = _summary(name)
+    by_arm = summary["loads"][load]
+    base, page = next(iter(summary["titles"].values())), f"[{name}]({_FIGURES}/{name}/page.md)"
+    return [
+        [page, f"{summary['titles'][arm]} / {base}", load, *pages.gained(by_arm[arm])]
+        for arm in arms
+    ]
 
 
 def whole() -> str:
-    """docs/advanced_features/pd_whole_system.md: what each part adds."""
+    """Return the gain of each part, for docs/advanced_features/pd_whole_system.md."""
     return "\n".join(_added(name) for name in ("whole", "whole_answers"))
 
 
 def _added(name: str) -> str:
     if name not in measured():
         return study(name)
-    told = _told(name)
-    where = f"[{name}]({_FIGURES}/{name}/page.md), {told['date']}, {told['machine']}"
-    return f"{where}, commit {told['commit']}:\n\n{pages.whole(told)}"
+    summary = _summary(name)
+    origin = f"[{name}]({_FIGURES}/{name}/page.md), {summary['date']}, {summary['machine']}"
+    return f"{origin}, commit {summary['commit']}:\n\n{pages.whole(summary)}"
 
 
 def claims() -> str:
-    """benchmark/agentic/studies: the claims of these studies, and what was measured."""
-    rows = [[name, *row] for name in measured() for row in pages.claim_rows(_told(name)["claims"])]
+    """Return the studies' claims beside the measurements, for benchmark/agentic/studies."""
+    rows = [
+        [name, *row] for name in measured() for row in pages.claim_rows(_summary(name)["claims"])
+    ]
     return markdown(["study", *pages.CLAIMS], rows)
 
 
-def _told(name: str) -> Any:
-    """The committed summary of a study."""
+def _summary(name: str) -> Any:
+    """Return the committed summary of a study."""
     return json.loads((RESULTS / name / "summary.json").read_text())
 
 
@@ -120,7 +126,7 @@ def _told(name: str) -> Any:
 
 
 def progress_delay() -> str:
-    """docs/upstream.md: what a pause of NIXL's progress thread is worth."""
+    """Return the gain of a pause of NIXL's progress thread, for docs/upstream.md."""
     idle = transfer_page.by_arm("idle", "{idle_share_of_a_core[native threads]:.1%}")
     return (
         f"NIXL's threads of an idle prefill process take {idle['stock']} of a core without the "
@@ -132,12 +138,12 @@ def progress_delay() -> str:
 
 
 def variables(group: str) -> str:
-    """docs/: the environment variables of a group."""
+    """Return the environment variables of a group, for docs/."""
     return f"{environment.GROUPS[group]}:\n\n{environment.table(group)}"
 
 
 def refused() -> str:
-    """README.md: what is refused with each flag."""
+    """Return the settings that are refused with each flag, for README.md."""
     (fp4,) = refusals.FP4
     features = (flags.FLAG, flags.LOCAL, flags.ON)
     lines = [f"- with `{flag}`: {'; '.join(_refused(flag))}" for flag in features]
@@ -149,8 +155,8 @@ def refused() -> str:
 
 
 def refused_with(flag: str) -> str:
-    """docs/: what is refused with a flag, and why."""
-    return markdown(["refused", "why"], [[*each] for each in _refused(flag).items()])
+    """Return the settings that are refused with a flag, and the reasons, for docs/."""
+    return markdown(["refused", "why"], [[*row] for row in _refused(flag).items()])
 
 
 def refused_by(rows: Mapping[str, str]) -> str:
@@ -158,17 +164,19 @@ def refused_by(rows: Mapping[str, str]) -> str:
     whys: dict[str, list[str]] = {}
     for setting, why in rows.items():
         whys.setdefault(why, []).append(_code(setting))
-    return markdown(["setting", "why"], [["; ".join(of), _code(why)] for why, of in whys.items()])
+    return markdown(
+        ["setting", "why"], [["; ".join(names), _code(why)] for why, names in whys.items()]
+    )
 
 
 def _refused(flag: str) -> dict[str, str]:
-    """The settings, as they are written, each with the reason."""
+    """Return setting, as it is written -> reason."""
     rows = (*refusals.AS_GIVEN, *refusals.ALWAYS, *refusals.MODELS, *refusals.DRAFTED)
     return {_code(row.other): _code(row.why) for row in rows if flag in row.flags}
 
 
 def _code(text: str) -> str:
-    """Flags, with their value, and variables as code."""
+    """Return the text with flags, their values, and variables as code."""
     return re.sub(r"(--[\w-]+(?: \w+$)?|SGLANG_\w+(?:=1)?)", r"`\1`", text)
 
 
@@ -208,17 +216,17 @@ FILES = tuple(
 
 
 def render(text: str, folder: Path) -> str:
-    """``text``, of a page in ``folder``, with every table in it as the results have it.
+    """Return ``text``, a page in ``folder``, with every table rendered from the results.
 
     Raises:
-        KeyError: a table that nobody makes.
+        KeyError: an unknown table.
     """
-    made = _TABLE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", text)
-    return made.replace(f"({_FIGURES}/", f"({os.path.relpath(RESULTS, folder)}/")
+    rendered = _TABLE.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}{match[3]}", text)
+    return rendered.replace(f"({_FIGURES}/", f"({os.path.relpath(RESULTS, folder)}/")
 
 
 def main() -> int:
-    """Rewrites what has changed, and names it."""
+    """Rewrite the changed pages, and print their names."""
     argparse.ArgumentParser(prog="python -m benchmark tables", description=__doc__).parse_args()
     for path in FILES:
         before = path.read_text()

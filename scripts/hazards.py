@@ -1,9 +1,9 @@
-"""Fills the last column of docs/hazards.md with the tests that carry a hazard's marker.
+"""Fill the last column of docs/hazards.md with the tests that have a hazard's marker.
 
     python scripts/hazards.py            # writes the page
     python scripts/hazards.py --check    # fails if that would change it
 
-Sources are parsed and not imported. A name that only one of page and markers knows is an error.
+Sources are parsed, not imported. A name that only the page or only the markers have is an error.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TESTS, PAGE = ROOT / "test" / "srt", ROOT / "docs" / "hazards.md"
+TESTS = ROOT / "test" / "srt"
+PAGE = ROOT / "docs" / "hazards.md"
 ROW = re.compile(r"^\| ([a-z0-9-]+) \| (.+?) \| (.+?) \|.*\|$")
 
 
 def marked(tests: Path) -> Iterator[tuple[str, str]]:
-    """Each marker of each test below the folder ``tests``: (hazard, ``file::test``)."""
+    """Yield each marker of each test below the folder ``tests``: (hazard, ``file::test``)."""
     for file in sorted(tests.rglob("test_*.py")):
         source = file.read_text()
         if "mark.hazard" not in source:
@@ -35,29 +36,29 @@ def marked(tests: Path) -> Iterator[tuple[str, str]]:
 
 
 def filled(page: str, tests: Path) -> str:
-    """The text of ``page`` with the tests of each row; ValueError if names do not agree."""
-    found: dict[str, list[str]] = {}
+    """Return ``page`` with the tests of each row. Raises ValueError if names do not agree."""
+    tests_of: dict[str, list[str]] = {}
     for hazard, test in marked(tests):
-        found.setdefault(hazard, []).append(test)
+        tests_of.setdefault(hazard, []).append(test)
     lines, rows = [], set()
     for line in page.splitlines():
         row = ROW.match(line)
         if row is not None and row[1] != "hazard":
             name, wrong, prevented = row.groups()
             rows.add(name)
-            cell = ", ".join(f"`{test}`" for test in found.get(name, ()))
+            cell = ", ".join(f"`{test}`" for test in tests_of.get(name, ()))
             line = f"| {name} | {wrong} | {prevented} | {cell} |"
         lines.append(line)
-    if rows != set(found):
-        nowhere = [f"{name}: {found[name][0]}" for name in sorted(set(found) - rows)]
+    if rows != set(tests_of):
+        nowhere = [f"{name}: {tests_of[name][0]}" for name in sorted(set(tests_of) - rows)]
         raise ValueError(
-            f"markers without a row: {nowhere}; rows without a test: {sorted(rows - set(found))}"
+            f"markers without a row: {nowhere}; rows without a test: {sorted(rows - set(tests_of))}"
         )
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
-    """Writes or checks the page; returns the exit status."""
+    """Write or check the page. Return the exit status."""
     page = PAGE.read_text()
     try:
         new = filled(page, TESTS)

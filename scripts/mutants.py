@@ -1,25 +1,26 @@
-"""Which tests notice small changes of the package: a sample of mutants, and what kills each.
+"""Sample small changes of the package (mutants), and find the tests that notice (kill) each.
 
     python scripts/mutants.py run --seed 1 --count 60 --out old.csv \\
         --of disaggregation/delta/nixl disaggregation/delta/mooncake --tests test/srt/unit/delta
     python scripts/mutants.py compare old.csv new.csv
 
 ``run`` draws statements below ``python/sglang/srt`` with the seed, and changes each in one way. It
-changes bodies of functions only: comparisons, operators, integers and booleans, conditions and
+changes only bodies of functions: comparisons, operators, integers and booleans, conditions and
 ``not``; ``return x`` becomes ``return None``, ``break`` and ``continue`` are exchanged, and calls,
-``del``, ``raise`` and assignments to attributes or items are left out. Texts, log lines,
-``assert``, annotations, defaults, local names and coroutines are not changed. Tests are imported
-once. They first run unchanged, to learn which functions of the package each test file reaches;
-those that fail then are reported and left out. Then each mutant runs in a process of its own,
-against the files that reach it, until one fails (with ``--matrix``: all of them) or ``--limit``
-seconds are over. A file that starts programs counts as reaching every function. No tracked file is
-written: a function's code is replaced in memory, and programs find the changed module in a copy. So
-two of these may run side by side, and others meanwhile.
+``del``, ``raise`` and assignments to attributes or items are removed. Texts, log lines,
+``assert``, annotations, defaults, local names and coroutines are not changed.
 
-The table has a row a mutant: file, line, change, and the tests that failed, ``no answer`` where it
-took too long or crashed (which counts as killed), or nothing where it survived. ``run --again
-TABLE`` takes only those of its sample that a table killed. ``compare`` counts the killed ones by
-file, of the mutants in the second table, and names those that only one of two tables killed.
+Tests are imported once. They first run unchanged, to find which functions of the package each test
+file reaches; tests that fail then are reported and left out. Then each mutant runs in a separate
+process, against the files that reach it, until a test fails (with ``--matrix``: all tests), or for
+``--limit`` seconds. A file that starts programs counts as reaching every function. No tracked file
+is written: a function's code is replaced in memory, and programs find the changed module in a copy.
+Two of these scripts may therefore run at the same time, beside other work.
+
+The table has one row a mutant: file, line, change, and the tests that failed; ``no answer`` if it
+took too long or crashed (counted as killed); nothing if it survived. ``run --again TABLE`` takes
+only those mutants of its sample that a table killed. ``compare`` counts the killed mutants by file,
+of those in the second table, and names those that only one of two tables killed.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ OPERATORS: dict[type, type] = {
     ast.Mod: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
 }  # fmt: skip
 _LOGS = re.compile(r"\b(logger|logging|warnings)\b")
-#: Fields that hold no behaviour of a function's own, or only texts.
+#: Fields without behaviour of the function itself, or with texts only.
 _SKIPPED = {"annotation", "returns", "decorator_list", "args", "exc", "cause", "msg"}
 
 
 class Mutant(NamedTuple):
-    """One change: its file, its place in the file's list of changes, and how it reads."""
+    """One change: its file, its number in the file's list of changes, and its description."""
 
     file: Path
     number: int
@@ -74,7 +75,7 @@ class Mutant(NamedTuple):
 
 
 def variants(node: ast.AST) -> Iterator[ast.AST]:
-    """What could stand in the place of ``node``."""
+    """Yield the possible replacements of ``node``."""
     if isinstance(node, ast.boolop | ast.cmpop | ast.operator) and type(node) in OPERATORS:
         yield OPERATORS[type(node)]()
     elif isinstance(node, ast.Constant) and type(node.value) in (bool, int):
@@ -103,11 +104,11 @@ def variants(node: ast.AST) -> Iterator[ast.AST]:
 def changes(
     node: ast.AST, function: ast.AST | None = None, line: int = 0
 ) -> Iterator[tuple[ast.AST, int, str, Callable[[], None]]]:
-    """All changes of functions' bodies below ``node``: the outermost function, the statement's
-    line, what it reads like, and a call that makes it."""
+    """Yield all changes of functions' bodies below ``node``: the outermost function, the
+    statement's line, a description, and a call that makes the change."""
     for field, value in ast.iter_fields(node):
         children = value if isinstance(value, list) else [value]
-        for at, child in enumerate(children):
+        for index, child in enumerate(children):
             if not isinstance(child, ast.AST) or field in _SKIPPED and function is not None:
                 continue
             if isinstance(child, ast.JoinedStr | ast.Assert) or (
@@ -118,10 +119,10 @@ def changes(
             for new in variants(child) if function is not None else ():
 
                 def make(
-                    new: ast.AST = new, at: int = at, field: str = field, value: Any = value
+                    new: ast.AST = new, index: int = index, field: str = field, value: Any = value
                 ) -> None:
                     if isinstance(value, list):
-                        value[at] = new
+                        value[index] = new
                     else:
                         setattr(node, field, new)
 
@@ -133,17 +134,17 @@ def changes(
 
 
 def mutants_of(file: Path) -> list[Mutant]:
-    """All of a file."""
-    found = []
+    """Return all mutants of a file."""
+    mutants = []
     for number, (function, line, change, _) in enumerate(changes(ast.parse(file.read_text()))):
         assert isinstance(function, ast.FunctionDef)
-        first = min([function.lineno, *(each.lineno for each in function.decorator_list)])
-        found.append(Mutant(file, number, line, change, (function.name, first)))
-    return found
+        first = min([function.lineno, *(mark.lineno for mark in function.decorator_list)])
+        mutants.append(Mutant(file, number, line, change, (function.name, first)))
+    return mutants
 
 
 def drawn(folders: list[str], seed: int, count: int) -> list[Mutant]:
-    """``count`` statements below ``folders``, each with one of its changes, by file and line."""
+    """Return ``count`` statements below ``folders``, each with one change, by file and line."""
     statements: dict[tuple[Path, int], list[Mutant]] = {}
     for folder in folders:
         path = PACKAGE / folder
@@ -156,11 +157,11 @@ def drawn(folders: list[str], seed: int, count: int) -> list[Mutant]:
 
 
 def apply(mutant: Mutant, copy: Path) -> None:
-    """Replaces the code of the function in this process, and the module's file in ``copy``."""
+    """Replace the code of the function in this process, and the module's file in ``copy``."""
     tree = ast.parse(mutant.file.read_text())
     function, *_, make = list(changes(tree))[mutant.number]
-    if any(isinstance(each, ast.Name) and each.id == "super" for each in ast.walk(function)):
-        # Code that needs its class must go on doing so, where the change removes the only use.
+    if any(isinstance(n, ast.Name) and n.id == "super" for n in ast.walk(function)):
+        # Keep a use of ``__class__``, because code with its cell needs a replacement with the cell.
         function.body.append(ast.parse("if 0: __class__").body[0])  # type: ignore[attr-defined]
     make()
     (copy / mutant.file.relative_to(PACKAGE)).write_text(
@@ -168,24 +169,24 @@ def apply(mutant: Mutant, copy: Path) -> None:
     )
 
     def codes(code: CodeType) -> Iterator[CodeType]:
-        for each in code.co_consts:
-            if isinstance(each, CodeType):
-                yield each
-                yield from codes(each)
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                yield constant
+                yield from codes(constant)
 
     for new in codes(compile(tree, str(mutant.file), "exec")):
         if (new.co_name, new.co_firstlineno) == mutant.function:
             break
     gc.unfreeze()
-    for each in gc.get_objects():
-        if isinstance(each, FunctionType) and each.__code__.co_filename == str(mutant.file):
-            code = each.__code__
+    for thing in gc.get_objects():
+        if isinstance(thing, FunctionType) and thing.__code__.co_filename == str(mutant.file):
+            code = thing.__code__
             if (code.co_name, code.co_firstlineno) == mutant.function:
-                each.__code__ = new
+                thing.__code__ = new
 
 
 class Runs:
-    """In the place of pytest's loop over the tests: one loop for each mutant, in a fork."""
+    """Replaces pytest's loop over the tests by one loop for each mutant, in a fork."""
 
     def __init__(self, options: argparse.Namespace, copy: Path) -> None:
         self._options, self._copy = options, copy
@@ -196,7 +197,7 @@ class Runs:
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self) -> None:
-        """A fuzzer that found a failure need not look for the smallest."""
+        """Skip the search for the smallest failing example, which is not needed."""
         settings.register_profile(
             "mutants", settings.default, phases=[Phase.explicit, Phase.generate]
         )
@@ -229,7 +230,7 @@ class Runs:
                     continue
                 key = f"{mutant.file}:{mutant.function[1]}"
                 tests = [i for file in files if {key, ""} & reach[file] for i in files[file]]
-                # What starts programs comes last: most mutants are dead by then.
+                # Run tests that start programs last, because most mutants are killed before.
                 tests.sort(key=lambda item: "" in reach[str(item.path)])
                 answer = self._fork(lambda m=mutant, t=tests: self._try(m, t), self._options.limit)
                 killed = "no answer" if answer is None else " ".join(answer["failed"])
@@ -238,7 +239,7 @@ class Runs:
         return True
 
     def _fork(self, work: Callable[[], None], limit_s: float) -> dict[str, Any] | None:
-        """What ``work`` found in a child; None if it took longer, or crashed."""
+        """Return the result of ``work`` in a child; None if it took too long or crashed."""
         reading, writing = os.pipe()
         if not (child := os.fork()):
             os.setsid()
@@ -251,9 +252,9 @@ class Runs:
                 work()
             except BaseException as error:
                 self.failed.append(f"({type(error).__name__}: {error})")
-            found = {"failed": self.failed, "reached": sorted(self.reached)}
+            result = {"failed": self.failed, "reached": sorted(self.reached)}
             with os.fdopen(writing, "w") as pipe:
-                json.dump(found, pipe)
+                json.dump(result, pipe)
             os._exit(0)
         os.close(writing)
         with os.fdopen(reading) as pipe:
@@ -297,14 +298,14 @@ class Runs:
 
 
 def read(table: str) -> dict[tuple[str, str, str], str]:
-    """What killed each mutant, by file, line and change."""
+    """Return what killed each mutant, by file, line and change."""
     with open(table) as lines:
         rows = list(csv.DictReader(lines))
     return {(row["file"], row["line"], row["change"]): row["killed by"] for row in rows}
 
 
 def run(options: argparse.Namespace) -> int:
-    """Writes the table."""
+    """Write the table. Return pytest's exit status."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "python/sglang/srt"
         ignored = shutil.ignore_patterns("__pycache__")
@@ -314,7 +315,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Prints a line a file, and what only one table killed; returns 1 if the new one lost any."""
+    """Print a line a file, and the mutants that only one table killed. Return 1 if any is lost."""
     old, new = map(read, options.tables)
     old = {key: old[key] for key in new}
     count = Counter(file for file, *_ in old)
@@ -331,7 +332,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
     runs = commands.add_parser("run")
@@ -339,10 +340,10 @@ def main() -> int:
     runs.add_argument("--seed", type=int, default=1)
     runs.add_argument("--count", type=int, default=60)
     runs.add_argument("--of", nargs="+", default=["."], help="below python/sglang/srt")
-    runs.add_argument("--tests", nargs="+", required=True, help="files and folders, as pytest's")
+    runs.add_argument("--tests", nargs="+", required=True, help="files and folders, as for pytest")
     runs.add_argument("--limit", type=float, default=120.0, help="seconds a mutant")
-    runs.add_argument("--matrix", action="store_true", help="name every test that fails")
-    runs.add_argument("--again", metavar="TABLE", help="only those that this table killed")
+    runs.add_argument("--matrix", action="store_true", help="name all tests that fail")
+    runs.add_argument("--again", metavar="TABLE", help="only mutants that this table killed")
     runs.add_argument("--out", required=True)
     runs.set_defaults(call=run)
     compares = commands.add_parser("compare")

@@ -1,9 +1,9 @@
-"""Which files of the package one request passes through, on decode and on prefill.
+"""Print the files of the package that one request passes through, on decode and on prefill.
 
-``python scripts/request_path.py`` prints them. It runs one request with a prefix hit through the
-scenes of the component tests, with every call traced: a decode scheduler with its queues, tree and
-pool, a prefill scheduler, and one room over two real NIXL agents between them. What is done once is
-not counted: connecting two servers, and reading variables.
+The script runs one request with a prefix hit through the scenes of the component tests, and traces
+every call: a decode scheduler with its queues, tree and pool, a prefill scheduler, and one room
+over two real NIXL agents between them. One-time work is not counted: connecting two servers, and
+reading variables.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "python/sglang/srt"
 sys.path[:0] = [str(ROOT), str(ROOT / "test/srt")]
 
-#: Not on a request's way: in production; and what a thread does now and then for a server.
+#: Files not in a request's path: unused in production, or a thread's occasional work for a server.
 ELSEWHERE = ("hardware_backend/", "disaggregation/delta/decode/heartbeat.py")
 
 
 class Trace:
-    """The files of the package in which something was called, by side."""
+    """The files of the package in which a function was called, by side."""
 
     def __init__(self, package: Path) -> None:
-        """``package``: the folder ``sglang/srt`` in which the package's files are installed; a
-        wheel's lie among SGLang's, which do not count."""
+        """``package``: the folder ``sglang/srt`` with the installed package. In a wheel it also has
+        SGLang's files, which do not count."""
         self.files: dict[str, set[str]] = {"decode": set(), "prefill": set()}
         self._package = f"{package}{os.sep}"
         self._ours = {str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.py")}
@@ -50,7 +50,7 @@ class Trace:
 
     @contextmanager
     def on(self, side: str) -> Iterator[None]:
-        """What this thread does meanwhile is a request's, on ``side``."""
+        """Count calls of this thread within the context for ``side``."""
         before, self._side = self._side, side
         try:
             yield
@@ -59,7 +59,7 @@ class Trace:
 
     @contextmanager
     def threads(self) -> Iterator[None]:
-        """What the servers' own threads do meanwhile is a request's."""
+        """Count calls of the servers' own threads within the context."""
         self._recording = True
         try:
             yield
@@ -79,7 +79,7 @@ class Trace:
 
 
 def _owner(frame: Any) -> str:
-    """The side of the transfer manager, or the scheduler, that starts a thread in ``frame``."""
+    """Return the side of the transfer manager or scheduler that starts a thread in ``frame``."""
     while frame is not None:
         mode = getattr(frame.f_locals.get("self"), "disaggregation_mode", None)
         if mode is not None:
@@ -89,7 +89,7 @@ def _owner(frame: Any) -> str:
 
 
 def decode(trace: Trace) -> None:
-    """Admission, commit, decoding and the end, with a prefix of an earlier request."""
+    """Run admission, commit, decoding and the end, with a prefix of an earlier request."""
     from component.decode.decoder import Decoder
 
     decoder = Decoder(4, 256)
@@ -101,7 +101,7 @@ def decode(trace: Trace) -> None:
 
 
 def prefill(trace: Trace) -> None:
-    """The chunk of a computed request, its transfer and its end."""
+    """Run the chunk of a computed request, its transfer and its end."""
     import pytest
 
     from component.prefill.prefiller import Prefiller
@@ -110,7 +110,7 @@ def prefill(trace: Trace) -> None:
     encode = wire.encode_frame
 
     def encode_frame(frame: Any) -> bytes:
-        with trace.on("decode"):  # what a decode rank sends, which the scene makes
+        with trace.on("decode"):  # the scene encodes frames that a decode rank sends
             return encode(frame)
 
     wire.encode_frame = encode_frame
@@ -122,13 +122,13 @@ def prefill(trace: Trace) -> None:
             prefiller.rank.finish()
             assert prefiller.turn() == [room]
 
-        serve(6, 0)  # the first to a decode rank describes its pools
+        serve(6, 0)  # the first room of a decode rank also describes its pools
         with trace.on("prefill"):
             serve(7, 1)
 
 
 def transfer(trace: Trace) -> None:
-    """A room between two managers, from its announcement to its end on both sides."""
+    """Run a room between two managers, from its announcement to its end on both sides."""
     from component.nixl.pair import Pair
     from component.transfer.pair import pages, until
     from sglang.srt.disaggregation.base.conn import KVPoll
@@ -151,14 +151,14 @@ def transfer(trace: Trace) -> None:
             until(lambda: receiver.poll() == KVPoll.Success, "arrived")
             receiver.clear()
 
-    move(lambda side: nullcontext())  # the process's first room reads what is read once
+    move(lambda side: nullcontext())  # the process's first room includes one-time reads
     with trace.threads():
         move(trace.on)
 
 
 def main() -> int:
-    """Prints a line a side."""
-    # Imported before anything is traced: a call that is looked at takes several times as long.
+    """Print one line a side."""
+    # Import before tracing starts, because a traced call takes several times as long.
     import component.decode.decoder
     import component.nixl.pair
     import component.prefill.prefiller  # noqa: F401

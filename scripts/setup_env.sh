@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Creates or updates .venv from constraints.txt: everything that tests, demo and benchmarks need on a CPU.
-# Usage: scripts/setup_env.sh [venv folder [constraints file [extras]]]; PYTHON=... names the interpreter to build on.
+# Creates or updates .venv from constraints.txt, with the dependencies of tests, demo and benchmarks on a CPU.
+# Usage: scripts/setup_env.sh [venv folder [constraints file [extras]]]; PYTHON=... selects the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:-.venv} constraints=${2:-constraints.txt} extras=${3:-cpu,test,bench}
-oldest=10 # SGLang 0.5.10.post1 is installed on Python 3.10 to 3.13, and 0.5.23, which the extra cuda13 names, from 3.11 on
+oldest=10 # SGLang 0.5.10.post1 supports Python 3.10 to 3.13; 0.5.23, in the extra cuda13, needs 3.11
 [[ ,$extras, == *,cuda13,* ]] && oldest=11
 
-# Shared libraries of the transfer backends, and the Debian packages that hold them.
+# Shared libraries of the transfer backends, and the Debian packages that contain them.
 declare -A system_libs=(
     [libnuma.so.1]=libnuma1
     [libibverbs.so.1]=libibverbs1
@@ -48,7 +48,7 @@ install_packages() {
             return
         fi
     fi
-    say "system libraries are missing, without which Mooncake does not load: apt-get install $*"
+    say "system libraries are missing; Mooncake needs them to load: apt-get install $*"
 }
 
 make_venv() {
@@ -74,8 +74,8 @@ install_python_packages() {
     "${uv[@]}" pip install --python "$venv/bin/python" --constraint "$constraints" --editable ".[$extras]"
 }
 
-# Tests run the alert rules on series with it, and are skipped without it. Only this program of Debian's package is
-# unpacked: the package itself would start a server.
+# Tests run the alert rules on series with promtool, and are skipped without it. Only this program of Debian's package
+# is unpacked, because an installed package would start a server.
 fetch_promtool() {
     if [[ ,$extras, != *,bench,* || -x $venv/bin/promtool ]] || runs promtool --version; then return; fi
     local folder
@@ -83,7 +83,7 @@ fetch_promtool() {
     if command -v apt-get >/dev/null && (cd "$folder" && download prometheus && dpkg-deb -x prometheus_*.deb .) >&2; then
         mv "$folder/usr/bin/promtool" "$venv/bin/"
     else
-        say "promtool is missing, with which tests run the alert rules; it is in Debian's package prometheus"
+        say "promtool is missing; tests of the alert rules need it. It is in Debian's package prometheus"
     fi
     rm -rf "$folder"
 }

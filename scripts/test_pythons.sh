@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Attachment, and the unit tests of the package that need neither torch nor SGLang, on each Python version that
-# pyproject.toml names: a wheel of this tree in an environment of its own, .venv-VERSION.
-# Usage: scripts/test_pythons.sh [VERSION ...]. A version that cannot be had is skipped with the reason.
+# Tests attachment, and runs the package's unit tests that need neither torch nor SGLang, on each Python version in
+# pyproject.toml: a wheel of this tree in a separate environment, .venv-VERSION.
+# Usage: scripts/test_pythons.sh [VERSION ...]. A version that cannot be installed is skipped with the reason.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONPATH SGLANG_PATCHSET SGLANG_PATCHSET_DISABLE
-export SGLANG_CPU_STANDIN=0 # it needs torch
+export SGLANG_CPU_STANDIN=0 # the stand-in needs torch
 
 versions=("$@")
 if [[ $# -eq 0 ]]; then
@@ -13,15 +13,15 @@ if [[ $# -eq 0 ]]; then
 fi
 uv=$(command -v uv) || { echo "uv is needed: pip install uv" >&2; exit 1; }
 for folder in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/*/bin; do
-    PATH=$PATH:$folder # uv finds those that are there, and downloads the others
+    PATH=$PATH:$folder # uv finds installed versions, and downloads the others
 done
-said=$(mktemp -d)
-trap 'rm -rf "$said"' EXIT
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
 
-# What the tests import, and a build of the wheel.
+# Dependencies of the tests, and of a build of the wheel.
 libraries=(aiohttp build hatchling hypothesis msgspec numpy packaging prometheus-client pytest pytest-timeout pyzmq requests
     typing-extensions)
-# Of benchmarks, documents, models and the runs themselves.
+# Tests of benchmarks, documents, models and the runs themselves.
 others=(agentic_\* chaos documents harness kv_transfer\* models traces test_\*.py)
 
 make_environment() { # VERSION FOLDER
@@ -33,12 +33,12 @@ make_environment() { # VERSION FOLDER
 failed=0
 for version in "${versions[@]}"; do
     venv=.venv-$version
-    if ! make_environment "$version" "$venv" >"$said/$version" 2>&1; then
-        printf 'Python %s: SKIPPED, %s\n' "$version" "$(tr '\n' ' ' <"$said/$version")"
+    if ! make_environment "$version" "$venv" >"$logs/$version" 2>&1; then
+        printf 'Python %s: SKIPPED, %s\n' "$version" "$(tr '\n' ' ' <"$logs/$version")"
         continue
     fi
     printf 'Python %s: %s\n' "$version" "$("$venv/bin/python" -VV)"
-    # The first attach the installed wheel to a miniature SGLang.
+    # The first tests attach the installed wheel to a miniature SGLang.
     "$venv/bin/python" -m pytest --quiet -p no:cacheprovider -r fE test/srt/unit/patchset || failed=1
     "$venv/bin/python" -m pytest --quiet -p no:cacheprovider -r fE --fast test/srt/unit \
         "${others[@]/#/--ignore-glob=*/unit/}" || failed=1

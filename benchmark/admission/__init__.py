@@ -1,1 +1,1 @@
-"""What one step of decode admission costs the scheduler, beside stock's (``README.md``)."""
+"""CPU time of one decode-admission step, ours and the stock queue's (``README.md``)."""

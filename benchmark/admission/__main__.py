@@ -1,4 +1,4 @@
-"""``python -m benchmark.admission``; README.md beside it says more."""
+"""``python -m benchmark.admission``; described in README.md in this folder."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from benchmark.harness.report import percentile, print_table, write_summary
 
 RUNNING = [0, 64, 256, 512]
 PAGES = [1, 64]
-#: Of the cases with decode's writes.
+#: Page sizes of the cases with decode's writes.
 WRITES_PAGES = [16, 64]
-#: Requests that one step admits, and that the queue leaves room for. Zero: its head is blocked.
+#: Requests that fit, and are admitted, in one step. Zero: the head of the queue is blocked.
 ADMITS = (0, 1, 4)
-#: Waiting requests of the long line.
+#: Waiting requests in the case with a long queue.
 LINE = 10_000
 
 
-# Any: arms need torch and SGLang, which --help does without.
+# Any: the arms need torch and SGLang, which must not be imported for --help.
 def measure(arms: dict[str, Any], admits: int, steps: int) -> dict[str, dict[str, float]]:
-    """Both arms by turns; microseconds of a step, and what it matched."""
+    """Measure both arms alternately. Return microseconds and matched prompts of a step, by arm."""
     for arm in arms.values():
         arm.room_for(admits)
         for _ in range(3):
@@ -60,7 +60,7 @@ def measure(arms: dict[str, Any], admits: int, steps: int) -> dict[str, dict[str
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """All cases; a table, and a summary in ``args.out``."""
+    """Measure all cases, print a table, and write a summary to ``args.out``."""
     from benchmark.admission.arms import Load, Ours, Stock, one_rank
     from benchmark.harness.without_engine import set_arguments
 
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def run_writes(args: argparse.Namespace, console: Console) -> int:
-    """Steps in which a request ends, without and with decode's writes."""
+    """Measure steps in which a request ends, without and with decode's writes."""
     from benchmark.admission.arms import Load, one_rank
     from benchmark.admission.writes import With, Without
     from benchmark.harness.without_engine import set_arguments
@@ -114,7 +114,7 @@ def main() -> int:
     )
     add("--pages", type=int, nargs="+", help="page sizes")
     add("--running", type=int, nargs="+", default=RUNNING, help="running requests")
-    add("--writes", action="store_true", help="only: what decode's writes to a store cost")
+    add("--writes", action="store_true", help="measure only the cost of decode's writes to a store")
     add("--out", type=Path, default=Path("out/admission"), help="folder of the summary")
     args, console = parser.parse_args(), Console(width=110)
     return status(lambda: (run_writes if args.writes else run)(args, console), console)

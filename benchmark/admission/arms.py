@@ -1,7 +1,7 @@
-"""The two arms: our admission with its tree, and the stock queue that it is derived from.
+"""The two arms: our admission queue with its tree, and the stock queue that it is derived from.
 
-Both have real pools, requests and metadata slots, and a prefill server that is quiet: nothing here
-moves KV, runs a model or opens a socket.
+Both use real pools, requests and metadata slots, and a stub prefill server: no KV is moved, no
+model runs and no socket is opened.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 VOCABULARY = 50_000
 LAYERS = 1
-#: What a running request reserves, SGLang's default.
+#: Tokens reserved for a running request: SGLang's default.
 RESERVE = 512
 #: Tokens of a prompt.
 PROMPT = 10_000
-#: Prefixes that requests share.
+#: Number of prefixes that requests share.
 TRUNKS = 16
-#: Prompts of a line that differ: behind the first so many they repeat, as nobody looks at them.
+#: Distinct prompts in the queue. Later requests repeat them, because no step matches that many.
 PROMPTS = 64
-#: The pool has room for so many requests more than run.
+#: Requests that the pool has room for beyond the running ones.
 SPARE_REQUESTS = 80
 
 
 @dataclass(frozen=True)
 class Load:
-    """One decode server. A prompt is in ``depth`` tree nodes, of which the last is its own."""
+    """One decode server. A prompt is in ``depth`` tree nodes; only the last one is not shared."""
 
     page: int
     running: int
@@ -57,46 +57,46 @@ class Load:
 
     @property
     def node(self) -> int:
-        """Tokens of one node of a trunk, whole pages."""
+        """Tokens of one node of a shared prefix, in whole pages."""
         return max(PROMPT // self.depth // self.page, 1) * self.page
 
     @property
     def shared(self) -> int:
-        """Tokens of a trunk."""
+        """Tokens of a shared prefix."""
         return self.node * (self.depth - 1)
 
     @property
     def tail(self) -> int:
-        """Tokens of a prompt that are its own, in whole pages."""
+        """Tokens of a prompt behind its shared prefix, in whole pages."""
         return -(-(PROMPT - self.shared) // self.page) * self.page
 
     def trunk(self, number: int) -> list[int]:
-        """A shared prefix."""
-        return [(number * 7_919 + at * 31) % VOCABULARY for at in range(self.shared)]
+        """Return a shared prefix."""
+        return [(number * 7_919 + index * 31) % VOCABULARY for index in range(self.shared)]
 
     def request(self, number: int) -> Any:
-        """Request ``number`` as the queues hold it."""
-        same = number
+        """Return request ``number`` as an entry of the queues."""
+        prompt_number = number
         if number >= self.running:
-            same = self.running + (number - self.running) % PROMPTS
-        req = without_engine.request(number, self.prompt(same), 4_000, VOCABULARY)
-        record = record_of(req)  # as ours notes when a handshake was done
+            prompt_number = self.running + (number - self.running) % PROMPTS
+        req = without_engine.request(number, self.prompt(prompt_number), 4_000, VOCABULARY)
+        record = record_of(req)  # the state that our queue records after the handshake
         record.stage, record.wait.since = Stage.IN_LINE, time.monotonic()
         return DecodeRequest(req=req, kv_receiver=Room(), waiting_for_input=True)
 
-    @lru_cache(maxsize=1024)  # noqa: B019, a load is as good as a module's constant
+    @lru_cache(maxsize=1024)  # noqa: B019, loads live as long as the process
     def prompt(self, number: int) -> list[int]:
-        own = [(number * 104_729 + at * 17 + 1) % VOCABULARY for at in range(PROMPT)]
-        return self.trunk(number % TRUNKS) + own[self.shared :]
+        tokens = [(number * 104_729 + index * 17 + 1) % VOCABULARY for index in range(PROMPT)]
+        return self.trunk(number % TRUNKS) + tokens[self.shared :]
 
 
 class Room:
-    """A receiver whose handshake is done; nothing is ever written."""
+    """A receiver that has finished its handshake and never receives data."""
 
     require_staging = False
 
     def poll(self) -> Any:
-        """Waiting for its pages."""
+        """Return the status of a room that waits for its pages."""
         return KVPoll.WaitingForInput
 
     def _nothing(self, *arguments: Any, **named: Any) -> None:
@@ -106,9 +106,9 @@ class Room:
 
 
 class Arm:
-    """One server whose queue is full. Only ``step`` is timed."""
+    """One server with a full queue. Only ``step`` is timed."""
 
-    #: What a request takes to enter, tokens.
+    #: Free tokens that a request needs to be admitted.
     entry: int
     queue: Any
     tree: Any
@@ -135,12 +135,12 @@ class Arm:
         )
         #: Whole prompts that the last step matched against the tree.
         self.matches = 0
-        #: What keeps the pool full.
+        #: Slots that keep the pool full.
         self._ballast = torch.empty(0, dtype=torch.int64)
         self._admitted: list[Any] = []
 
     def build_queue(self) -> Any:
-        """This environment's queue over ``tree``, with its transfer queue; not handshaken."""
+        """Return this environment's queue over ``tree``, with its transfer queue, no handshakes."""
         connections = SimpleNamespace(forget_unwanted=lambda addresses: None)
         return without_engine.build_queues(
             self.owner,
@@ -162,42 +162,42 @@ class Arm:
         )
 
     def line_up(self) -> None:
-        """Everybody who waits."""
+        """Fill the queue with the waiting requests."""
         first = self.load.running
         self.queue.queue = [self.load.request(first + n) for n in range(self.load.queued)]
 
     def between(self) -> None:
-        """What happens between two steps: the counts of running requests grow by a token."""
+        """Add one token to each running request, as a decode step does between two admissions."""
         for req in self.owner.running_batch.reqs:
             req.kv_allocated_len += 1
             req.kv_committed_len += 1
         self.matches = 0
 
     def step(self) -> float:
-        """One step of admission; microseconds of this thread, whatever else the machine does."""
+        """Run one step of admission. Return this thread's CPU time in microseconds."""
         began = time.thread_time_ns()
         self._admitted, _ = self.queue.pop_preallocated()
         return (time.thread_time_ns() - began) / 1e3
 
     def room_for(self, requests: int) -> None:
-        """Leave so much free that as many requests of the queue's head fit."""
+        """Leave enough free tokens for ``requests`` requests from the head of the queue."""
         if len(self._ballast):
             self.allocator.free(self._ballast)
         free = self.allocator.available_size() + self.tree.evictable_size()
         spare = free - RESERVE * len(self.owner.running_batch.reqs)
         tokens = max(spare - requests * self.entry - self.entry // 2, 0)
         self._ballast = self.allocator.alloc(tokens // self.load.page * self.load.page)
-        assert self._ballast is not None, "more than is free"
+        assert self._ballast is not None, "the pool has fewer free tokens than were counted"
 
     def put_back(self) -> int:
-        """Undo the last step's admissions, and say how many there were: the requests are the first
-        of the queue again, as they were."""
+        """Revert the last step's admissions, so that the same requests are at the head of the queue
+        again. Return the number of them."""
         for entry in self._admitted:
             release_kv_cache(entry.req, self.tree, is_insert=False)
             self.queue.req_to_metadata_buffer_idx_allocator.free(entry.metadata_buffer_index)
-        again = [self.load.request(int(entry.req.rid[1:])) for entry in self._admitted]
-        self.queue.queue = again + self.queue.queue
-        return len(again)
+        reverted = [self.load.request(int(entry.req.rid[1:])) for entry in self._admitted]
+        self.queue.queue = reverted + self.queue.queue
+        return len(reverted)
 
 
 class Ours(Arm):
@@ -206,25 +206,25 @@ class Ours(Arm):
     def __init__(self, load: Load) -> None:
         requests = (load.running + SPARE_REQUESTS) * (load.tail + 2 * RESERVE)
         super().__init__(load, TRUNKS * load.shared + requests + 4_096 * load.page)
-        self.entry = load.tail + RESERVE // 2  # delta pages, half of a running one's reserve
+        self.entry = load.tail + RESERVE // 2  # delta pages, half of a running request's reserve
         self.tree = without_engine.build_tree(self.rows, self.allocator, load.page)
         self.tree.serve_decode()
         match = self.tree.match_prefix
 
-        def counted(params: Any) -> Any:
+        def counting_match(params: Any) -> Any:
             self.matches += len(params.key.token_ids) > load.shared
             return match(params)
 
-        self.tree.match_prefix = counted
+        self.tree.match_prefix = counting_match
         self.queue = self.build_queue()
         self._inserted = 0
-        # Shared prefixes, each a chain of nodes, in use by others whatever is running.
+        # Shared prefixes, each a chain of nodes, locked for the whole measurement.
         for trunk in map(load.trunk, range(TRUNKS)):
             for end in range(load.node, load.shared + 1, load.node):
                 self._insert(trunk[:end])
-            found = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(trunk, None)))
-            self.tree.inc_lock_ref(found.last_device_node)
-        for _ in range(self.entry // 4 // load.page):  # of requests that ended
+            match_result = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(trunk, None)))
+            self.tree.inc_lock_ref(match_result.last_device_node)
+        for _ in range(self.entry // 4 // load.page):  # pages of requests that ended
             self._insert_page()
         self._start_running()
         self.line_up()
@@ -235,13 +235,13 @@ class Ours(Arm):
         self.allocator.free(slots[:known])
 
     def _insert_page(self) -> None:
-        """One page of a text of its own enters the tree."""
+        """Insert one page that belongs to no other text into the tree."""
         self._inserted += 1
         start = VOCABULARY + self._inserted
-        self._insert([start + at * VOCABULARY for at in range(self.load.page)])
+        self._insert([start + index * VOCABULARY for index in range(self.load.page)])
 
     def _start_running(self) -> None:
-        """Requests are admitted, land, and begin to decode, as on a server."""
+        """Admit the running requests and start their decoding, as a server does."""
         owner, slots = self.owner, self.queue.req_to_metadata_buffer_idx_allocator
         self.queue.queue = [self.load.request(number) for number in range(self.load.running)]
         while self.queue.queue:
@@ -261,7 +261,7 @@ class Ours(Arm):
                 slots.free(entry.metadata_buffer_index)
 
     def between(self) -> None:
-        """And a page enters the tree."""
+        """Add a token to each running request, and insert a page into the tree."""
         if self.allocator.available_size() < self.load.page:
             self.tree.evict(EvictParams(num_tokens=self.load.page))
         self._insert_page()
@@ -269,7 +269,7 @@ class Ours(Arm):
 
 
 class Stock(Arm):
-    """SGLang's own queue: the class that this environment's is derived from."""
+    """SGLang's own queue: the base class of this environment's queue."""
 
     def __init__(self, load: Load) -> None:
         super().__init__(load, (load.running + SPARE_REQUESTS) * (PROMPT + 2 * RESERVE))
@@ -295,7 +295,7 @@ class Stock(Arm):
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[None]:
-    """The process group of a server with one rank."""
+    """Provide the process group of a server with one rank."""
     torch.set_num_threads(1)
     # No wait warning and no timeout during a measurement.
     for name in ("WAIT_LOG", "ADMISSION_TIMEOUT"):

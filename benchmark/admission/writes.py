@@ -1,7 +1,7 @@
-"""Two arms more: steps in which a request ends, without and with decode's writes to a store.
+"""Two more arms: steps in which a request ends, without and with decode's writes to a store.
 
-What a write costs the scheduler's thread depends on keys, pages and nodes. The store takes all and
-keeps nothing, on a thread of its own.
+The time that a write costs the scheduler's thread depends on keys, pages and nodes. The store
+accepts every page and keeps none, on its own thread.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from sglang.srt.server_args import get_global_server_args
 
 #: Tokens of an answer.
 ANSWER = 256
-#: Milliseconds of the agreed clock that a decode step takes: what is stored is looked up as often
-#: as on a server.
+#: Milliseconds that the agreed clock advances in a decode step, so that stored pages are looked up
+#: as often as on a server.
 STEP_MS = 20
 #: Pages of the staging buffer.
 STAGING = 1024
 
 
 class Discarding(HiCacheStorage):
-    """A store that takes and has every page, and keeps none."""
+    """A store that accepts every page, claims to have every page, and keeps none."""
 
     def __init__(self, config: Any = None, more: Any = None) -> None:
         pass
@@ -53,10 +53,10 @@ class Discarding(HiCacheStorage):
 
 
 class Without(Ours):
-    """One more request runs, whose prompt prefill has delivered. It ends in the step."""
+    """One more request is running; prefill has delivered its prompt. It ends in the timed step."""
 
     def between(self) -> None:
-        """The answer is there; what it needs has been evicted."""
+        """Prepare the ending request: its answer is complete, and room for it has been evicted."""
         self._inserted += 1
         number = self.load.running + PROMPTS + self._inserted
         prompt = self.load.prompt(number)
@@ -64,13 +64,15 @@ class Without(Ours):
         record_of(req).stage = Stage.TRANSFER
         lease, whole = PrefixLease.take(self.tree, prompt, None), PROMPT + ANSWER
         slots = self.tree.allocate(page_ceil(whole, self.load.page) - lease.length)
-        own, claims = PROMPT - lease.length, self.tree.claims
-        lease.bind(self.rows, req, slots[:own])
+        new_tokens, claims = PROMPT - lease.length, self.tree.claims
+        lease.bind(self.rows, req, slots[:new_tokens])
         claims.entered(req, lease.node, lease.length, PROMPT)
         self.tree.adopt(req)
         claims.started(req)
-        self.rows.write((req.req_pool_idx, slice(PROMPT, whole)), slots[own : own + ANSWER])
-        req.output_ids = [(number + at * 13) % VOCABULARY for at in range(ANSWER + 1)]
+        self.rows.write(
+            (req.req_pool_idx, slice(PROMPT, whole)), slots[new_tokens : new_tokens + ANSWER]
+        )
+        req.output_ids = [(number + index * 13) % VOCABULARY for index in range(ANSWER + 1)]
         req.kv_allocated_len = req.kv_committed_len = whole
         Arm.between(self)
 
@@ -81,11 +83,11 @@ class Without(Ours):
         return (time.thread_time_ns() - began) / 1e3 + super().step()
 
     def _drive(self) -> None:
-        """What the scheduler does before it admits."""
+        """Run the scheduler's work that precedes admission."""
 
 
 class With(Without):
-    """And what is new in the tree is written."""
+    """The same, and new nodes of the tree are written to the store."""
 
     def __init__(self, load: Load) -> None:
         super().__init__(load)
@@ -105,15 +107,15 @@ class With(Without):
         }
         with mock.patch.multiple(cache_controller, **ranks):
             self.tree.write_to_store(args, dist.group.WORLD)
-        for node in tree_nodes(self.tree):  # came from prefill
+        for node in tree_nodes(self.tree):  # prefill has stored these
             node.stored = node.launched = len(node.key)
 
     def between(self) -> None:
-        """And the store has answered: a decode step takes longer than its calls."""
+        """Wait for the store as well, because a decode step takes longer than its calls."""
         super().between()
         buffer = self.tree.buffer
         buffer.context.now_ms += STEP_MS
-        while any(one.job is not None and one.job.pages < 0 for one in buffer.backups.running):
+        while any(run.job is not None and run.job.pages < 0 for run in buffer.backups.running):
             time.sleep(0.0001)
 
     def _drive(self) -> None:

@@ -1,9 +1,9 @@
-"""Replay agentic traffic against SGLang servers, and see what disaggregation is worth for it.
+"""Replay agentic traffic against SGLang servers, and measure what disaggregation gains for it.
 
-load       send a trace, measure each request
-fleet      the servers that are measured: by address, or started on this machine
+load       send a trace, and measure each request
+fleet      the measured servers: given by address, or started on this machine
 router     route to aggregated workers, or to prefill and decode pools, by policy
-capacity   how many requests a decode pool holds
-studies    a question as a file; measured in interleaved rounds
-report     answered on one page
+capacity   compute how many requests a decode pool holds
+studies    questions as files, measured in interleaved rounds
+report     write the answer as one page
 """

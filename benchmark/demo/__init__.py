@@ -1,1 +1,1 @@
-"""The main job in one command: a prefill and a decode server, with and without the flag."""
+"""The main use in one command: a prefill and a decode server, with and without the flags."""

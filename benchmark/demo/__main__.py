@@ -1,4 +1,4 @@
-"""``python -m benchmark demo``: what the flags save. ``--serve`` leaves the servers running."""
+"""``python -m benchmark demo``: show what the flags save. ``--serve`` keeps the servers running."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark demo", description=__doc__)
     add = parser.add_argument
     add("--serve", action="store_true", help="keep the servers of a chat model running")
-    add("--whole", action="store_true", help="with --serve: a shared store behind both servers too")
+    add("--whole", action="store_true", help="with --serve: add a shared store behind both servers")
     add("--port", type=int, default=8000, help="port of the load balancer with --serve")
     add("--model", type=Path, default=TINY_ARITH, help="folder of the chat model")
     about = "folder for logs and the page"
     add("--out", type=Path, default=REPOSITORY / "out" / "demo", help=about)
     args = parser.parse_args()
-    # A pipe says no width, and 80 columns cut the table.
+    # A pipe has no width, and the default of 80 columns would cut the table.
     console = Console(width=None if sys.stdout.isatty() else 120)
     if args.whole and not args.serve:
         parser.error("--whole needs --serve")
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def play(out: Path, console: Console) -> int:
-    """Runs the study `demo` and prints its table; non-zero where the arms answer differently or a
+    """Run the study `demo` and print its table. Return non-zero if the arms answer differently or a
     request fails."""
     from benchmark.agentic.report import page
     from benchmark.agentic.studies import cli
@@ -52,18 +52,22 @@ def play(out: Path, console: Console) -> int:
     began = time.monotonic()
     if code := cli.run(["demo", "--out", str(out)]):
         return code
-    told = json.loads((out / "summary.json").read_text())
-    (arms,) = told["loads"].values()
-    compared, different = told["answers"]
+    summary = json.loads((out / "summary.json").read_text())
+    (arms,) = summary["loads"].values()
+    compared, different = summary["answers"]
     shown = (*page.RESULTS, *page.COUNTED[:3])
-    rows = [[of.head, *(of.shown(arm["numbers"]) for arm in arms.values())] for of in shown]
-    print_table(told["study"]["question"].strip(), ["", *told["titles"].values()], rows, console)
+    rows = [
+        [column.head, *(column.shown(arm["numbers"]) for arm in arms.values())] for column in shown
+    ]
+    print_table(
+        summary["study"]["question"].strip(), ["", *summary["titles"].values()], rows, console
+    )
     failed, seconds = sum(arm["failed"] for arm in arms.values()), time.monotonic() - began
     console.print(
         f"{compared} requests were answered by several arms, {different or 'none'} of them "
         f"differently; {failed or 'none'} failed. Done in {seconds:.0f} s."
     )
-    # As it is: a path may not be wrapped.
+    # Plain print: a path must not be wrapped.
     print(f"Page: {out / 'page.md'}\nPicture: {next(out.glob('*.svg'), 'none')}")
     return int(bool(different or failed))
 

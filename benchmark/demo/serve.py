@@ -1,5 +1,5 @@
-"""Leaves a pair and its load balancer running for the user's own requests, and says what they do: a
-line when something has changed. The whole system has a store behind both servers."""
+"""Run a pair and its load balancer for the user's own requests, and print a line with the counters
+when they change. With ``whole``, there is a store behind both servers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from benchmark.harness.servers import Sizes
 LOCAL_TOKENS = 256
 POOL_TOKENS = 3600
 PAGE_TOKENS = 16
-"""With a store, which gets a page at a time."""
+"""Page size with a store, which transfers whole pages."""
 STAGED_TOKENS = POOL_TOKENS // 2
 SEGMENT = 64 << 20
-"""Bytes of the store that each server gives."""
+"""Bytes that each server gives to the store."""
 LINES_S = 5
-"""Between two lines."""
+"""Time between two lines."""
 CURL = """curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{{
   "model": "{model}", "max_tokens": 120, "temperature": 0,
   "messages": [{{"role": "user", "content": "{question}"}}]
@@ -36,7 +36,7 @@ Values = Mapping[str, float]
 
 
 def serve(model: Path, port: int, out: Path, console: Console, whole: bool = False) -> int:
-    """Serves until interrupted. ``whole``: with a store behind both servers.
+    """Serve until interrupted. ``whole``: with a store behind both servers.
 
     Raises:
         ServerFailed: a server did not start, or died later.
@@ -62,28 +62,28 @@ def serve(model: Path, port: int, out: Path, console: Console, whole: bool = Fal
         pair = stack.enter_context(Pair(config, out / "serve"))
         parts = "decode radix cache and local turns" + ", over a store" * whole
         console.print(f"Serving, with {parts}. Send it a request:\n")
-        # Plain print: what the user copies may not be wrapped.
+        # Plain print: the command that the user copies must not be wrapped.
         print(CURL.format(url=pair.target.url, model=model.name, question=QUESTION), flush=True)
         console.print(
-            f"\nIts counters: curl -s {pair.decode_url}/metrics | grep decode_prefix\n"
+            f"\nCounters: curl -s {pair.decode_url}/metrics | grep decode_prefix\n"
             f"Logs: {out / 'serve'}\nCtrl-C stops it.\n",
             highlight=False,
         )
         before = pair.metrics()
-        said = told(before, before)
+        printed = told(before, before)
         while all(process.alive for process in pair.processes.values()):
-            with suppress(OSError):  # a server that ends: the next turn tells
+            with suppress(OSError):  # a server is exiting: the next turn reports it
                 line = told(before, pair.metrics())
-                if line != said:
+                if line != printed:
                     console.print(f"{time.strftime('%H:%M:%S')} {line}", highlight=False)
-                said = line
+                printed = line
             time.sleep(LINES_S)
         raise next(p for p in pair.processes.values() if not p.alive).failure()
 
 
 def with_store(config: PairConfig, about: Mapping[str, object]) -> PairConfig:
-    """Return the pair over the store that ``about`` describes: prefill reads and writes it, decode
-    writes it."""
+    """Return the pair over the store that ``about`` describes: prefill reads and writes, decode
+    writes."""
     client = (
         *servers.staged(STAGED_TOKENS // PAGE_TOKENS),
         *servers.stored(about, SEGMENT, PAGE_TOKENS),
@@ -94,12 +94,12 @@ def with_store(config: PairConfig, about: Mapping[str, object]) -> PairConfig:
         decode_sizes=replace(config.decode_sizes, page_size=PAGE_TOKENS),
         prefill_args=(*config.prefill_args, *servers.HICACHE, *client),
         decode_args=(*config.decode_args, *servers.WRITES, *client),
-        env={"MC_FORCE_TCP": "1"},  # Mooncake would look for RDMA devices
+        env={"MC_FORCE_TCP": "1"},  # otherwise Mooncake searches RDMA devices
     )
 
 
 def told(before: tuple[Values, Values], now: tuple[Values, Values]) -> str:
-    """Return what prefill and decode have done since ``before``, from their counters."""
+    """Return the work of prefill and decode since ``before``, from their counters, as one line."""
     (prefill, decode), (prefill_now, decode_now) = before, now
     hits, prompts, local = (
         f"{decode_now.get(name, 0.0) - decode.get(name, 0.0):,.0f}"

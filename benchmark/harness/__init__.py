@@ -1,1 +1,1 @@
-"""Servers, clients, loads and results of the demo, the benchmarks and the end-to-end tests."""
+"""Servers, clients, loads and results for the demo, the benchmarks and the end-to-end tests."""

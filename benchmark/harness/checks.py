@@ -1,8 +1,8 @@
-"""After a scenario: both servers idle, balanced, alive.
+"""Checks after a scenario: both servers are idle, balanced and alive.
 
-SGLang checks its pools whenever its scheduler has nothing to do, and kills the process when they
-do not add up (the strict idle memory check, on by default). So it is enough to make sure that a
-server was idle for at least one whole turn of its loop, and then that it is alive.
+SGLang checks its pools whenever its scheduler is idle, and kills the process if they do not add up
+(the strict idle memory check, on by default). It is therefore enough to check that a server was
+idle for one whole turn of its loop, and is still alive.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ LEAK_MARKS = ("memory leak detected", "Mem Leak Detected", "count_memory_leak_wa
 
 @dataclass(frozen=True)
 class Load:
-    """What a server holds: requests running or waiting, and tokens they take."""
+    """Load of a server: requests running or waiting, and tokens that they occupy."""
 
     requests: int
     tokens: int
 
 
 def load(url: str, timeout_s: float = 30.0) -> Load:
-    """The scheduler's own answer, given between two turns of its loop."""
+    """Return the load as the scheduler reports it, between two turns of its loop."""
     try:
         ranks = _json(f"{url}/get_load", timeout_s)
     except urllib.error.HTTPError as error:
@@ -47,15 +47,16 @@ def _json(url: str, timeout_s: float) -> Any:
 
 
 def wait_idle(server: ServerProcess, url: str, timeout_s: float = 60.0) -> None:
-    """Blocks until the server has passed its idle memory check.
+    """Block until the server has passed its idle memory check.
 
-    Several empty answers in a row are asked for: requests are read at the start of a turn and the
-    check comes at its end, so that all but the last turn between the answers have ended with one.
-    More than two, because prefill's queue of running transfers is not part of the load.
+    Several empty answers in a row are required. The scheduler reads a request at the start of a
+    turn and runs the check at its end, so each turn between two answers has run it, except the last
+    one. Two answers are not enough, because prefill's queue of running transfers is not part of the
+    load.
 
     Raises:
         ServerFailed: it died, as it does when the check fails.
-        TimeoutError: it is still busy after ``timeout_s``, which a stuck request shows as.
+        TimeoutError: it is still busy after ``timeout_s``, for example with a stuck request.
     """
     deadline = time.monotonic() + timeout_s
     empty_answers = 0
@@ -69,7 +70,7 @@ def wait_idle(server: ServerProcess, url: str, timeout_s: float = 60.0) -> None:
             last = load(url)
         except (urllib.error.URLError, OSError):
             empty_answers = 0
-            time.sleep(0.2)  # it may be going down: the next turn tells
+            time.sleep(0.2)  # it may be exiting: the next turn checks that
             continue
         # The decode server's running batch empties one turn after its last request has ended.
         empty_answers = empty_answers + 1 if last.requests == 0 else 0
@@ -77,8 +78,10 @@ def wait_idle(server: ServerProcess, url: str, timeout_s: float = 60.0) -> None:
 
 
 def flush(url: str, timeout_s: float = 30.0, wait_s: float = 0.0) -> None:
-    """Empties an idle server's cache, which the server may put off for ``wait_s``: one with
-    buffer-only HiCache lets its store have what is still to be written.
+    """Empty the cache of an idle server.
+
+    The server may delay it by ``wait_s``: with buffer-only HiCache it first completes its writes to
+    the store.
 
     Raises:
         RuntimeError: the server refused, as it does unless it is fully idle.
@@ -91,7 +94,7 @@ def flush(url: str, timeout_s: float = 30.0, wait_s: float = 0.0) -> None:
 
 
 def assert_healthy(server: ServerProcess) -> None:
-    """Raises ServerFailed where the server died or reported a leak."""
+    """Raise ServerFailed if the server died or reported a leak."""
     text = server.log_text()
     if not server.alive or any(mark in text for mark in LEAK_MARKS):
         error = server.failure()

@@ -1,11 +1,11 @@
-"""The streaming client: sends requests as a PD load balancer does, and notes when each token came.
+"""The streaming client: sends requests like a PD load balancer, and records token arrival times.
 
-A pair is addressed either directly, with one request to prefill and decode at once that carry the
-same random bootstrap room, or by the URL of a load balancer that does that for us.
+A pair is addressed either directly, with two requests to prefill and decode that carry the same
+random bootstrap room, or by the URL of a load balancer that adds the room.
 
-A ``Request`` is read whole, to compare answers. A ``Message`` is one of a replay, where hundreds of
-streams share a core: its body was made before, token ids are dropped, its answer must have exactly
-the length that was asked for, and what fails one half of a pair ends the other at once.
+A ``Request`` is read completely, to compare answers. A ``Message`` is for replays, where hundreds
+of streams share a core: its body is prepared, token ids are dropped, its answer must have exactly
+the requested length, and a failure of one half of a pair ends the other half at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ import orjson
 from benchmark.harness.stream import TEXT, ErrorKind, Failed, Json, Result, take
 
 SESSION_HEADER = "X-Session-Id"
-PREFILL_HEADER, DECODE_HEADER, WORKER_HEADER = "X-Prefill-Worker", "X-Decode-Worker", "X-Worker"
+PREFILL_HEADER = "X-Prefill-Worker"
+DECODE_HEADER = "X-Decode-Worker"
+WORKER_HEADER = "X-Worker"
 __all__ = ["Json", "Message", "Request", "Result", "Target", "open_session", "send", "send_all"]
 
 _rooms = random.SystemRandom()
@@ -34,7 +36,7 @@ _rooms = random.SystemRandom()
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go. With ``prefill_url`` unset, ``url`` is a server or a load balancer."""
+    """Target of requests. Without ``prefill_url``, ``url`` is a server or a load balancer."""
 
     url: str
     prefill_url: str | None = None
@@ -42,7 +44,7 @@ class Target:
     bootstrap_port: int | None = None
 
     def route(self) -> Json:
-        """The fields that bring a request's two halves together; a new room each time."""
+        """Return the fields that connect a request's two halves; each call makes a new room."""
         if self.prefill_url is None:
             return {}
         return {
@@ -100,7 +102,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Message:
-    """A request as it goes out; see the module."""
+    """A prepared request; see the module."""
 
     body: bytes
     """A JSON object."""
@@ -115,9 +117,9 @@ async def send(
     request: Request | Message,
     result: Result | None = None,
 ) -> Result:
-    """Sends one request and reads its stream to the end. Never raises for what a server did.
+    """Send one request and read its stream to the end. Errors of a server do not raise.
 
-    ``result``: a new record to fill, for callers that want what had arrived when they cancelled.
+    ``result``: a new record to fill, for callers that cancel and need what arrived until then.
     """
     if exact := isinstance(request, Message):
         message, label = request, ""
@@ -148,33 +150,33 @@ async def send_all(
     concurrency: int | None = None,
     timeout_s: float = 600.0,
 ) -> list[Result]:
-    """Sends the requests, at most ``concurrency`` at once (None: all); results in their order."""
+    """Send the requests, at most ``concurrency`` at once (None: all). Return results in order."""
     gate = asyncio.Semaphore(concurrency or max(1, len(requests)))
 
-    async def one(request: Request) -> Result:
+    async def send_one(request: Request) -> Result:
         async with gate:
             return await send(session, target, request)
 
     async with open_session(timeout_s) as session:
-        return list(await asyncio.gather(*(one(request) for request in requests)))
+        return list(await asyncio.gather(*(send_one(request) for request in requests)))
 
 
 def open_session(
     timeout_s: float = 600.0, *, reuse: bool = True, headers: Mapping[str, str] | None = None
 ) -> aiohttp.ClientSession:
-    """A session without aiohttp's limit of 100 connections, which would queue on our side.
+    """Return a session without aiohttp's limit of 100 connections, which would queue requests.
 
-    ``timeout_s``: of each request, from connecting to the last byte. ``reuse=False`` opens a
-    connection for each: one that idled for the server's keep-alive time may be closed by it just as
-    the next request goes out. ``headers`` go with each.
+    ``timeout_s``: for each request, from connecting to the last byte. ``reuse=False`` opens a
+    connection for each request, because a server may close a connection that was idle for its
+    keep-alive time just as the next request is sent. ``headers``: sent with each request.
     """
     trace = aiohttp.TraceConfig()
 
     async def sent(_: aiohttp.ClientSession, context: SimpleNamespace, __: object) -> None:
-        if isinstance(result := context.trace_request_ctx, Result):  # others use the session too
+        if isinstance(result := context.trace_request_ctx, Result):  # not so for other requests
             result.sent_at = time.monotonic()
 
-    # Called in the step of the event loop that writes the body, just before it does.
+    # Called in the same step of the event loop as the write of the body, just before it.
     trace.on_request_chunk_sent.append(sent)
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=not reuse),
@@ -188,8 +190,9 @@ def open_session(
 async def _pair(
     session: aiohttp.ClientSession, target: Target, message: Message, result: Result, exact: bool
 ) -> None:
-    """Both halves at once, brought together by a room. With ``exact``, if one fails the other is
-    dropped; else decode is heard to its end first, as what it says of a failed prefill counts."""
+    """Send both halves at once, connected by a room. With ``exact``, if one half fails the other is
+    dropped; otherwise decode is read to its end first, because its answer about a failed prefill
+    counts."""
     assert target.prefill_url is not None
     message = replace(message, body=message.body[:-1] + b"," + orjson.dumps(target.route())[1:])
     prefill = asyncio.ensure_future(_drain(session, target.prefill_url, message, result))
@@ -227,7 +230,7 @@ def _post(
 async def _drain(
     session: aiohttp.ClientSession, url: str, message: Message, result: Result
 ) -> None:
-    """Prefill's half, whose answer nobody wants."""
+    """Send prefill's half, and discard its answer."""
     async with _post(session, url, message, result) as response:
         try:
             await _check_status(response)
@@ -260,15 +263,15 @@ async def _check_status(response: aiohttp.ClientResponse) -> None:
 
 
 def _check(result: Result, wanted: int) -> None:
-    got = result.completion_tokens
+    tokens = result.completion_tokens
     if not result.ended:
-        raise Failed("broken_stream", f"the stream ended after {got} of {wanted} tokens")
+        raise Failed("broken_stream", f"the stream ended after {tokens} of {wanted} tokens")
     cut = {"type": "length"} in result.finish_reasons
-    if got < wanted and cut and not result.counted and result.totals:
-        # Pieces of several tokens, or of none, and no word of usage: it said as much as it was to.
+    if tokens < wanted and cut and not result.counted and result.totals:
+        # Pieces held several tokens or none, and no usage was sent: "length" means a full answer.
         result.completion_tokens = result.totals[-1] = wanted
-    elif got < wanted:
-        raise Failed("short_answer", f"{got} of {wanted} tokens")
+    elif tokens < wanted:
+        raise Failed("short_answer", f"{tokens} of {wanted} tokens")
 
 
 def _kind(error: BaseException, result: Result) -> ErrorKind:

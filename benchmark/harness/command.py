@@ -1,4 +1,4 @@
-"""What the command lines of benchmarks have in common: options, and how they end."""
+"""Common parts of the benchmarks' command lines: options, and exit statuses."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NOT_RETYPED = ("--out", "--page")
 
 
 class RunFailed(RuntimeError):
-    """What was measured cannot be used; the message says why."""
+    """The measurement cannot be used; the message says why."""
 
 
 def status(run: Callable[[], int], console: Console) -> int:
-    """The exit status of ``run``, or one line for what ended it: 1 for a server or a run that
-    failed, 2 for what the user can put right, 130 for Ctrl-C."""
+    """Return the exit status of ``run``, and print one line about its error: 1 for a server or a
+    run that failed, 2 for an error that the user can correct, 130 for Ctrl-C."""
     try:
         return run()
     except ServerFailed as failure:
@@ -38,7 +38,7 @@ def status(run: Callable[[], int], console: Console) -> int:
 
 
 def reported(command: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-    """A command that ends as ``status`` says; what ended it goes to standard error."""
+    """Return a command that ends as described at ``status``, with errors on standard error."""
 
     @functools.wraps(command)
     def wrapped(argv: list[str]) -> int:
@@ -48,12 +48,12 @@ def reported(command: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
 
 
 def retyped(argv: Sequence[str]) -> str:
-    """What to type to repeat a run: files by name, and not where its results went."""
+    """Return the arguments that repeat a run: file names without folders, no output folder."""
     shown: list[str] = []
-    given = iter(argv)
-    for word in given:
+    words = iter(argv)
+    for word in words:
         if word in _NOT_RETYPED:
-            next(given, None)
+            next(words, None)
         elif word != "--resume" and word.partition("=")[0] not in _NOT_RETYPED:
             shown.append(Path(word).name if "/" in word else word)
     return shlex.join(shown)

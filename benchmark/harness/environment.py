@@ -1,4 +1,4 @@
-"""Where and on what a number was measured. No host names, no paths."""
+"""Environment of a measurement: date, machine, versions, commit. No host names, no paths."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from benchmark.harness.models import REPOSITORY
 
 
 def describe(venv: str | None = None) -> dict[str, str]:
-    """Date, machine, versions and commit of a run.
+    """Return date, machine, versions and commit of a run.
 
-    ``venv``: folder of the servers' environment in the repository, if it is another one.
+    ``venv``: folder of the servers' environment in the repository, if it is not this one.
     """
     packages = [str(path) for path in (REPOSITORY / (venv or "")).glob("lib/python*/site-packages")]
 
     def version(*names: str) -> str:
-        """Of the first of these packages that is there."""
-        found = (of for name in names for of in distributions(name=name, path=packages or sys.path))
-        return next((of.version for of in found), "not installed")
+        """Return the version of the first of these packages that is installed."""
+        installed = (
+            package
+            for name in names
+            for package in distributions(name=name, path=packages or sys.path)
+        )
+        return next((package.version for package in installed), "not installed")
 
     cpu = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
@@ -40,7 +44,7 @@ def describe(venv: str | None = None) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of this checkout, with ``+`` where tracked files differ from it."""
+    """Return the commit of this checkout, with ``+`` if tracked files differ from it."""
     words = ("describe", "--always", "--exclude=*", "--abbrev=10", "--dirty=+")
     try:
         command = ["git", "-C", str(REPOSITORY), *words]

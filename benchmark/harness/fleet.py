@@ -1,4 +1,4 @@
-"""Any number of servers as one object: started together, checked together, ended together.
+"""Any number of servers as one object: started, checked and ended together.
 
 with Pair(PairConfig(model=..., radix=True), log_folder) as pair:
     results = pair.generate([[1, 2, 3], ...], max_new_tokens=16)
@@ -23,11 +23,11 @@ from benchmark.harness.process import ServerProcess
 from benchmark.harness.servers import HOST, ServerConfig, Sizes
 
 START_S = 240.0
-"""That a server may take until it is ready."""
+"""Time limit for a server to become ready."""
 
 
 def start(config: ServerConfig, log_folder: Path, name: str | None = None) -> ServerProcess:
-    """Starts the server of a configuration; its log is ``NAME.log`` in the folder, by default
+    """Start the server of a configuration. Its log is ``NAME.log`` in the folder, by default
     ``ROLE.log``."""
     name = name or config.role
     return ServerProcess(
@@ -36,12 +36,14 @@ def start(config: ServerConfig, log_folder: Path, name: str | None = None) -> Se
 
 
 class Fleet:
-    """Running servers by name: their role, or ``ROLE-0``, ``ROLE-1`` where several have it. A
-    context manager: they start on entry, in parallel, a store before the engines and load balancers
-    after them, and end on exit."""
+    """Running servers by name: their role, or ``ROLE-0``, ``ROLE-1`` if several have it.
+
+    A context manager: servers start on entry, in parallel, a store before the engines and load
+    balancers after them; all end on exit.
+    """
 
     target: Target
-    """Where requests go, if the fleet says so."""
+    """Target of requests, if a subclass sets it."""
 
     def __init__(self, layout: Sequence[ServerConfig], log_folder: Path | str) -> None:
         self.layout = list(layout)
@@ -59,7 +61,7 @@ class Fleet:
     def __enter__(self) -> Self:
         order = {"store": 0, "router": 2}
         try:
-            # A load balancer drops servers that are not up yet, so it comes after them.
+            # A load balancer drops servers that are not up yet, so start it after them.
             for turn in range(3):
                 group = [n for n, c in self._configs.items() if order.get(c.role, 1) == turn]
                 for name in group:
@@ -74,29 +76,29 @@ class Fleet:
         self.stop()
 
     def _wait(self, started: Sequence[str]) -> None:
-        """Waits for all at once, so that the first one to fail ends the wait."""
+        """Wait for all at once, so that the first failure ends the wait."""
         with ThreadPoolExecutor(len(started) or 1) as pool:
             waits = [pool.submit(self.processes[n].wait_ready, START_S) for n in started]
             try:
                 for wait in waits:
                     wait.result()
             except BaseException:
-                self.stop()  # ends the other waits too
+                self.stop()  # also ends the other waits
                 raise
 
     def stop(self) -> None:
-        """Ends all servers. Safe to call twice."""
+        """End all servers. Safe to call twice."""
         for process in reversed(list(self.processes.values())):
             process.stop()
 
     def check(self, timeout_s: float = 60.0) -> None:
-        """Waits until all engines are idle and asserts that they passed SGLang's memory check.
+        """Wait until all engines are idle, and check that they passed SGLang's memory check.
 
         Raises:
             ServerFailed: a server died, or reported a leak.
             TimeoutError: requests are left after ``timeout_s``.
         """
-        # Decode first: prefill's last transfers end with it.
+        # Decode first, because prefill's last transfers end with it.
         for name, config in sorted(self._configs.items(), key=lambda item: item[1].role):
             if config.role not in ("router", "store"):
                 checks.wait_idle(self.processes[name], config.url, timeout_s)
@@ -104,7 +106,7 @@ class Fleet:
             checks.assert_healthy(process)
 
     def send(self, requests: Sequence[Request], concurrency: int | None = None) -> list[Result]:
-        """Sends requests, all at once by default; results in their order."""
+        """Send requests, all at once by default. Return results in order."""
         return asyncio.run(send_all(self.target, requests, concurrency))
 
     def generate(
@@ -115,7 +117,7 @@ class Fleet:
         ignore_eos: bool = True,
         concurrency: int | None = None,
     ) -> list[list[int]]:
-        """Greedy answers as token ids, in the prompts' order.
+        """Return greedy answers as token ids, in the order of the prompts.
 
         Raises:
             RuntimeError: any of the requests failed.
@@ -129,11 +131,11 @@ class Fleet:
 
 @dataclass(frozen=True)
 class PairConfig:
-    """A prefill and a decode server: a model, the switches, the sizes."""
+    """A prefill and a decode server: model, switches and sizes."""
 
     model: Path | str
     stock: bool = False
-    """Both servers run the stock release, whatever is installed."""
+    """Both servers run the stock release, even if the package is installed."""
     radix: bool = False
     """The decode server gets --disaggregation-decode-enable-radix-cache."""
     stock_prefill: bool = False
@@ -144,22 +146,22 @@ class PairConfig:
     router: bool = False
     """Start SGLang's PD load balancer too and send requests through it."""
     router_port: int | None = None
-    """None takes a free one."""
+    """None: a free one."""
     skip_warmup: bool = False
     """Start without SGLang's warm-up request; the first real request is slower then."""
     prefill_tp: int = 1
     """Tensor parallel ranks of the prefill server."""
     decode_tp: int = 1
-    """The same of the decode server."""
+    """Tensor parallel ranks of the decode server."""
     prefill_args: tuple[str, ...] = ()
     decode_args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    """For both servers."""
+    """Variables for both servers."""
     prefill_env: Mapping[str, str] = field(default_factory=dict)
     decode_env: Mapping[str, str] = field(default_factory=dict)
 
     def layout(self) -> list[ServerConfig]:
-        """Prefill, decode and perhaps router, on ports reserved for them now."""
+        """Return prefill, decode and perhaps the router, on ports reserved for them now."""
         common = ("--skip-server-warmup",) if self.skip_warmup else ()
         prefill = servers.engine(
             "prefill",
@@ -196,17 +198,17 @@ class Pair(Fleet):
         super().__init__(config.layout(), log_folder)
         prefill, decode = self.layout[:2]
         self.prefill_url, self.decode_url = prefill.url, decode.url
-        # The load balancer if there is one, else both servers directly.
+        # The load balancer if there is one, otherwise both servers directly.
         direct = Target(decode.url, prefill.url, HOST, prefill.bootstrap_port)
         self.target = Target(self.layout[2].url) if config.router else direct
 
     def metrics(self) -> tuple[dict[str, float], dict[str, float]]:
-        """The counters of prefill and of decode, now."""
+        """Return the current counters of prefill and of decode."""
         return metrics.scrape(self.prefill_url), metrics.scrape(self.decode_url)
 
 
 class Aggregated(Fleet):
-    """One server that does both: the reference for equality. Used like ``Pair``."""
+    """One server that prefills and decodes: the reference for equality. Used like ``Pair``."""
 
     def __init__(
         self,
@@ -222,7 +224,7 @@ class Aggregated(Fleet):
 
 
 def output_ids(results: Sequence[Result]) -> list[list[int]]:
-    """The token ids of results, all of which must have succeeded."""
+    """Return the token ids of results; raise RuntimeError if any failed."""
     if errors := [f"request {r.label}: {r.error}" for r in results if r.error]:
         raise RuntimeError("; ".join(errors[:5]))
     return [r.output_ids for r in results]

@@ -1,4 +1,4 @@
-"""SGLang's Prometheus counters, and what they gained between two scrapes."""
+"""SGLang's Prometheus counters, and their increase between two scrapes."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ SENT_BYTES = "sglang:kv_transfer_sent_bytes_total"
 SKIPPED_TOKENS = "sglang:kv_transfer_skipped_tokens_total"
 FAILED_ROOMS = "sglang:kv_transfer_failed_total"
 STOCK_TRANSFER_MB = "sglang:kv_transfer_total_mb_sum"
-"""What the stock prefill counts, MiB: pages of the whole prompt times bytes a page."""
+"""KV that the stock prefill counts, MiB: pages of the whole prompt times bytes a page."""
 TURNS = "sglang:decode_turns_total"
-"""Label ``where``: ``local`` or ``remote``."""
+"""Has the label ``where``: ``local`` or ``remote``."""
 
-# SGLang's own.
+# Metrics of SGLang itself.
 CACHED_TOKENS = "sglang:cached_tokens_total"
-"""Label ``cache_source``: ``device``, ``host`` or ``storage_BACKEND``; see ``parse``."""
+"""Has the label ``cache_source``: ``device``, ``host`` or ``storage_BACKEND``; see ``parse``."""
 ALL_PROMPT_TOKENS = "sglang:prompt_tokens_total"
 POOL_TOKENS = "sglang:max_total_num_tokens"
 HOST_TOKENS = "sglang:hicache_host_total_tokens"
-"""Not of a decode server, whose staging buffer only this package counts."""
+"""Absent on a decode server, whose staging buffer only this package counts."""
 STAGED_PAGES = "sglang:hicache_buffer_pages"
-# Of Mooncake's master.
+# Metrics of Mooncake's master.
 STORE_BYTES = "master_total_capacity_bytes"
 STORE_KEYS = "master_key_count"
 
 
 def parse(text: str) -> dict[str, float]:
-    """Sample name -> value, summed over its label sets; of cached tokens also ``NAME SOURCE``.
+    """Return sample name -> value, summed over label sets; for cached tokens also ``NAME SOURCE``.
     Histogram buckets are left out."""
     values: defaultdict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
@@ -42,14 +42,14 @@ def parse(text: str) -> dict[str, float]:
                 continue
             values[sample.name] += sample.value
             if source := sample.labels.get("cache_source"):
-                # The name of the storage backend follows.
+                # Drop the name of the storage backend, which follows.
                 tier = "storage" if source.startswith("storage") else source
                 values[f"{sample.name} {tier}"] += sample.value
     return dict(values)
 
 
 def by_labels(text: str, name: str, *labels: str) -> dict[tuple[str, ...], float]:
-    """The values of these labels -> the sample ``name``, summed over its other labels."""
+    """Return values of these labels -> the sample ``name``, summed over its other labels."""
     values: defaultdict[tuple[str, ...], float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -59,24 +59,24 @@ def by_labels(text: str, name: str, *labels: str) -> dict[tuple[str, ...], float
 
 
 def scrape(url: str, timeout_s: float = 30.0) -> dict[str, float]:
-    """The counters of the server at ``url`` now."""
+    """Return the current counters of the server at ``url``."""
     return parse(page(url, timeout_s))
 
 
 def page(url: str, timeout_s: float = 30.0) -> str:
-    """The metrics page of the server at ``url``, with all labels."""
+    """Return the metrics page of the server at ``url``, with all labels."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=timeout_s) as answer:
         text: str = answer.read().decode()
         return text
 
 
 def gained(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """What each sample gained; one that appeared in between counts from zero."""
+    """Return the increase of each sample; one that is new in ``after`` counts from zero."""
     return {name: value - before.get(name, 0.0) for name, value in after.items()}
 
 
 def total(servers: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Counters of several servers, summed by name."""
+    """Return counters of several servers, summed by name."""
     summed: Counter[str] = Counter()
     for values in servers:
         summed.update(values)
@@ -84,7 +84,7 @@ def total(servers: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def loopback_bytes() -> int:
-    """Bytes that the kernel has carried over the loopback interface since boot (Linux)."""
+    """Return bytes that the kernel has carried over the loopback interface since boot (Linux)."""
     import psutil
 
     return int(psutil.net_io_counters(pernic=True)["lo"].bytes_recv)

@@ -1,4 +1,4 @@
-"""The models of the test folder, found without making that folder a package; what a model says."""
+"""The models of the test folder, loaded without making it a package; properties of a model."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ TINY_ARITH = _MODELS / "tiny_arith"
 
 
 def random_qwen3(folder: Path, seed: int = 0, **shape: int) -> Path:
-    """A model of random weights whose greedy output depends on its whole context.
+    """Return a model of random weights whose greedy output depends on its whole context.
 
-    Made in ``folder`` unless it is there already. ``shape``: layers, heads, kv_heads, head_dim,
-    hidden, intermediate; by default 2 KiB of KV a token in float32.
+    Made in ``folder`` if it is not there. ``shape``: layers, heads, kv_heads, head_dim, hidden,
+    intermediate; by default 2 KiB of KV a token in float32.
     """
     return Path(_module("random_qwen3").build(folder, seed, **shape))
 
 
 def on_current(venv: Path) -> dict[str, str]:
-    """Variables of a server of SGLang 0.5.23, in this environment, that runs a random Qwen3 on a
-    machine with no GPU."""
+    """Return the variables of a server of SGLang 0.5.23, installed in ``venv``, that runs a random
+    Qwen3 on a machine without a GPU."""
     package = next(venv.glob("lib/python*/site-packages/sglang"), None)
     return dict(_module("environment", _MODELS.parent / "current").environment(package))
 
 
 def token_range(model: Path | str) -> range:
-    """Ordinary token ids of a model folder; the first ones are likely special."""
+    """Return ordinary token ids of a model folder, without the first ones, which may be special."""
     return range(16, int(_config(model)["vocab_size"]))
 
 
 def kv_bytes_per_token(model: Path | str) -> int:
-    """Bytes of KV a token takes in all layers of a model folder, in float32."""
+    """Return the bytes of KV of a token in all layers of a model folder, in float32."""
     config = _config(model)
     heads = config["num_key_value_heads"] * config["head_dim"]
     return int(config["num_hidden_layers"] * 2 * heads * 4)

@@ -1,8 +1,8 @@
-"""TCP ports that two runs on one machine never share.
+"""TCP ports that are never shared by two runs on one machine.
 
-Asking the kernel for a free port and closing it again leaves a gap in which somebody else takes it.
-Two measures close most of that gap: ports come from below the kernel's own range for outgoing
-connections, and each one is held by a lock file for as long as this process lives.
+A port that the kernel reports as free may be taken before the server binds it. Two measures make
+this unlikely: ports are below the kernel's own range for outgoing connections, and each one is held
+by a lock file for as long as this process lives.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
-# Linux hands out 32768-60999 to outgoing connections (NIXL and ZMQ sockets among them).
+# Linux uses 32768-60999 for outgoing connections (NIXL and ZMQ sockets among them).
 PORT_RANGE = range(20000, 32000)
 
 _LOCK_FOLDER = Path(tempfile.gettempdir()) / "sglang-disagg-ports"
@@ -22,12 +22,12 @@ _held: dict[int, IO[str]] = {}
 
 
 def allocate_ports(count: int, *, in_a_row: bool = False) -> list[int]:
-    """Returns ``count`` different free ports, reserved until this process ends.
+    """Return ``count`` different free ports, reserved until this process ends.
 
-    The reservation binds every process that uses this function; others can still take a port
-    between this call and the server's start, and the server then says so.
+    The reservation is seen only by processes that use this function; other programs can take a port
+    before the server starts, which the server then reports.
 
-    ``in_a_row``: for a server that is told one port and counts up from it, as SGLang's does from
+    ``in_a_row``: for a server that is given one port and counts up from it, as SGLang does from
     ``--dist-init-addr`` with data-parallel attention.
     """
     ports: list[int] = []
@@ -35,19 +35,19 @@ def allocate_ports(count: int, *, in_a_row: bool = False) -> list[int]:
     firsts = range(PORT_RANGE.start, PORT_RANGE.stop - length + 1)
     for first in random.SystemRandom().sample(firsts, len(firsts)):
         row = range(first, first + length)
-        got = [port for port in row if port not in _held and _reserve(port)]
-        if len(got) == length:
-            ports += got
+        reserved = [port for port in row if port not in _held and _reserve(port)]
+        if len(reserved) == length:
+            ports += reserved
             if len(ports) == count:
                 return ports
         else:
-            for port in got:
+            for port in reserved:
                 _held.pop(port).close()
     raise RuntimeError(f"no {count} free ports in {PORT_RANGE.start}-{PORT_RANGE.stop - 1}")
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen on the port at this moment."""
+    """Return True if a server could listen on the port at this moment."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,4 +1,4 @@
-"""A server process with a log file, a readiness check, and an end that takes its children along."""
+"""A server process with a log file, a readiness check, and an end that includes its children."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmark.harness.watchdog import NEW_GROUP, Watchdog, kill_group
 
 _watchdog = Watchdog()
 
-# What the log says -> what to tell the user. The first match wins.
+# Pattern in the log -> message for the user. The first match is used.
 _DIAGNOSES: tuple[tuple[str, str], ...] = (
     (r"address already in use|Port \S+ is already in use|Errno 98", "a port is taken"),
     (
@@ -29,7 +29,7 @@ _DIAGNOSES: tuple[tuple[str, str], ...] = (
     (r"No module named '([\w.]+)'", "a Python package is missing: {0}"),
     (r"unrecognized arguments: (.+)", "the server does not know an argument: {0}"),
     (r"memory leak detected|Mem Leak Detected", "SGLang's memory check found a leak"),
-    # SGLang then kills the whole server, itself included, as the kernel does when memory is short.
+    # SGLang then kills the whole server with SIGKILL, like the kernel when memory is short.
     (
         r"Scheduler hit an exception: Traceback[\s\S]*?\n([\w.]*(?:Error|Exception)\b[^\n]*)",
         "its scheduler failed: {0}",
@@ -38,7 +38,7 @@ _DIAGNOSES: tuple[tuple[str, str], ...] = (
 
 
 class ServerFailed(RuntimeError):
-    """A server died or did not become ready. ``diagnosis`` is the one line for the user."""
+    """A server died or did not become ready. ``diagnosis`` is one line for the user."""
 
     def __init__(self, name: str, diagnosis: str, log: Path, tail: str) -> None:
         self.name, self.diagnosis, self.log, self.tail = name, diagnosis, log, tail
@@ -46,10 +46,10 @@ class ServerFailed(RuntimeError):
 
 
 def diagnose(log_text: str, returncode: int | None) -> str:
-    """One line on why a server ended, from its log and exit status (None: still running)."""
+    """Return one line on why a server ended, from its log and exit status (None: still running)."""
     for pattern, message in _DIAGNOSES:
-        if found := re.search(pattern, log_text):
-            return message.format(*found.groups())
+        if match := re.search(pattern, log_text):
+            return message.format(*match.groups())
     if returncode == -9:
         return "memory is short: the kernel killed the process"
     if returncode is None:
@@ -59,7 +59,7 @@ def diagnose(log_text: str, returncode: int | None) -> str:
 
 
 class ServerProcess:
-    """One server in a process group of its own, so that its children can be found and ended too."""
+    """One server in its own process group, so that its children can be found and ended too."""
 
     def __init__(
         self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path, ready_url: str
@@ -91,13 +91,13 @@ class ServerProcess:
         return self.log.read_text(errors="replace")
 
     def failure(self) -> ServerFailed:
-        """The error that describes this server as it is now, dead or not ready."""
+        """Return the error that describes this server's present state: dead or not ready."""
         text = self.log_text()
         tail = "\n".join(line[:300] for line in text.splitlines()[-25:])
         return ServerFailed(self.name, diagnose(text, self._popen.poll()), self.log, tail)
 
     def wait_ready(self, timeout_s: float = 240.0) -> float:
-        """Blocks until the ready URL answers 200; returns the seconds since the start.
+        """Block until the ready URL answers 200. Return the seconds since the start.
 
         Raises:
             ServerFailed: the process ended first, or ``timeout_s`` passed.
@@ -116,7 +116,7 @@ class ServerProcess:
         raise self.failure()
 
     def stop(self) -> None:
-        """Ends the server and all its children. Safe to call twice."""
+        """End the server and all its children. Safe to call twice."""
         kill_group(self.pid)
         self._popen.wait()
         _watchdog.release(self.pid)

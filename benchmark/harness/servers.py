@@ -1,4 +1,4 @@
-"""What an arm's servers are -> command line and environment of each. Nothing is started here."""
+"""Command line and environment of each server of an arm. Nothing is started here."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from sglang.srt.patchset.table import CURRENT_VERSION
 
 HOST = "127.0.0.1"
 LEAN = ("--skip-tokenizer-init", "--incremental-streaming-output")
-"""Token ids in and out, each once: helper processes share the cores with the schedulers."""
+"""Token ids in and out, each once, because helper processes would share the schedulers' cores."""
 
 _ON_GPU = gpu_device_node() is not None
-# Without a GPU the CPU stand-in provides the names that SGLang misses. Several servers share one.
+# Without a GPU the CPU stand-in provides the names that SGLang lacks. Several servers share a GPU.
 _DEVICE_ARGS = (
     ("--device", "cuda", "--attention-backend", "triton", "--mem-fraction-static", "0.2")
     if _ON_GPU
@@ -32,25 +32,25 @@ HICACHE = (
     *("--enable-hierarchical-cache", "--hicache-write-policy", "write_through", *_LAYOUT),
     *("--hicache-storage-prefetch-policy", "wait_complete"),
 )
-"""Of aggregated and prefill servers that read and write host memory, and a store behind it."""
+"""For aggregated and prefill servers that read and write host memory, and a store behind it."""
 WRITES = ("--disaggregation-decode-enable-offload-kvcache", *_LAYOUT)
-"""Of decode servers with the radix cache that write to that store."""
+"""For decode servers with the radix cache that write to that store."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What decides how many requests fit; the same on every arm of a comparison."""
+    """Sizes that limit how many requests fit; equal in all arms of a comparison."""
 
     pool_tokens: int = 8000
     """KV pool of the server, tokens (``--max-total-tokens``)."""
     page_size: int = 1
-    """Tokens a page."""
+    """Tokens of a page."""
     chunked_prefill_tokens: int | None = None
-    """Tokens a prefill chunk; None leaves SGLang's choice."""
+    """Tokens of a prefill chunk; None: SGLang's default."""
     max_running: int = 64
-    """Requests a batch at most (``--max-running-requests``). It also sizes per-request tables."""
+    """Maximum requests of a batch (``--max-running-requests``); also sizes per-request tables."""
     reserved_decode_tokens: int | None = None
-    """``--num-reserved-decode-tokens`` of the decode server; None leaves SGLang's 512."""
+    """``--num-reserved-decode-tokens`` of the decode server; None: SGLang's 512."""
 
     def arguments(self) -> list[str]:
         args = ["--max-total-tokens", str(self.pool_tokens), "--page-size", str(self.page_size)]
@@ -62,13 +62,13 @@ class Sizes:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """One server: its role (aggregated, prefill, decode, router or store) and how to run it."""
+    """One server: its role (aggregated, prefill, decode, router or store) and how to start it."""
 
     role: str
     port: int
     command: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
-    """What the process gets on top of this one's environment; see ``environment``."""
+    """Variables that replace those of this process; see ``environment``."""
     bootstrap_port: int | None = None
 
     @property
@@ -77,14 +77,14 @@ class ServerConfig:
 
     @property
     def ready_url(self) -> str:
-        """Answers 200 once the server serves; for a router, once it has both workers."""
+        """Answers 200 once the server is ready; for a router, once it has both workers."""
         paths = {"router": "readiness", "store": "metrics"}
         return f"{self.url}/{paths.get(self.role, 'health')}"
 
     def environment(self) -> dict[str, str]:
-        """The whole environment of the process."""
+        """Return the complete environment of the process."""
         env = {**os.environ, **_BASE_ENV, **self.env}
-        # Without cached bytecode each of a server's processes compiles SGLang anew: +15 s of CPU.
+        # Without cached bytecode each of a server's processes compiles SGLang again: +15 s of CPU.
         env.pop("PYTHONDONTWRITEBYTECODE", None)
         return env
 
@@ -101,7 +101,7 @@ _BASE_ENV = {
 
 
 def patchset_env(stock: bool) -> dict[str, str]:
-    """The switch of the patch set: off gives the stock release (the CPU stand-in stays)."""
+    """Return the switch of the patch set: off gives the stock release (with the CPU stand-in)."""
     return {"SGLANG_PATCHSET": "0" if stock else "1"}
 
 
@@ -118,18 +118,18 @@ def engine(
     env: Mapping[str, str] | None = None,
     venv: str | None = None,
 ) -> ServerConfig:
-    """A server of a role, ``prefill``, ``decode``, or ``aggregated``, which does both; on ports
-    reserved for it now.
+    """Return a server with a role, ``prefill``, ``decode``, or ``aggregated``, which does both, on
+    ports reserved for it now.
 
     Args:
-        backend: of transfers.
-        stock: the stock release, whatever is installed.
-        radix: passes the decode radix cache flag.
-        ranks: of tensor parallelism. On a CPU each is bound to cores of its own, as far as there
-            are enough, and has no NCCL.
+        backend: transfer backend.
+        stock: run the stock release, even if the package is installed.
+        radix: pass the decode radix cache flag.
+        ranks: tensor parallel ranks. On a CPU each is bound to its own cores, if there are enough,
+            and has no NCCL.
         venv: folder of another environment, of SGLang 0.5.23, in the repository.
     """
-    # Of HTTP, torch.distributed, and where decode asks a prefill server for its addresses.
+    # Ports of HTTP, torch.distributed, and the bootstrap server.
     http, nccl, bootstrap = allocate_ports(3)
     python = str(REPOSITORY / venv / "bin/python") if venv else sys.executable
     command = [python, "-m", "sglang.launch_server", "--model-path", str(model)]
@@ -141,25 +141,25 @@ def engine(
     if role == "decode" and sizes.reserved_decode_tokens is not None:
         command += ["--num-reserved-decode-tokens", str(sizes.reserved_decode_tokens)]
     command += extra_args
-    of_process = {**patchset_env(stock), **(on_current(REPOSITORY / venv) if venv else {})}
-    if venv is None and installed_version() != CURRENT_VERSION:  # which has no such flag
+    process_env = {**patchset_env(stock), **(on_current(REPOSITORY / venv) if venv else {})}
+    if venv is None and installed_version() != CURRENT_VERSION:  # 0.5.23 has no such flag
         command.append("--disable-piecewise-cuda-graph")
     if ranks > 1:
         command += ["--tp-size", str(ranks)]
     if ranks > 1 and not _ON_GPU:
         binding = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(ranks))
-        of_process |= {"SGLANG_CPU_OMP_THREADS_BIND": binding, "SGLANG_NCCL_SO_PATH": "none"}
+        process_env |= {"SGLANG_CPU_OMP_THREADS_BIND": binding, "SGLANG_NCCL_SO_PATH": "none"}
     if role != "aggregated":
         command += ["--disaggregation-mode", role, "--disaggregation-transfer-backend", backend]
     if role == "prefill":
         command += ["--disaggregation-bootstrap-port", str(bootstrap)]
     if radix:
         command.append("--disaggregation-decode-enable-radix-cache")
-    own_port = bootstrap if role == "prefill" else None
-    return ServerConfig(role, http, tuple(command), {**of_process, **(env or {})}, own_port)
+    bootstrap_port = bootstrap if role == "prefill" else None
+    return ServerConfig(role, http, tuple(command), {**process_env, **(env or {})}, bootstrap_port)
 
 
-#: The stock release unless told: the reference for equality of output.
+#: Runs the stock release by default, as the reference for equality of output.
 aggregated = partial(engine, "aggregated", stock=True)
 
 
@@ -168,17 +168,17 @@ def of_role(layout: Sequence[ServerConfig], role: str) -> list[ServerConfig]:
 
 
 def router(engines: Sequence[ServerConfig], *, port: int | None = None) -> ServerConfig:
-    """SGLang's own load balancer in front of prefill and decode servers.
+    """Return SGLang's own load balancer in front of prefill and decode servers.
 
-    ``port``: None takes a free one.
+    ``port``: None: a free one.
     """
-    free, its_metrics = allocate_ports(2)
+    free, metrics_port = allocate_ports(2)
     command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
     for server in of_role(engines, "prefill"):
         command += ["--prefill", server.url, str(server.bootstrap_port)]
     for server in of_role(engines, "decode"):
         command += ["--decode", server.url]
-    command += ["--host", HOST, "--port", str(port or free), "--prometheus-port", str(its_metrics)]
+    command += ["--host", HOST, "--port", str(port or free), "--prometheus-port", str(metrics_port)]
     command += ["--policy", "round_robin", "--worker-startup-check-interval", "1"]
     return ServerConfig("router", port or free, tuple(command))
 
@@ -191,34 +191,34 @@ def staged(pages: int) -> tuple[str, ...]:
 def stored(about: Mapping[str, object], segment: int, page_tokens: int) -> tuple[str, ...]:
     """Return the arguments of a client of the store that ``about`` describes.
 
-    ``segment``: bytes of its memory that it gives to the store. ``page_tokens``: its page size,
-    which is also its smallest read.
+    ``segment``: bytes that this client gives to the store. ``page_tokens``: its page size, which is
+    also its smallest read.
     """
-    told = {**about, "global_segment_size": segment, "prefetch_threshold": page_tokens}
-    extra = ("--hicache-storage-backend-extra-config", json.dumps(told))
+    config = {**about, "global_segment_size": segment, "prefetch_threshold": page_tokens}
+    extra = ("--hicache-storage-backend-extra-config", json.dumps(config))
     return ("--hicache-storage-backend", "mooncake", *extra)
 
 
 def store() -> tuple[ServerConfig, dict[str, object]]:
-    """Return Mooncake's master with its metadata server, and its addresses for ``stored``. Its
-    memory is given by its clients.
+    """Return Mooncake's master with its metadata server, and its addresses for ``stored``. The
+    clients provide the store's memory.
 
-    A key that was asked for is kept from eviction for a second: Mooncake's 10 s are for one that
-    turns over in minutes; a small one does in seconds.
+    A queried key cannot be evicted for one second. Mooncake's default of 10 s suits a store whose
+    content turns over in minutes; a small store turns over in seconds.
     """
-    rpc, http, its_metrics = allocate_ports(3)
+    rpc, http, metrics_port = allocate_ports(3)
     command = (
         str(Path(sys.executable).with_name("mooncake_master")),
         *(f"--rpc_port={rpc}", f"--rpc_address={HOST}"),
         *("--enable_http_metadata_server=true", f"--http_metadata_server_host={HOST}"),
-        *(f"--http_metadata_server_port={http}", f"--metrics_port={its_metrics}"),
+        *(f"--http_metadata_server_port={http}", f"--metrics_port={metrics_port}"),
         *(f"--metrics_host={HOST}", "--default_kv_lease_ttl=1000"),
     )
     about = {
         "master_server_address": f"{HOST}:{rpc}",
         "metadata_server": f"http://{HOST}:{http}/metadata",
-        "master_metrics_port": its_metrics,
+        "master_metrics_port": metrics_port,
         "local_hostname": HOST,
         "protocol": "tcp",
     }
-    return ServerConfig("store", its_metrics, command), about
+    return ServerConfig("store", metrics_port, command), about

@@ -1,4 +1,4 @@
-"""What came back of a request, and what each event of its stream says: SGLang's and OpenAI's."""
+"""The result of a request, and the events of its stream: SGLang's and OpenAI's."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ ErrorKind = Literal[
     "timeout",  # no end of the answer within the session's time limit
     "http_4xx",
     "http_5xx",
-    "broken_stream",  # the stream ended, or said something unreadable, before the answer's end
-    "abort",  # the server said that it gave up
-    "short_answer",  # ended in order, with fewer tokens than were asked for
-    "aiperf",  # as AIPerf says in the message
-    "open_files",  # this process ran out of open files: the client's fault
+    "broken_stream",  # the stream ended, or had an unreadable event, before the answer's end
+    "abort",  # the server reported an abort
+    "short_answer",  # ended in order, with fewer tokens than requested
+    "aiperf",  # an error of AIPerf; see the message
+    "open_files",  # this process ran out of open files: a fault of the client
 ]
 TEXT = 300
-"""Characters of an error page that are kept."""
+"""Number of characters kept of an error page."""
 
 
 @dataclass
 class Result:
-    """What came back. Times are seconds on this process's monotonic clock."""
+    """The result of a request. Times are seconds on this process's monotonic clock."""
 
     label: str
     started_at: float
     token_times: list[float] = field(default_factory=list)
-    """When each piece of the answer arrived; a piece is one token unless the server merged some."""
+    """Arrival of each piece of the answer; a piece is one token unless the server merged some."""
     output_ids: list[int] = field(default_factory=list)
     """Empty for OpenAI's endpoints, which return text only, and for messages."""
     text: str = ""
@@ -39,32 +39,32 @@ class Result:
     cached_tokens: int = 0
     """Prompt tokens that prefill found in its cache, as the server reports them."""
     cached_told: bool = False
-    """Whether it did."""
+    """True if the server reported ``cached_tokens``."""
     completion_tokens: int = 0
     counted: bool = False
-    """Whether the server said how many; else each piece of text counts as one."""
+    """True if the server reported the number of output tokens; else each piece counts as one."""
     totals: list[int] = field(default_factory=list)
-    """Output tokens so far, after each of ``token_times``."""
+    """Total output tokens after each of ``token_times``."""
     drafted_tokens: int = 0
     """With speculation: tokens that the draft model proposed."""
     accepted_tokens: int = 0
-    """Those of them that the target said too."""
+    """Drafted tokens that the target model accepted."""
     sent_at: float | None = None
-    """When its body was written to a connection (to both, for a pair)."""
+    """Time at which its body was written to a connection (for a pair, to both)."""
     finished_at: float = 0.0
     error: str | None = None
     kind: ErrorKind | None = None
     finish_reasons: list[Json] = field(default_factory=list)
-    """What the server said as it ended the answer: one entry, unless it ended it twice or never. Of
-    OpenAI's endpoints it has the ``type`` alone."""
+    """The server's reasons for the end: one entry, unless it ended the answer twice or never.
+    OpenAI's endpoints give the ``type`` alone."""
     ended: bool = False
-    """The server gave a reason for the end."""
+    """True once the server gave a reason for the end."""
     prefill_worker: str | None = None
     decode_worker: str | None = None
-    """As a router's headers say, else the address."""
+    """From a router's headers, else the address."""
 
     def fail(self, kind: ErrorKind, text: str) -> None:
-        """The first failure counts."""
+        """Record a failure, unless one is recorded."""
         if self.error is None:
             self.kind, self.error = kind, text
 
@@ -79,7 +79,7 @@ class Result:
 
 
 class Failed(Exception):
-    """A request that has no full answer."""
+    """A request without a complete answer."""
 
     def __init__(self, kind: ErrorKind, message: str) -> None:
         self.kind: ErrorKind = kind
@@ -88,7 +88,7 @@ class Failed(Exception):
 
 class _Meta(msgspec.Struct):
     completion_tokens: int | None = None
-    """An abort may come without, and without ``prompt_tokens``."""
+    """An abort may lack it, and ``prompt_tokens``."""
     prompt_tokens: int = 0
     cached_tokens: int | None = None
     finish_reason: dict[str, Any] | None = None
@@ -134,30 +134,30 @@ _decode_whole = msgspec.json.Decoder(_Whole).decode
 
 
 def take(result: Result, data: bytes, now: float, exact: bool = True) -> None:
-    """One event of the stream, without its ``data:``, that was read at ``now``.
+    """Take one event of the stream, without its ``data:``, that was read at ``now``.
 
     Raises:
-        Failed: it is unreadable; with ``exact``, also where the server gave up or said more after
-            the end, which ``result`` else keeps while its stream goes on.
+        Failed: it is unreadable. With ``exact``, also if the server aborted or continued after the
+            end; without, ``result`` records this and its stream goes on.
     """
     try:
         event = _decode_counts(data) if exact else _decode_whole(data)
     except ValueError as error:
         raise Failed("broken_stream", f"unreadable event: {error}: {data[:TEXT]!r}") from error
-    meta, said = event.meta_info, None
+    meta, abort = event.meta_info, None
     if meta is not None:
         if exact and result.ended:
             raise Failed("broken_stream", "an event after the answer's end")
         _take_generate(result, event, meta, now)
         if (meta.finish_reason or {}).get("type") == "abort":
-            said = (meta.finish_reason or {}).get("message", "aborted")
+            abort = (meta.finish_reason or {}).get("message", "aborted")
     elif not event.error and (event.choices is not None or event.usage is not None):
         if _take_openai(result, event, now):
-            said = "the server aborted the request"
+            abort = "the server aborted the request"
     else:
-        said = event.error or data
-    if said is not None:
-        text = said["message"] if isinstance(said, Mapping) and "message" in said else said
+        abort = event.error or data
+    if abort is not None:
+        text = abort["message"] if isinstance(abort, Mapping) and "message" in abort else abort
         if exact:
             raise Failed("abort", str(text)[:TEXT])
         result.fail("abort", str(text))
@@ -183,7 +183,7 @@ def _take_generate(result: Result, event: _Event, meta: _Meta, now: float) -> No
         return
     result.drafted_tokens = meta.spec_draft_token_num
     result.accepted_tokens = meta.spec_accept_token_num
-    # Cumulative by default; only the new ones with --incremental-streaming-output.
+    # Cumulative by default; only new tokens with --incremental-streaming-output.
     ids, text = event.output_ids or [], event.text or ""
     if event.output_ids is None or len(ids) >= count:
         result.output_ids, result.text = ids, text
@@ -193,15 +193,15 @@ def _take_generate(result: Result, event: _Event, meta: _Meta, now: float) -> No
 
 
 def _take_openai(result: Result, event: _Event, now: float) -> bool:
-    """A chunk of OpenAI's endpoints: a token for each piece of text, unless the server counts.
-    Whether it says that the request was aborted."""
+    """Take a chunk of OpenAI's endpoints: each piece of text is a token, unless the server counts.
+    Return True if the request was aborted."""
     pieces = 0
     for choice in event.choices or ():
-        said = choice.text or (
+        text = choice.text or (
             choice.delta and (choice.delta.content or choice.delta.reasoning_content)
         )
-        pieces += bool(said)
-        result.text += said or ""
+        pieces += bool(text)
+        result.text += text or ""
         if choice.finish_reason is not None:
             result.ended = True
             result.finish_reasons.append({"type": choice.finish_reason})
@@ -218,6 +218,6 @@ def _take_openai(result: Result, event: _Event, now: float) -> bool:
         if pieces or not result.token_times:
             result.token_times.append(now)
             result.totals.append(total)
-        else:  # the count at the end: pieces had several tokens
+        else:  # the total arrived at the end: pieces had several tokens
             result.totals[-1] = total
     return any(choice.finish_reason == "abort" for choice in event.choices or ())

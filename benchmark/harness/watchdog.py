@@ -1,16 +1,16 @@
-"""Ends server processes when the process that started them is gone, however it went.
+"""Ends server processes when the process that started them is gone, for any reason.
 
-One small process watches a pipe that only its parent holds open. When the pipe closes (normal end,
-Ctrl-C, SIGTERM, even SIGKILL), it kills every group it was told about. This is why nothing here
-installs signal handlers, and why servers are not tied to their parent with PR_SET_PDEATHSIG: that
-signal fires when the *thread* that started the server ends, and servers are started in parallel
-by threads; nor would it reach the server's own children.
+A small process watches a pipe that only its parent holds open. When the pipe closes (normal end,
+Ctrl-C, SIGTERM, even SIGKILL), it kills every group that it guards. Therefore nothing here installs
+signal handlers. PR_SET_PDEATHSIG would not do: it fires when the *thread* that started the server
+ends, and servers are started in parallel by threads; nor does it reach the server's own children.
 
-Servers have process groups of their own and no sessions. Where ``sched_autogroup_enabled`` is set,
-Linux shares each core between sessions before it shares it between processes, and a server that
-mostly waits was seen runnable for 30 s without a turn beside one that spins.
+Servers have their own process groups but no own sessions. With ``sched_autogroup_enabled``, Linux
+shares each core between sessions before it shares it between processes; a server that mostly waits
+was then seen runnable for 30 s without running, beside one that spins.
 
-Run as a script it is the watchdog itself: standard library only, so that it starts in milliseconds.
+Run as a script, this file is the watchdog itself: it uses only the standard library, so that it
+starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-#: For ``subprocess.Popen``: a process group of its own.
+#: For ``subprocess.Popen``: start in a new process group.
 NEW_GROUP: dict[str, Any] = (
     {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
 )
 
 
 def group_members(group: int) -> list[int]:
-    """Process ids in the group and below one of it in the process tree, zombies left out."""
+    """Return process ids in the group and of all descendants of its members, without zombies."""
     parents: dict[int, int] = {}
     members = set()
     for entry in os.scandir("/proc"):
@@ -42,7 +42,7 @@ def group_members(group: int) -> list[int]:
             stat = Path(entry.path, "stat").read_text()
         except OSError:
             continue
-        # The command name, in parentheses, may hold spaces: state, ppid, pgrp follow it.
+        # The command name, in parentheses, may contain spaces: state, ppid, pgrp follow it.
         state, parent, pgrp = stat.rpartition(")")[2].split()[:3]
         if state in "ZX":
             continue
@@ -55,10 +55,10 @@ def group_members(group: int) -> list[int]:
 
 
 def kill_group(group: int, patience_s: float = 2.0) -> None:
-    """Kills every process of the group and returns when none is left.
+    """Kill every process of the group, and return when none is left.
 
-    Python's resource tracker goes last, by itself: it unlinks the semaphores in /dev/shm that the
-    killed processes left behind, and ends once they are gone. After ``patience_s`` it is killed.
+    Python's resource tracker is not killed before ``patience_s``, because it unlinks the semaphores
+    in /dev/shm that the killed processes left, and then exits by itself.
     """
     deadline = time.monotonic() + patience_s
     while members := group_members(group):
@@ -78,19 +78,19 @@ def _is_resource_tracker(pid: int) -> bool:
 
 
 class Watchdog:
-    """The parent's end: names groups to guard. Starts its process on first use."""
+    """The parent's side: names the groups to guard. Starts its process on first use."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
     def guard(self, group: int) -> None:
-        self._tell(f"+{group}\n")
+        self._send(f"+{group}\n")
 
     def release(self, group: int) -> None:
-        self._tell(f"-{group}\n")
+        self._send(f"-{group}\n")
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._process = subprocess.Popen(

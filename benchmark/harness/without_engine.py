@@ -1,6 +1,6 @@
-"""SGLang's own queues, pools, tree and requests of a decode server, set up without an engine.
+"""A decode server's queues, pools, tree and requests, of SGLang's own classes, without an engine.
 
-For ``benchmark.admission`` and the component tests: nothing here runs a model or opens a socket.
+For ``benchmark.admission`` and the component tests: no model runs and no socket is opened.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 
 def set_arguments(page: int, **changes: Any) -> Any:
-    """A decode server's arguments, which SGLang keeps for the whole process."""
+    """Return a decode server's arguments, and set them for the whole process as SGLang does."""
     arguments = ServerArgs(
         model_path="dummy",
         page_size=page,
@@ -46,9 +46,11 @@ def set_arguments(page: int, **changes: Any) -> Any:
 def build_pool(
     tokens: int, page: int, dtype: Any, layers: int, *, latent: bool = False, sparse: bool = False
 ) -> tuple[Any, Any]:
-    """A pool with one head of one element a token and its allocator, on the CPU; or as small a one
-    of an MLA model (``latent``), or that with an index of sparse attention in pages of 64
-    (``sparse``)."""
+    """Return a pool with one head of one element a token, and its allocator, on the CPU.
+
+    ``latent``: an equally small pool of an MLA model. ``sparse``: that with an index of sparse
+    attention, in pages of 64.
+    """
     off: dict[str, Any] = {"enable_memory_saver": False}
     if sparse:
         off |= {"index_head_dim": 128, "kv_cache_dim": 2}
@@ -62,7 +64,7 @@ def build_pool(
 
 
 def build_tree(rows: Any, allocator: Any, page: int, policy: str = "lru", **more: Any) -> Any:
-    """The tree that a decode scheduler with the radix flag builds, before it serves decode."""
+    """Return the tree of a decode scheduler with the radix flag, before it serves decode."""
     return scheduler.RadixCache(
         CacheInitParams(
             disable=False,
@@ -76,7 +78,7 @@ def build_tree(rows: Any, allocator: Any, page: int, policy: str = "lru", **more
 
 
 def request(number: int, tokens: list[int], new: int, vocabulary: int, **fields: Any) -> Any:
-    """A greedy request for ``new`` tokens, in room ``1000 + number`` of a prefill server."""
+    """Return a greedy request for ``new`` tokens, in room ``1000 + number`` of a prefill server."""
     prefill = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998}
     req = Req(
         f"r{number:05d}",
@@ -105,10 +107,10 @@ def build_queues(
     manager: Any,
     spec_algorithm: Any = SpeculativeAlgorithm.NONE,
 ) -> Any:
-    """``owner``, a scheduler or what stands for one, gets its queues; returns the first of them.
+    """Give ``owner``, a scheduler or its stub, its queues. Return the preallocation queue.
 
-    ``reserve``: tokens that a running request reserves. ``group``: the ranks that step together.
-    ``manager`` stands for the backend's.
+    ``reserve``: tokens reserved for a running request. ``group``: the ranks that step together.
+    ``manager``: stub of the backend's manager.
     """
     shared: dict[str, Any] = {
         "scheduler": owner,

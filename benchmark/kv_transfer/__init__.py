@@ -1,4 +1,4 @@
-"""What a KV transfer costs: the stock way and ours.
+"""Cost of a KV transfer, in the stock release and with this package.
 
-README.md beside this file has the question, the method and the results.
+README.md in this folder has the question, the method and the results.
 """

@@ -1,4 +1,4 @@
-"""``python -m benchmark.kv_transfer <run>``; README.md beside it says more."""
+"""``python -m benchmark.kv_transfer <run>``; described in README.md in this folder."""
 
 from __future__ import annotations
 
@@ -44,28 +44,28 @@ def _parser() -> argparse.ArgumentParser:
     add("run", choices=RUNS)
     add("--backend", choices=BACKENDS, default="nixl")
     add("--shape", choices=shapes.names(), default="qwen3-32b")
-    add("--transport", choices=TRANSPORTS, help="of UCX; auto on a GPU, else shm (stall: tcp)")
+    add("--transport", choices=TRANSPORTS, help="UCX's; auto on a GPU, else shm (stall: tcp)")
     add("--arms", type=_arms, help=f"from {','.join(ARMS)}")
-    add("--tokens", "--sizes", type=_numbers, help="of a room; several: one load each")
+    add("--tokens", "--sizes", type=_numbers, help="tokens of a room; several: one load each")
     add("--page-size", type=int, help="tokens a page; 16, and 1 for send")
-    add("--rooms", type=int, help="of a round")
+    add("--rooms", type=int, help="rooms in a round")
     add("--peers", type=int, help="decode processes")
     add("--rounds", type=int, help="measured rounds in a pass")
-    add("--passes", type=int, help="times that every arm is started afresh")
+    add("--passes", type=int, help="times that every arm is started again")
     add("--out", type=Path, default=Path("out/kv_transfer"), help="folder of the results")
     return parser
 
 
 def _measure(args: argparse.Namespace, console: Console) -> int:
-    """Runs, prints, and writes the results; non-zero where a bound does not hold."""
+    """Run, print, and write the results. Return non-zero if a bound does not hold."""
     import psutil
     import torch
 
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    run = replace(RUNS[args.run], **{k: v for k, v in given.items() if k in Run.__annotations__})
+    options = {name: value for name, value in vars(args).items() if value is not None}
+    run = replace(RUNS[args.run], **{k: v for k, v in options.items() if k in Run.__annotations__})
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape, transport = shapes.load(args.shape), args.transport or "auto"
-    if device == "cpu":  # with fewer layers more tokens fit
+    if device == "cpu":  # fewer layers leave room for more tokens
         shape = msgspec.structs.replace(shape, layers=min(8, shape.layers))
         transport = run.transport
         wanted = (1 + run.peers) * run.pool_pages * run.page_size * shape.token_bytes
@@ -74,7 +74,7 @@ def _measure(args: argparse.Namespace, console: Console) -> int:
     machine, measured = describe(), defaultdict[tuple[str, int], list[Round]](list)
     idle: dict[str, dict[str, float]] = {}
     for turn in range(run.passes):
-        # Who is first changes, since the machine may warm up or tire.
+        # Change the first arm in each pass, because the machine may warm up or throttle.
         first = turn % len(run.arms)
         for name in [*run.arms[first:], *run.arms[:first]]:
             console.print(f"pass {turn + 1}, [bold]{name}[/]")
@@ -89,17 +89,17 @@ def _measure(args: argparse.Namespace, console: Console) -> int:
                     ports=allocate_ports(2 + run.peers),
                 )
             )
-            for each in rounds:
-                measured[name, each.tokens].append(each)
+            for measured_round in rounds:
+                measured[name, measured_round.tokens].append(measured_round)
     records = []
-    for (name, tokens), of in measured.items():
-        numbers = summary.summarize([each for each in of if not each.stopped])
-        numbers |= summary.gaps(of) if run.work_s else {}
-        numbers |= summary.stalls(of, run) if run.deadline_s else {}
+    for (name, tokens), rounds in measured.items():
+        numbers = summary.summarize([r for r in rounds if not r.stopped])
+        numbers |= summary.gaps(rounds) if run.work_s else {}
+        numbers |= summary.stalls(rounds, run) if run.deadline_s else {}
         numbers |= {"idle_share_of_a_core": idle[name]} if run.idle_s else {}
         records.append({"arm": name, "tokens": tokens, **numbers})
     records.sort(key=lambda record: record["tokens"])
-    bounds = summary.verdicts(args.run, {each["arm"]: each for each in records}, run)
+    bounds = summary.verdicts(args.run, {record["arm"]: record for record in records}, run)
     _print(run, records, console)
     console.print(*map(str, bounds), sep="\n")
     on_tcp = args.backend == "mooncake" and device == "cpu"
@@ -123,14 +123,14 @@ def _measure(args: argparse.Namespace, console: Console) -> int:
 
 
 def _print(run: Run, records: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """A quantity a row, an arm and size a column."""
-    columns = [f"{each['arm']}, {each['tokens']:,} tokens" for each in records]
+    """Print one row a quantity, and one column an arm and size."""
+    columns = [f"{record['arm']}, {record['tokens']:,} tokens" for record in records]
     rows = []
     for key, value in list(records[0].items())[2:]:
         label = key.replace("_", " ")
         if isinstance(value, dict):
             label += ": " + " / ".join(value)
-        rows.append([label, *(_cell(each[key]) for each in records)])
+        rows.append([label, *(_cell(record[key]) for record in records)])
     load = f"{run.rooms} rooms, {run.in_flight} at once, {run.peers} peers, page {run.page_size}"
     print_table(f"{run.question} {load}", ["", *columns], rows, console)
 

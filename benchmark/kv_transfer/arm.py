@@ -1,4 +1,4 @@
-"""One arm of a run: a fresh process that is prefill, with some decode processes on loopback."""
+"""One arm of a run: a new process becomes prefill, with some decode processes on loopback."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ from benchmark.harness.watchdog import NEW_GROUP, Watchdog, kill_group
 from benchmark.kv_transfer.runs import ARMS, TRANSPORTS, Room, Round, Setup, deal
 
 _watchdog = Watchdog()
-#: Seconds of a round, at most, and for what a process has to answer beside it.
-_LIMIT_S, _GRACE_S = 120.0, 60.0
-#: In the names of the threads that carry transfers: ours, and those of SGLang's Mooncake manager.
+#: Time limit of a round.
+_LIMIT_S = 120.0
+#: Unit of the time limit for a process's other answers, such as the one after its start.
+_GRACE_S = 60.0
+#: Parts of the names of transfer threads: ours, and those of SGLang's Mooncake manager.
 _WORKERS = ("kv-transfer", "transfer_worker")
 
-#: Rounds, and the shares of a core that threads of the idle prefill process used.
-Found = tuple[list[Round], dict[str, float]]
+#: Rounds, and shares of a core that threads of the idle prefill process used.
+Measured = tuple[list[Round], dict[str, float]]
 
 
-def in_processes(setup: Setup) -> Found:
-    """What ``_measure`` finds, in fresh processes whose environment makes the arm.
+def in_processes(setup: Setup) -> Measured:
+    """Return the result of ``_measure`` in new processes, whose environment makes the arm.
 
     Raises:
-        RunFailed: a process ended, or a room or page was not as it should; with the end of the log.
+        RunFailed: a process ended, or a room or page was wrong; has the end of the log.
     """
     env = {
         "OMP_NUM_THREADS": "1",
@@ -54,11 +56,17 @@ def in_processes(setup: Setup) -> Found:
         env["SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT"] = f"{setup.run.deadline_s:g}"
     rounds = len(setup.run.tokens) * (1 + 2 * setup.run.rounds)
     with tempfile.TemporaryDirectory(prefix="kv-transfer-") as folder:
-        given, found, log = (Path(folder, name) for name in ("setup", "found", "log"))
-        given.write_bytes(pickle.dumps(setup))
+        setup_file, result_file, log = (Path(folder, name) for name in ("setup", "result", "log"))
+        setup_file.write_bytes(pickle.dumps(setup))
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", "benchmark.kv_transfer.arm", str(given), str(found)],
+                [
+                    sys.executable,
+                    "-m",
+                    "benchmark.kv_transfer.arm",
+                    str(setup_file),
+                    str(result_file),
+                ],
                 env={**os.environ, **env},
                 cwd=REPOSITORY,
                 stdin=subprocess.DEVNULL,
@@ -71,17 +79,17 @@ def in_processes(setup: Setup) -> Found:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(3 * _GRACE_S + rounds * (_LIMIT_S + _GRACE_S))
         finally:
-            kill_group(process.pid)  # stopped peers too
+            kill_group(process.pid)  # includes stopped peers
             process.wait()
             _watchdog.release(process.pid)
-        if not found.exists():
+        if not result_file.exists():
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
             raise RunFailed(f"{setup.arm}: its processes failed\n{tail}")
-        return pickle.loads(found.read_bytes())
+        return pickle.loads(result_file.read_bytes())
 
 
-def _measure(setup: Setup) -> Found:
-    """Everything that the arm is asked in one pass. This process becomes prefill."""
+def _measure(setup: Setup) -> Measured:
+    """Measure one pass of the arm. This process becomes prefill."""
     from benchmark.kv_transfer import sglang_ends
 
     run, rounds, idle = setup.run, list[Round](), dict[str, float]()
@@ -94,11 +102,11 @@ def _measure(setup: Setup) -> Found:
             if room.outcome != "done":
                 raise RuntimeError(f"a room of {tokens:,} tokens {room.outcome}: {room.error}")
         rounds += [peers.round(prefill, tokens) for _ in range(run.rounds)]
-        # With stock nothing ends the stopped peer's rooms, which are left behind.
+        # The stock release never ends the rooms of the stopped peer, so stop it only once.
         halts = 0 if not run.deadline_s else 1 if setup.arm == "stock" else run.rounds
         for _ in range(halts):
             rounds.append(peers.round(prefill, tokens, run.deadline_s + 15.0, stop=True))
-            time.sleep(1.0)  # what was under way lands
+            time.sleep(1.0)  # lets transfers in flight complete
     if run.idle_s:
         time.sleep(1.0)
         idle = _threads(run.idle_s)
@@ -106,9 +114,9 @@ def _measure(setup: Setup) -> Found:
 
 
 class _Peers:
-    """The decode processes. They are forked before this one has threads of SGLang's or memory, as
-    importing SGLang takes longer than measuring; with CUDA they are started afresh, since a CUDA
-    context outlives no fork."""
+    """The decode processes. They are forked before this process has threads of SGLang's or memory,
+    because importing SGLang takes longer than measuring. With CUDA they are spawned instead, since
+    a CUDA context does not survive a fork."""
 
     def __init__(self, setup: Setup) -> None:
         context = multiprocessing.get_context("fork" if setup.device == "cpu" else "spawn")
@@ -121,17 +129,17 @@ class _Peers:
             self._connections.append(ours)
 
     def start(self) -> None:
-        """All at once: prefill's bootstrap server is there."""
-        self._tell(None)
-        #: Name and process id.
-        self._who: list[tuple[str, int]] = self._hear()
+        """Set up all decode processes at once. Requires prefill's bootstrap server."""
+        self._send(None)
+        #: Name and process id of each.
+        self._names: list[tuple[str, int]] = self._receive()
 
-    def _tell(self, what: object) -> None:
+    def _send(self, message: object) -> None:
         for connection in self._connections:
-            connection.send(what)
+            connection.send(message)
 
-    def _hear(self, limit_s: float = 0.0) -> list[Any]:
-        """An answer of each. Raises EOFError if one ended, TimeoutError if one is silent."""
+    def _receive(self, limit_s: float = 0.0) -> list[Any]:
+        """Return an answer of each. Raises EOFError if one ended, TimeoutError if one is silent."""
         for connection in self._connections:
             if not connection.poll(limit_s + 3 * _GRACE_S):
                 raise TimeoutError("a decode process does not answer")
@@ -140,36 +148,36 @@ class _Peers:
     def round(
         self, prefill: Any, tokens: int, limit_s: float = _LIMIT_S, stop: bool = False
     ) -> Round:
-        """Send a round of rooms. ``stop``: the last peer does not run meanwhile.
+        """Send a round of rooms. ``stop``: the last peer is stopped during the round.
 
         Raises:
-            RuntimeError: a page is not what was sent.
+            RuntimeError: a page differs from the one that was sent.
         """
         rooms = deal(self._run, tokens)
-        self._tell(rooms)
-        self._hear()
+        self._send(rooms)
+        self._receive()
         senders = prefill.senders(rooms)
-        name, pid = self._who[-1]
+        name, pid = self._names[-1]
         if stop:
             os.kill(pid, signal.SIGSTOP)
         try:
-            self._tell(limit_s)
+            self._send(limit_s)
             measured: Round = prefill.send(rooms, senders, limit_s)
         finally:
             if stop:
                 os.kill(pid, signal.SIGCONT)
         measured.tokens, measured.stopped = tokens, name if stop else ""
-        for arrived, cpu_s, wrong in self._hear(limit_s):
+        for arrived, cpu_s, wrong in self._receive(limit_s):
             measured.peer_cpu_s += cpu_s
             if wrong:
-                raise RuntimeError(f"{wrong} pages of a peer are not what was sent")
+                raise RuntimeError(f"{wrong} pages of a peer differ from those that were sent")
             for room in rooms:
                 room.arrived = arrived.get(room.number, room.arrived)
         return measured
 
 
 def _decode(connection: Connection, setup: Setup, number: int) -> None:
-    """A decode process, until it is killed."""
+    """Run a decode process, until it is killed."""
     from benchmark.kv_transfer.sglang_ends import Decode
 
     connection.recv()
@@ -190,12 +198,15 @@ def _decode(connection: Connection, setup: Setup, number: int) -> None:
 
 
 def _threads(seconds: float) -> dict[str, float]:
-    """Share of a core that the transfer workers, other Python threads, and native threads (NIXL's,
-    UCX's, Mooncake's) use while this one sleeps."""
+    """Return the shares of a core that transfer workers, other Python threads, and native threads
+    (NIXL's, UCX's, Mooncake's) use while this thread sleeps."""
     import psutil
 
     def used() -> dict[int, float]:
-        return {each.id: each.user_time + each.system_time for each in psutil.Process().threads()}
+        return {
+            thread.id: thread.user_time + thread.system_time
+            for thread in psutil.Process().threads()
+        }
 
     before = used()
     time.sleep(seconds)

@@ -1,4 +1,4 @@
-"""Joins the event logs of prefill and decode servers by room: how long each stage took.
+"""Join the event logs of prefill and decode servers by room, and compute how long stages took.
 
 python -m benchmark.kv_transfer.event_log FOLDER...
 
@@ -7,7 +7,7 @@ decode   admitted                                                          arriv
             v                                                              |
 prefill  announced --- prefill ---> enqueued -queue-build-post-wire-> moved (last chunk)
 
-Servers take times from their hosts' clocks: those of different hosts must be in step.
+Servers take times from their hosts' clocks, which must be synchronized.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ from sglang.srt.disaggregation.delta.observability import (
     Sent,
 )
 
-#: What a transfer worker does with a chunk.
+#: Stages of a chunk in a transfer worker.
 _WORKER = ("queue", "build", "post", "wire")
 STAGES = ("bootstrap", "prefill", *_WORKER, "notice", "all")
 
 
 @dataclass(frozen=True)
 class RoomStages:
-    """One room. Where it has several decode ranks, the last one to be ready ends a stage."""
+    """Stages of one room. With several decode ranks, a stage ends when the last rank ends it."""
 
     room: int
     #: The request's id, the same on both servers.
     rid: str | None
     #: Tokens of the prompt that decode did not have in its tree.
     new_tokens: int
-    #: By stage; NaN where a record is not there. Queue to wire are of the last chunk, which is left
-    #: when all has been computed, summed over the decode ranks. Bootstrap is below zero where
-    #: prefill was quicker to read an announcement than decode to note that it is out.
+    #: Seconds by stage; NaN if a record is missing. Queue to wire are of the last chunk, which is
+    #: the wait that remains after the computation, summed over the decode ranks. Bootstrap is
+    #: negative if prefill read an announcement before decode logged it.
     seconds: dict[str, float]
-    #: What was looked for in vain; empty where the room is complete.
+    #: Records that were not found; empty if the room is complete.
     missing: tuple[str, ...]
 
 
 def read(*folders: Path) -> list[Event]:
-    """All records of event log folders.
+    """Return all records of event log folders.
 
     Raises:
-        msgspec.DecodeError: a line is no record that is known here.
+        msgspec.DecodeError: a line is not a known record.
     """
     decoder = msgspec.json.Decoder(Event)
     return [
@@ -73,7 +73,7 @@ def read(*folders: Path) -> list[Event]:
 
 
 def stages(records: Iterable[Event]) -> list[RoomStages]:
-    """One entry for each room of the records, in the order of their first times.
+    """Return one entry for each room of the records, in the order of their first times.
 
     Records without a room (warm-up and health requests, which move nothing) are left out.
     """
@@ -85,36 +85,41 @@ def stages(records: Iterable[Event]) -> list[RoomStages]:
 
 
 def _join(room: int, records: Sequence[Any]) -> RoomStages:
-    """``records``: those of the room, by time."""
-    of = {
+    """Return the stages of a room. ``records``: its records, by time."""
+    by_kind = {
         kind: [record for record in records if isinstance(record, kind)]
         for kind in (Admitted, Announced, Moved, Arrived, Sent)
     }
-    admitted, moved, last = of[Admitted], of[Moved], [each for each in of[Moved] if each.is_last]
+    admitted, moved, last = (
+        by_kind[Admitted],
+        by_kind[Moved],
+        [record for record in by_kind[Moved] if record.is_last],
+    )
 
     known_at, moved_at, arrived_at = (
-        max((each.at for each in found), default=math.nan)
-        for found in (of[Announced], last, of[Arrived])
+        max((record.at for record in kind_records), default=math.nan)
+        for kind_records in (by_kind[Announced], last, by_kind[Arrived])
     )
-    admitted_at = min((each.at for each in admitted), default=math.nan)
-    spent = np.array([[getattr(each, f"{name}_s") for name in _WORKER] for each in last])
+    admitted_at = min((record.at for record in admitted), default=math.nan)
+    spent = np.array([[getattr(record, f"{name}_s") for name in _WORKER] for record in last])
     enqueued_at = max(
-        (each.at - sum(its) for each, its in zip(last, spent, strict=True)), default=math.nan
+        (record.at - sum(times) for record, times in zip(last, spent, strict=True)),
+        default=math.nan,
     )
     seconds = dict(zip(_WORKER, spent.sum(axis=0) if last else [math.nan] * 4, strict=True))
     seconds |= {"bootstrap": known_at - admitted_at, "prefill": enqueued_at - known_at}
     seconds |= {"notice": arrived_at - moved_at, "all": arrived_at - admitted_at}
 
     kinds = (Admitted, Announced, Moved, Arrived)
-    missing = [kind.__name__.lower() for kind in kinds if not of[kind]]
-    posted, done = (Counter(each.peer for each in of[kind]) for kind in (Sent, Moved))
-    ended = {each.peer for each in last}
+    missing = [kind.__name__.lower() for kind in kinds if not by_kind[kind]]
+    posted, done = (Counter(record.peer for record in by_kind[kind]) for kind in (Sent, Moved))
+    ended = {record.peer for record in last}
     for peer in sorted(posted.keys() | done.keys()):
         if moved and (peer not in ended or done[peer] < posted[peer]):
             missing.append(f"moved: a chunk to {peer}")
-    for name, found in (("moved", len(done)), ("arrived", len(of[Arrived]))):
-        if 0 < found < len(admitted):  # every decode rank admits
-            missing.append(f"{name}: {len(admitted) - found} of {len(admitted)} decode ranks")
+    for name, ranks in (("moved", len(done)), ("arrived", len(by_kind[Arrived]))):
+        if 0 < ranks < len(admitted):  # every decode rank admits
+            missing.append(f"{name}: {len(admitted) - ranks} of {len(admitted)} decode ranks")
     return RoomStages(
         room=room,
         rid=admitted[0].rid if admitted else None,
@@ -125,18 +130,18 @@ def _join(room: int, records: Sequence[Any]) -> RoomStages:
 
 
 def table(rooms: Iterable[RoomStages]) -> list[list[str]]:
-    """A row for each power of two of new tokens: medians in milliseconds of what is known."""
+    """Return a row for each power of two of new tokens: medians in milliseconds of known values."""
     sizes: dict[int, list[RoomStages]] = defaultdict(list)
     for room in rooms:
         sizes[1 << max(room.new_tokens - 1, 0).bit_length()].append(room)
     rows = []
-    for size, of in sorted(sizes.items()):
+    for size, size_rooms in sorted(sizes.items()):
         cells = []
         for stage in STAGES:
-            known = [s for room in of if not math.isnan(s := room.seconds[stage])]
+            known = [s for room in size_rooms if not math.isnan(s := room.seconds[stage])]
             cells.append(f"{float(f'{np.median(known) * 1e3:.3g}'):,g}" if known else "-")
-        incomplete = sum(bool(room.missing) for room in of)
-        rows.append([f"{size:,}", f"{len(of):,}", f"{incomplete:,}", *cells])
+        incomplete = sum(bool(room.missing) for room in size_rooms)
+        rows.append([f"{size:,}", f"{len(size_rooms):,}", f"{incomplete:,}", *cells])
     return rows
 
 

@@ -14,10 +14,10 @@ ARMS = {
     "ours": "this package, no flag",
     "radix": "decode with its radix cache",
 }
-#: What a row shows, of which results, and how.
+#: A row's label, the run whose results it shows, and the format of a cell.
 ROWS = (
     (
-        "`send` of 2,048 scattered pages, time of the scheduler: p50, p99",
+        "`send` of 2,048 scattered pages, scheduler time: p50, p99",
         "send",
         "{send_us[p50]:,.0f}, {send_us[p99]:,.0f} us",
     ),
@@ -35,12 +35,12 @@ ROWS = (
     ("the same, all progress threads spinning", "spinning/fleet", "{gb_per_s:.2f} GB/s"),
     ("the same over TCP", "tcp/fleet", "{gb_per_s:.2f} GB/s"),
     (
-        "one of 4 decode peers stopped: its rooms",
+        "one of 4 decode peers stopped: outcome of its rooms",
         "stall",
         "{rooms_of_the_stopped[failed]} failed, {rooms_of_the_stopped[stuck]} without an end",
     ),
     (
-        "NIXL's own threads of an idle prefill process, of a core",
+        "NIXL's own threads of an idle prefill process, share of a core",
         "idle",
         "{idle_share_of_a_core[native threads]:.1%}",
     ),
@@ -50,17 +50,17 @@ _DELAY = "{until_decode_sees_it_ms[p50]:.3g} / {until_decode_sees_it_ms[p99]:.3g
 
 
 def read(name: str) -> Any:
-    """``name``: ``[FOLDER/]RUN``."""
+    """Return the results of ``name``: ``[FOLDER/]RUN``."""
     return json.loads((RESULTS / f"{name}-nixl.json").read_text())
 
 
 def by_arm(name: str, cell: str) -> dict[str, str]:
-    """A cell of each arm."""
-    return {each["arm"]: cell.format(**each) for each in read(name)["results"]}
+    """Return a cell of each arm."""
+    return {result["arm"]: cell.format(**result) for result in read(name)["results"]}
 
 
 def transfer() -> str:
-    """What was measured of each arm, and by which commands."""
+    """Return the table of measurements by arm, with the commands."""
     rows = []
     for label, name, cell in ROWS:
         cells = by_arm(name, cell)
@@ -75,13 +75,13 @@ def transfer() -> str:
 
 
 def bounds() -> str:
-    """Which bounds hold in those runs."""
-    found = [(of["run"]["command"], said) for of in map(read, RUNS) for said in of["bounds"]]
-    return "".join(f"- {said} (`{command}`)\n" for command, said in found)
+    """Return the list of bounds of those runs, each with its verdict."""
+    texts = [(r["run"]["command"], bound) for r in map(read, RUNS) for bound in r["bounds"]]
+    return "".join(f"- {bound} (`{command}`)\n" for command, bound in texts)
 
 
 def pauses() -> str:
-    """When decode sees a small room, by the pause of NIXL's own thread."""
+    """Return the delay until decode sees a small room, by the pause of NIXL's own thread."""
     rows = []
     for pause in (0, 1000):
         names = [f"pause-{pause}/{transport}/delay" for transport in ("shm", "tcp")]

@@ -1,4 +1,4 @@
-"""What is sent: the runs with their loads, and rooms with what became of them."""
+"""The runs with their loads, and the rooms that are sent, with their outcomes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from benchmark.kv_transfer.shapes import Shape
 
 #: Environment of each arm. ``radix``: decode with its radix cache, which reports its pages and
-#: takes metadata in a note. ``queues-N``: N transfer threads.
+#: receives metadata in a notification. ``queues-N``: N transfer threads.
 ARMS: dict[str, dict[str, str]] = {
     "stock": {"SGLANG_PATCHSET": "0"},
     "ours": {},
@@ -20,21 +20,21 @@ ARMS: dict[str, dict[str, str]] = {
     **{f"queues-{n}": {"SGLANG_DISAGGREGATION_QUEUE_SIZE": str(n)} for n in (1, 2, 4)},
 }
 BACKENDS = ("nixl", "mooncake")
-#: ``--transport`` -> UCX's choice.
+#: ``--transport`` -> variables for UCX.
 TRANSPORTS = {
     "tcp": {"UCX_TLS": "tcp,self"},
     "shm": {"UCX_TLS": "sm,tcp,self"},
     "auto": {},
 }
 
-#: Page indices into a pool, as SGLang keeps them.
+#: Page indices into a pool, in SGLang's type.
 Pages = npt.NDArray[np.int32]
 _numbers = itertools.count(1000)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run: ``rooms`` rooms of each of these sizes, ``in_flight`` of them at once."""
+    """A run: ``rooms`` rooms of each size in ``tokens``, ``in_flight`` of them at once."""
 
     question: str
     arms: tuple[str, ...] = ("stock", "ours")
@@ -45,27 +45,28 @@ class Run:
     page_size: int = 16
     #: Measured rounds of each size in each pass, after one that opens the connections.
     rounds: int = 5
-    #: Times that every arm is started afresh.
+    #: Number of times that every arm is started again.
     passes: int = 2
     transport: str = "shm"
-    #: Between two polls of decode's loop.
+    #: Pause between two polls of decode's loop.
     decode_pause_s: float = 1e-3
-    #: Python work in each turn of prefill's loop, which then sends one room a turn and is timed.
+    #: Python work in each turn of prefill's loop. If set, the loop is timed and sends one room a
+    #: turn.
     work_s: float = 0.0
-    #: Of a transfer; one of the peers is stopped in further rounds.
+    #: Deadline of a transfer. If set, one of the peers is stopped in further rounds.
     deadline_s: float = 0.0
-    #: For so long the prefill process has nothing to do.
+    #: Time for which the idle prefill process is observed.
     idle_s: float = 0.0
 
     @property
     def rooms_a_peer(self) -> int:
-        """The most that one peer gets of a round."""
+        """Maximum number of a peer's rooms in a round."""
         return -(-self.rooms // self.peers)
 
     @property
     def pool_pages(self) -> int:
-        """Of each pool. Every room of a peer has pages of its own; prefill's pool is as large as a
-        peer's, since rooms of different peers may send the same pages."""
+        """Pages of each pool. Rooms of one peer do not share pages. Prefill's pool has the size of
+        a peer's, since rooms of different peers may send the same pages."""
         return self.rooms_a_peer * -(-max(self.tokens) // self.page_size) + 1
 
 
@@ -73,7 +74,7 @@ _BUSY: dict[str, Any] = {"rooms": 64, "in_flight": 64, "peers": 4, "rounds": 3}
 _ALL = ("stock", "ours", "radix")
 RUNS = {
     "send": Run(
-        question="What does a call of send cost the scheduler's thread?",
+        question="How long does a call of send take the scheduler's thread?",
         tokens=(2048,),
         page_size=1,
         rooms=20,
@@ -81,7 +82,7 @@ RUNS = {
     ),
     "fleet": Run(question="How fast are many rooms?", arms=_ALL, **_BUSY),
     "gap": Run(
-        question="How long does prefill's loop stand still under load?",
+        question="How long does prefill's loop stall under load?",
         arms=_ALL,
         work_s=5e-4,
         **_BUSY,
@@ -95,7 +96,7 @@ RUNS = {
         decode_pause_s=5e-5,
     ),
     "stall": Run(
-        question="What becomes of the other rooms if one peer stops?",
+        question="Do the rooms of other peers complete if one peer stops?",
         transport="tcp",  # shared memory arrives even if the peer is stopped
         deadline_s=5.0,
         passes=1,
@@ -123,13 +124,13 @@ class Setup:
     shape: Shape
     #: ``cpu`` or ``cuda``.
     device: str
-    #: Of the bootstrap server, and of each process's group of ranks.
+    #: Ports of the bootstrap server, and of each process's group of ranks.
     ports: list[int]
 
 
 @dataclass
 class Room:
-    """Which pages go where, and what prefill's loop saw; times are of the monotonic clock."""
+    """A room's pages, and the times that prefill's loop saw, on the monotonic clock."""
 
     number: int
     #: Index of the decode peer.
@@ -138,17 +139,17 @@ class Room:
     destination: Pages
     #: Metadata slot, on both sides.
     slot: int
-    #: When the loop turned to the rooms that were sent together with this one: who comes later
-    #: among them waits for the ``send`` calls of the others.
+    #: Time at which the loop began to send the rooms that were sent together with this one; later
+    #: rooms of these wait for the ``send`` calls of earlier ones.
     began: float = 0.0
     ended: float = 0.0
-    #: What the call of ``send`` took, and the CPU time of its thread in it: the rest, it waited.
+    #: Duration of the ``send`` call, and the CPU time of its thread; the difference is waiting.
     send_s: float = 0.0
     send_cpu_s: float = 0.0
     #: ``done``, ``failed`` or ``stuck`` (no end before the limit).
     outcome: str = "stuck"
     error: str = ""
-    #: When decode saw it complete; 0 where it did not.
+    #: Time at which decode saw it complete; 0 if it did not.
     arrived: float = 0.0
 
 
@@ -158,28 +159,30 @@ class Round:
 
     rooms: list[Room]
     wall_s: float
-    #: CPU time of the prefill process, all its threads.
+    #: CPU time of all threads of the prefill process.
     cpu_s: float
     moved_bytes: int
-    #: A row for each turn of prefill's loop: seconds, CPU seconds of its thread, and seconds for
-    #: which it was ready to run and had no core. None where the loop was not asked to work.
+    #: One row for each turn of prefill's loop: seconds, CPU seconds of its thread, and seconds for
+    #: which it was ready to run but had no core. None if the loop had no Python work.
     turns: npt.NDArray[np.float64] | None = None
-    #: CPU time of the decode processes together.
+    #: Total CPU time of the decode processes.
     peer_cpu_s: float = 0.0
     tokens: int = 0
-    #: The name of a peer that did not run meanwhile.
+    #: Name of the peer that was stopped.
     stopped: str = ""
 
 
 def deal(run: Run, tokens: int) -> list[Room]:
-    """A round of rooms with numbers that no room of this process had, dealt to the peers in turn;
-    those of one peer share no page on either side, and none has page 0 (SGLang's pools keep it for
-    padding)."""
+    """Return a round of rooms with new numbers, dealt to the peers in turn.
+
+    Rooms of one peer share no page on either side. Page 0 is not used, because SGLang's pools keep
+    it for padding.
+    """
     count = -(-tokens // run.page_size)
-    every = np.arange(1, run.rooms_a_peer * count + 1, dtype=np.int32)
-    # Another order on each side: neighbours by chance on both sides would be merged.
+    all_pages = np.arange(1, run.rooms_a_peer * count + 1, dtype=np.int32)
+    # Use another order on each side, because pages adjacent on both sides would be merged.
     sources, destinations = (
-        np.random.default_rng(seed).permutation(every).reshape(-1, count) for seed in (0, 1)
+        np.random.default_rng(seed).permutation(all_pages).reshape(-1, count) for seed in (0, 1)
     )
     dealt = [divmod(i, run.peers) for i in range(run.rooms)]
     return [

@@ -1,9 +1,8 @@
-"""Both ends of a room, through SGLang's own managers, and the two loops that are measured.
+"""Both ends of a room, through SGLang's own managers, and the two measured loops.
 
-Which of ``stock`` and ``ours`` it is, only the environment of the process says
-(``SGLANG_PATCHSET=0`` is stock); ``radix`` is ours with the flag of decode's radix cache, and
-prompts of which decode has nothing. Managers are built by their constructors, as SGLang's
-scheduler does, over a real bootstrap server.
+Only the environment of the process selects ``stock`` or ``ours`` (``SGLANG_PATCHSET=0`` is stock).
+``radix`` is ``ours`` with the flag of decode's radix cache, for prompts that are not in that cache.
+Managers are built by their constructors, as in SGLang's scheduler, over a real bootstrap server.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from sglang.srt.distributed.device_communicators import mooncake_transfer_engine
 from sglang.srt.layers.dp_attention import initialize_dp_attention
 
 HOST = "127.0.0.1"
-#: Contents of prefill's pool are below it; decode's is filled with it first.
+#: Initial content of decode's pool. All bytes of prefill's pool are lower.
 _NOTHING = 251
 _PREFILL_PAUSE_S = 2e-4
 
 
 def _wait(ready: Callable[[], bool], otherwise: str, pause_s: float = 0.01) -> None:
-    """Raises TimeoutError with ``otherwise`` after a minute."""
+    """Wait until ``ready``. Raises TimeoutError with the text ``otherwise`` after a minute."""
     deadline = time.monotonic() + 60.0
     while not ready():
         if time.monotonic() > deadline:
@@ -44,15 +43,15 @@ def _wait(ready: Callable[[], bool], otherwise: str, pause_s: float = 0.01) -> N
 
 
 class _End:
-    """A manager with its pool and metadata buffers, in a process of its own."""
+    """A manager with its pool and metadata buffers, in its own process."""
 
     def __init__(self, setup: Setup, process: int, mode: DisaggregationMode) -> None:
-        """``process``: 0 for prefill, 1 and more for the decode peers."""
+        """``process``: 0 for prefill, 1 and above for the decode peers."""
         run, shape = setup.run, setup.shape
         self.setup, self.address = setup, f"{HOST}:{setup.ports[0]}"
         self.takes_delta = setup.arm == "radix" and mode == DisaggregationMode.DECODE
         self._conn = importlib.import_module(f"sglang.srt.disaggregation.{setup.backend}.conn")
-        # What the managers read of SGLang's ``ServerArgs``, whose constructor wants a model.
+        # The fields that managers read of SGLang's ``ServerArgs``, whose constructor needs a model.
         server_args = SimpleNamespace(
             host=HOST,
             disaggregation_bootstrap_port=setup.ports[0],
@@ -106,11 +105,11 @@ class _End:
         self.manager = self.of_backend("Manager")(args, mode, server_args, shape.mla)
 
     def of_backend(self, kind: str) -> Any:
-        """SGLang's class, or the one that took its place."""
+        """Return SGLang's class, or its replacement."""
         return getattr(self._conn, f"{self.setup.backend.capitalize()}KV{kind}")
 
     def content(self, buffer: int) -> torch.Tensor:
-        """The byte of each page of a buffer on the prefill side."""
+        """Return the byte of each page of a buffer on the prefill side."""
         pages = torch.arange(self.setup.run.pool_pages, device=self.setup.device)
         return ((pages * 31 + buffer * 7) % _NOTHING).to(torch.uint8)
 
@@ -122,7 +121,7 @@ class _End:
 
 
 class Prefill(_End):
-    """What the prefill scheduler does with a manager."""
+    """The prefill side: a manager, used as the prefill scheduler does."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup, 0, DisaggregationMode.PREFILL)
@@ -131,22 +130,22 @@ class Prefill(_End):
         self._work = _units(setup.run.work_s)
 
     def senders(self, rooms: list[Room]) -> dict[int, Any]:
-        """Senders of rooms that decode has announced; not part of any measurement."""
-        sender = self.of_backend("Sender")
-        made = {
-            room.number: sender(self.manager, self.address, room.number, [0], 0) for room in rooms
+        """Return senders of rooms that decode has announced. Not measured."""
+        sender_class = self.of_backend("Sender")
+        senders = {
+            room.number: sender_class(self.manager, self.address, room.number, [0], 0)
+            for room in rooms
         }
-        for number, each in made.items():
+        for number, sender in senders.items():
             otherwise = f"room {number} was not announced"
-            _wait(lambda each=each: each.poll() == KVPoll.WaitingForInput, otherwise, 0.001)
-        return made
+            _wait(lambda sender=sender: sender.poll() == KVPoll.WaitingForInput, otherwise, 0.001)
+        return senders
 
     def send(self, rooms: list[Room], senders: dict[int, Any], limit_s: float) -> Round:
-        """Send all rooms, at most ``in_flight`` of them under way, and wait for their ends.
+        """Send all rooms, at most ``in_flight`` of them at once, and wait for their ends.
 
-        As in SGLang's event loop, one thread sends the rooms whose turn it is, then polls all rooms
-        under way, then does something else (here: sleeps). After ``limit_s`` rooms without an end
-        are ``stuck``.
+        As in SGLang's event loop, one thread sends the next rooms, then polls all rooms in flight,
+        then does other work (here: sleeps). Rooms without an end after ``limit_s`` are ``stuck``.
         """
         run = self.setup.run
         waiting, active = deque(rooms), dict[int, Room]()
@@ -168,7 +167,7 @@ class Prefill(_End):
             for room in list(active.values()):
                 try:
                     state = senders[room.number].poll()
-                except Exception as error:  # it would end the stock scheduler
+                except Exception as error:  # would end the stock scheduler
                     room.error, state = f"poll raised: {error!r}", KVPoll.Failed
                 if state in (KVPoll.Success, KVPoll.Failed):
                     outcome = "done" if state == KVPoll.Success else "failed"
@@ -195,28 +194,28 @@ def _send(sender: Any, room: Room) -> None:
 
 
 def _end(room: Room, senders: dict[int, Any], outcome: str) -> None:
-    """As the scheduler does when a request leaves its queue."""
+    """End a room, as the scheduler does when a request leaves its queue."""
     room.ended, room.outcome = time.monotonic(), outcome
     sender = senders.pop(room.number)
     if outcome == "failed":
         try:
             sender.failure_exception()
-        except Exception as error:  # it always raises: that is how it tells the reason
+        except Exception as error:  # always raised, as it carries the reason
             room.error = room.error or str(error)
     elif hasattr(sender, "clear"):
         sender.clear()
 
 
 def _clocks() -> tuple[float, float, float]:
-    """Seconds: monotonic, CPU of this thread, and for which it was ready to run without a core."""
-    # Time on a run queue, nanoseconds, is the second number of the kernel's sched-stats. The
-    # first, CPU time, is as old as the last tick.
+    """Return seconds of the monotonic clock, of this thread's CPU time, and on a run queue."""
+    # The second number of schedstat is the time on a run queue in nanoseconds. The first one, CPU
+    # time, is updated only at each tick, so it is not used.
     stat = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text()
     return time.monotonic(), time.thread_time(), int(stat.split()[1]) * 1e-9
 
 
 def _units(seconds: float) -> int:
-    """So much work takes ``seconds`` on a core of its own."""
+    """Return the number of work units that take ``seconds`` on an idle core."""
     trials = []
     for _ in range(25):
         began = time.perf_counter()
@@ -226,14 +225,14 @@ def _units(seconds: float) -> int:
 
 
 def _some(units: int) -> None:
-    """Python work: small objects made and dropped, as a scheduler does."""
+    """Do Python work: create and drop small objects, as a scheduler does."""
     table: dict[int, tuple[int, str]] = {}
     for number in range(units):
         table[number % 64] = (number, str(number))
 
 
 class Decode(_End):
-    """What the decode scheduler does with a manager."""
+    """The decode side: a manager, used as the decode scheduler does."""
 
     def __init__(self, setup: Setup, process: int) -> None:
         super().__init__(setup, process, DisaggregationMode.DECODE)
@@ -245,15 +244,15 @@ class Decode(_End):
 
     @property
     def name(self) -> str:
-        """What prefill knows it by."""
+        """Name by which prefill knows this peer."""
         if self.setup.backend == "nixl":
             return str(self.manager.agent.name)
         return str(self.manager.engine.get_session_id())
 
     def announce(self, room: Room) -> None:
-        """Tell prefill where the room's pages go."""
+        """Announce the room's destination pages to prefill."""
         receiver = self.of_backend("Receiver")(self.manager, self.address, room.number)
-        if self.takes_delta:  # the addresses of prefill's ranks are asked in the background
+        if self.takes_delta:  # the addresses of prefill's ranks are queried in the background
             _wait(lambda: receiver.is_ready(0), "prefill does not report its ranks' addresses")
             receiver.init(0)
             receiver.announce(room.destination, room.slot, prefix_len=0)
@@ -263,8 +262,8 @@ class Decode(_End):
         self._receivers[room.number] = receiver
 
     def arrivals(self, limit_s: float) -> dict[int, float]:
-        """When each room that was announced was seen complete; without those that failed, or had
-        no end within ``limit_s``."""
+        """Return the time at which each announced room was seen complete. Rooms that failed, or did
+        not end within ``limit_s``, are left out."""
         deadline, arrived = time.monotonic() + limit_s, {}
         while self._receivers and time.monotonic() < deadline:
             for number, receiver in list(self._receivers.items()):
@@ -278,8 +277,8 @@ class Decode(_End):
         return arrived
 
     def wrong_pages(self, room: Room) -> int:
-        """Destination pages that differ from their source, over all buffers. First, middle and
-        last byte of a page are looked at."""
+        """Return the number of destination pages that differ from their source, over all buffers.
+        Only the first, middle and last byte of a page are compared."""
         source, destination = (
             torch.from_numpy(side.astype("int64")).to(self.setup.device)
             for side in (room.source, room.destination)

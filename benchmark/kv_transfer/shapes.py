@@ -1,4 +1,4 @@
-"""How large a token's KV is, by model."""
+"""Size of a token's KV, by model."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 
 
 
 class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The KV of a model, as SGLang's pools hold it on one tensor parallel rank."""
+    """The KV of a model, as SGLang's pools store it on one tensor parallel rank."""
 
     name: str
     layers: int
     kv_heads: int
     head_dim: int
-    """Elements of a head; of the whole latent row where ``mla``."""
+    """Elements of a head; with ``mla``, of the whole latent row."""
     dtype_bytes: int
     mla: bool
-    """One buffer a layer; otherwise one of keys and one of values."""
+    """True: one buffer a layer; False: one of keys and one of values."""
 
     @property
     def buffers(self) -> int:
@@ -43,17 +43,17 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def names() -> list[str]:
-    """What ``--shape`` takes."""
+    """Return the valid values of ``--shape``."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def load(name: str, kv_dtype: str | None = None) -> Shape:
-    """The shape in ``shapes/<name>.yaml``, or that of a model's folder.
+    """Return the shape in ``shapes/<name>.yaml``, or that of a model's folder.
 
-    ``kv_dtype``: what the pool holds, where that is not the model's own type.
+    ``kv_dtype``: type of the pool's elements, if it is not the model's own type.
 
     Raises:
-        ValueError: there is none, it lacks a field, or a type is unknown.
+        ValueError: there is no such shape, a field is missing, or a type is unknown.
     """
     path, config = FOLDER / f"{name.lower()}.yaml", Path(name) / "config.json"
     if config.is_file():
@@ -66,7 +66,7 @@ def load(name: str, kv_dtype: str | None = None) -> Shape:
 
 
 def from_config(config: dict[str, Any], name: str = "model") -> Shape:
-    """The shape that a Hugging Face ``config.json`` describes; MLA by its ``kv_lora_rank``.
+    """Return the shape that a Hugging Face ``config.json`` describes; MLA has a ``kv_lora_rank``.
 
     Raises:
         ValueError: a field is missing, or the type is unknown.
@@ -79,7 +79,7 @@ def from_config(config: dict[str, Any], name: str = "model") -> Shape:
             latent = int(text["kv_lora_rank"]) + int(text["qk_rope_head_dim"])
             return Shape(name, layers, 1, latent, dtype, mla=True)
         heads = int(text["num_attention_heads"])
-        # Models older than grouped attention name no KV heads, and some no head size.
+        # Models older than grouped attention have no KV head count, and some no head size.
         head_dim = int(text.get("head_dim") or int(text["hidden_size"]) // heads)
         kv_heads = int(text.get("num_key_value_heads") or heads)
     except KeyError as missing:

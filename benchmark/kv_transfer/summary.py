@@ -1,4 +1,4 @@
-"""From rounds to numbers, and which bounds hold. Pure."""
+"""Numbers and verdicts from rounds. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import numpy as np
 from benchmark.harness.report import Verdict, percentile
 from benchmark.kv_transfer.runs import Room, Round, Run
 
-#: A quantity -> a number, or several by name; the quantity's name ends with its unit.
+#: Quantity -> a number, or several by name; the quantity's name ends with its unit.
 Numbers = dict[str, Any]
 
 
 def p50_p99(seconds: Iterable[float], unit: float) -> dict[str, float]:
-    """In units of so many seconds; NaN of nothing."""
-    values = [each / unit for each in seconds]
+    """Return percentiles in units of ``unit`` seconds; NaN if there are no values."""
+    values = [s / unit for s in seconds]
     return {"p50": percentile(values, 50), "p99": percentile(values, 99)}
 
 
 def rooms_of(rounds: Sequence[Round], outcome: str = "") -> list[Room]:
-    """The rooms of some rounds; those that ended so."""
-    rooms = [room for each in rounds for room in each.rooms]
+    """Return the rooms of some rounds, or only those with ``outcome``."""
+    rooms = [room for round_ in rounds for room in round_.rooms]
     return [room for room in rooms if not outcome or room.outcome == outcome]
 
 
 def summarize(rounds: Sequence[Round]) -> Numbers:
-    """All rounds of one arm and size together; NaN where nothing moved."""
+    """Return numbers over all rounds of one arm and size; NaN if nothing was sent."""
     rooms, done = rooms_of(rounds), rooms_of(rounds, "done")
-    moved = sum(each.moved_bytes for each in rounds)
+    moved = sum(r.moved_bytes for r in rounds)
     gigabytes = moved / 1e9 or math.nan
     wall_s, cpu_s, peer_cpu_s = (
-        sum(getattr(each, name) for each in rounds) for name in ("wall_s", "cpu_s", "peer_cpu_s")
+        sum(getattr(r, name) for r in rounds) for name in ("wall_s", "cpu_s", "peer_cpu_s")
     )
     return {
         "rooms": len(rooms),
@@ -54,9 +54,9 @@ def summarize(rounds: Sequence[Round]) -> Numbers:
 
 
 def gaps(rounds: Sequence[Round]) -> Numbers:
-    """Of all turns of prefill's loop. What a turn takes beyond its own CPU time it waits: for a
-    core, or *blocked* by its pause, the interpreter's lock or a lock of the library's."""
-    took, cpu, ready = np.concatenate([each.turns for each in rounds if each.turns is not None]).T
+    """Return numbers over all turns of prefill's loop. A turn's time beyond its CPU time is a wait:
+    for a core, or *blocked* by its pause, the interpreter's lock or a lock of the library."""
+    took, cpu, ready = np.concatenate([r.turns for r in rounds if r.turns is not None]).T
     return {
         "turns": len(took),
         "gap_ms": p50_p99(took, 1e-3) | {"largest": 1e3 * took.max()},
@@ -70,18 +70,18 @@ def gaps(rounds: Sequence[Round]) -> Numbers:
 
 
 def stalls(rounds: Sequence[Round], run: Run) -> Numbers:
-    """The rooms of the last peer, which was stopped in some rounds, and of the others."""
+    """Return numbers of the last peer, which was stopped in some rounds, and of the other peers."""
     last = run.peers - 1
-    running = [each for each in rounds if not each.stopped]
-    halted = [each for each in rounds if each.stopped]
+    running = [r for r in rounds if not r.stopped]
+    halted = [r for r in rounds if r.stopped]
     others = [room for room in rooms_of(halted) if room.peer != last]
-    its = [(room, each.stopped) for each in halted for room in each.rooms if room.peer == last]
+    of_stopped = [(room, r.stopped) for r in halted for room in r.rooms if room.peer == last]
     before, after = (
-        p50_p99((r.ended - r.began for r in rooms_of(of, "done") if r.peer != last), 1e-3)
-        for of in (running, halted)
+        p50_p99((r.ended - r.began for r in rooms_of(group, "done") if r.peer != last), 1e-3)
+        for group in (running, halted)
     )
-    failed = [(room, name) for room, name in its if room.outcome == "failed"]
-    ends = Counter(room.outcome for room, _ in its)
+    failed = [(room, name) for room, name in of_stopped if room.outcome == "failed"]
+    ends = Counter(room.outcome for room, _ in of_stopped)
     return {
         "others_ms": before,
         "others_ms_one_stopped": after,
@@ -94,45 +94,45 @@ def stalls(rounds: Sequence[Round], run: Run) -> Numbers:
     }
 
 
-def verdicts(name: str, found: Mapping[str, Numbers], run: Run) -> list[Verdict]:
-    """What must hold of the run ``name``; ``found`` by arm."""
-    said = []
-    ours, stock = found.get("ours"), found.get("stock")
+def verdicts(name: str, by_arm: Mapping[str, Numbers], run: Run) -> list[Verdict]:
+    """Return the bounds of the run ``name``, checked against the numbers ``by_arm``."""
+    checked = []
+    ours, stock = by_arm.get("ours"), by_arm.get("stock")
     if name == "send" and ours and stock:
         p99, ratio = ours["send_us"]["p99"], stock["send_us"]["p50"] / ours["send_us"]["p99"]
         text = f"send p99 of ours is {p99:.0f} us, {ratio:.0f} times less than stock's p50"
         text += "; at most 100 us, at least 20 times"
-        said.append(Verdict(text, p99 <= 100 and ratio >= 20))
+        checked.append(Verdict(text, p99 <= 100 and ratio >= 20))
     for arm in ("ours", "radix"):
-        numbers = found.get(arm)
+        numbers = by_arm.get(arm)
         if name == "fleet" and numbers:
             tail = numbers["total_ms"]["p99"] / numbers["total_ms"]["p50"]
             text = f"{arm}: p99 of a room is {tail:.2f} times its p50, at most 3"
-            said.append(Verdict(text, tail <= 3))
+            checked.append(Verdict(text, tail <= 3))
         if name == "fleet" and numbers and stock:
             share = numbers["gb_per_s"] / stock["gb_per_s"]
             text = f"{arm}: throughput is {share:.2f} of stock's, at least 1"
-            said.append(Verdict(text, share >= 1))
+            checked.append(Verdict(text, share >= 1))
         if name == "gap" and numbers:
             largest = numbers["gap_ms"]["largest"]
             text = f"the largest gap of {arm} is {largest:.1f} ms, below 5"
-            said.append(Verdict(text, largest < 5))
+            checked.append(Verdict(text, largest < 5))
     if name == "stall" and ours:
         done, rooms, growth = (
             ours[key] for key in ("others_done", "others_rooms", "others_p99_growth")
         )
-        its, named = sum(ours["rooms_of_the_stopped"].values()), ours["failed_with_its_name"]
+        total, named = sum(ours["rooms_of_the_stopped"].values()), ours["failed_with_its_name"]
         after = ours["failed_after_s"]["p99"]
-        said += [
-            Verdict(f"{done} of {rooms} rooms of the others are done", done == rooms),
-            Verdict(f"the others' p99 changes by {growth:+.0%}, at most +20%", growth <= 0.2),
+        checked += [
+            Verdict(f"{done} of {rooms} rooms of the other peers are done", done == rooms),
+            Verdict(f"the other peers' p99 changes by {growth:+.0%}, at most +20%", growth <= 0.2),
             Verdict(
-                f"{named} of the stopped peer's {its} rooms fail with its name, p99 after "
+                f"{named} of the stopped peer's {total} rooms fail with its name, p99 after "
                 f"{after:.1f} s (deadline {run.deadline_s:g} s)",
-                named == its and after <= run.deadline_s + 2.0,
+                named == total and after <= run.deadline_s + 2.0,
             ),
         ]
     if name == "idle" and ours:
         share = ours["idle_share_of_a_core"]["workers"]
-        said.append(Verdict(f"idle workers use {share:.2%} of a core, below 1%", share < 0.01))
-    return said
+        checked.append(Verdict(f"idle workers use {share:.2%} of a core, below 1%", share < 0.01))
+    return checked

@@ -1,1 +1,1 @@
-"""Traces of requests: read, generated, described, and sampled so that they share as much."""
+"""Traces of requests: reading, generation, description, and sampling that keeps the sharing."""

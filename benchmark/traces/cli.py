@@ -1,7 +1,8 @@
-"""``python -m benchmark generate``, ``describe`` and ``sample``; README.md says more.
+"""``python -m benchmark generate``, ``describe`` and ``sample``; described in README.md.
 
-Sampling takes two passes over the file: one looks which sessions begin when and share what, one
-takes those chosen. A trace that names no sessions is given some (``benchmark.traces.sessions``).
+Sampling reads the file twice: first to find when sessions begin and which blocks they share, then
+to take the chosen sessions. If a trace names no sessions, they are derived
+(``benchmark.traces.sessions``).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from benchmark.traces.sessions import annotate
 
 @reported
 def generate(argv: list[str]) -> int:
-    """``generate FILE``: traffic as a trace, for machines with no trace at hand."""
+    """``generate FILE``: write synthetic traffic, for machines without a trace."""
     parser = argparse.ArgumentParser(prog="python -m benchmark generate")
     parser.add_argument("file", type=Path)
     parser.add_argument("--requests", type=int, default=20_000)
@@ -47,7 +48,7 @@ def generate(argv: list[str]) -> int:
 
 @reported
 def describe(argv: list[str]) -> int:
-    """``describe FILE``: what a trace holds."""
+    """``describe FILE``: print the figures of a trace."""
     args = _reader("describe").parse_args(argv)
     description = described(_surveyed(args))
     print_table({args.file.name: description})
@@ -58,7 +59,7 @@ def describe(argv: list[str]) -> int:
 
 @reported
 def sample(argv: list[str]) -> int:
-    """``sample FILE [OUT]``: a smaller trace that shares as much; with ``--compare``, beside as
+    """``sample FILE [OUT]``: take a smaller trace that shares as much; with ``--compare``, also as
     many requests at random."""
     default = Plan()
     parser = _reader("sample")
@@ -94,19 +95,19 @@ def sample(argv: list[str]) -> int:
     )
     if args.out and args.out.resolve() == args.file.resolve():
         raise ValueError(f"{args.out} would overwrite the input trace")
-    found = _surveyed(args)
-    window = window_and_thin(found, plan)
+    trace_survey = _surveyed(args)
+    window = window_and_thin(trace_survey, plan)
     selections = {"window and thin": window}
     if args.compare:
-        selections["random"] = random_requests(found, window.requests, plan.seed)
-    traces, keeps = {"full": described(found)}, {}
+        selections["random"] = random_requests(trace_survey, window.requests, plan.seed)
+    traces, keeps = {"full": described(trace_survey)}, {}
     whole = traces["full"]["cross_session_share"]
     with tempfile.TemporaryDirectory() as scratch:
         for name, selection in selections.items():
             path = args.out if args.out and name != "random" else Path(scratch, name)
-            # What cannot be read was counted above.
-            again = annotate(read(args.file, [] if args.skip_invalid else None))
-            write(path, chosen(_counted(again, f"taking: {name}"), selection))
+            # Unreadable lines were reported by the first pass.
+            second_pass = annotate(read(args.file, [] if args.skip_invalid else None))
+            write(path, chosen(_counted(second_pass, f"taking: {name}"), selection))
             traces[name] = described(survey(read(path)))
             keeps[name] = traces[name]["cross_session_share"] / whole if whole else 0.0
     print_table(traces)
@@ -121,7 +122,7 @@ def sample(argv: list[str]) -> int:
 
 
 def _reader(command: str) -> argparse.ArgumentParser:
-    """A parser with what every command that reads a trace takes."""
+    """Return a parser with the options of all commands that read a trace."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmark {command}")
     parser.add_argument("file", type=Path)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
@@ -134,16 +135,16 @@ def _reader(command: str) -> argparse.ArgumentParser:
 
 
 def _surveyed(args: argparse.Namespace) -> Survey:
-    """Of the trace; what is left out of it is told."""
+    """Return the survey of the trace; print the number of skipped lines."""
     skipped = list[str]()
     lines = read(args.file, skipped if args.skip_invalid else None)
-    found = survey(_counted(annotate(lines), "reading"))
+    trace_survey = survey(_counted(annotate(lines), "reading"))
     print(*left_out(skipped), sep="\n", end="\n" * bool(skipped), file=sys.stderr)
-    return found
+    return trace_survey
 
 
-def _counted(records: Iterable[Record], what: str) -> Iterable[Record]:
-    """The records, counted on a bar where a person looks on."""
+def _counted(records: Iterable[Record], label: str) -> Iterable[Record]:
+    """Yield the records, counted on a progress bar if standard error is a terminal."""
     console = Console(stderr=True)
     hidden = not console.is_terminal
-    return track(records, what, console=console, transient=True, disable=hidden)
+    return track(records, label, console=console, transient=True, disable=hidden)

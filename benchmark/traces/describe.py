@@ -1,16 +1,16 @@
-"""Figures of a trace. Terms, exact:
+"""Figures of a trace. Exact terms:
 
 shared (cross-session)  share of block occurrences whose block is used by more than one session,
                         the first occurrence and repetitions within a session included
-repeated                share of block occurrences whose block occurs more than once at all
-hit                     share of input tokens in blocks that an earlier request had, which is what
-                        one prefix cache without limits would hit; within: the session itself had
-                        used the block before; across: only other sessions had
-within share of hits    the tokens within, of all tokens hit
-prefill share           input tokens, of input and output tokens
-peak rate               requests a second in the fullest bucket of ``BUCKET_S``, counted from the
-                        first request
-growth per turn         how much longer a prompt is than that of the turn before, mean
+repeated                share of block occurrences whose block occurs more than once in the trace
+hit                     share of input tokens in blocks that an earlier request had, which a prefix
+                        cache without limits would hit; within: the session itself had used the
+                        block before; across: only other sessions had
+within share of hits    hits within, over all hits, in tokens
+prefill share           input tokens, over input and output tokens
+peak rate               requests/s in the fullest bucket of ``BUCKET_S``, counted from the first
+                        request
+growth per turn         mean increase of the prompt from one turn to the next
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ BUCKET_S = 10.0
 Description = Mapping[str, int | float | Spread]
 
 
-def describe(found: Survey) -> Description:
-    """Shares are 0 to 1, lengths in tokens, times in seconds; the terms are the module's."""
-    requests, sessions, blocks = found.requests, found.sessions, found.blocks
+def describe(trace_survey: Survey) -> Description:
+    """Return the figures: shares from 0 to 1, lengths in tokens, times in seconds."""
+    requests, sessions, blocks = trace_survey.requests, trace_survey.sessions, trace_survey.blocks
     turns = sessions["turns"]
     several = turns[turns > 1]
     tokens_in, tokens_out = requests["input_tokens"], requests["output_tokens"]
@@ -69,10 +69,10 @@ _LENGTHS = "{{0[{0}].mean:{1}}} / {{0[{0}].p50:,.0f}} / {{0[{0}].p90:,.0f}} / {{
 ROWS = {
     "requests": "{0[requests]:,}",
     "sessions": "{0[sessions]:,}",
-    "of several turns, sessions": "{0[multi_turn_sessions]:.1%}",
-    "of several turns, requests": "{0[multi_turn_requests]:.1%}",
+    "sessions of several turns": "{0[multi_turn_sessions]:.1%}",
+    "requests of several-turn sessions": "{0[multi_turn_requests]:.1%}",
     "turns (mean / p50 / p90 / p99)": _LENGTHS.format("turns", ",.2f"),
-    "turns, most": "{0[longest_session]:,}",
+    "turns, maximum": "{0[longest_session]:,}",
     "growth per turn, tokens": "{0[growth_per_turn]:,.0f}",
     "input tokens (mean / p50 / p90 / p99)": _LENGTHS.format("input_tokens", ",.0f"),
     "output tokens (mean / p50 / p90 / p99)": _LENGTHS.format("output_tokens", ",.0f"),
@@ -83,17 +83,17 @@ ROWS = {
     "block occurrences": "{0[blocks]:,}",
     "blocks, distinct": "{0[distinct_blocks]:,}",
     "shared by sessions": "{0[cross_session_share]:.1%}",
-    "repeated at all": "{0[repeated_share]:.1%}",
+    "repeated": "{0[repeated_share]:.1%}",
     "hit of an infinite cache, tokens": "{0[hit]:.1%}",
     "  within sessions": "{0[hit_within]:.1%}",
     "  across sessions": "{0[hit_across]:.1%}",
     "  within, of all hits": "{0[within_share_of_hits]:.1%}",
 }
-"""Of a ``Description``."""
+"""Label -> format of a cell, applied to a ``Description``."""
 
 
 def print_table(traces: Mapping[str, Description]) -> None:
-    """A column a trace; warns of traces whose ids do not stand for whole prefixes."""
+    """Print one column a trace; warn about traces whose ids do not identify whole prefixes."""
     console = Console(width=None if Console().is_terminal else 120)
     rows = [[name, *map(cells.format, traces.values())] for name, cells in ROWS.items()]
     report.print_table("", ["", *traces], rows, console)

@@ -1,4 +1,4 @@
-"""Token ids for the hash ids of a trace."""
+"""Token ids for a trace's hash ids."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _CACHED_BLOCKS = 65536
 
 
 class Prompts:
-    """Equal ids are equal tokens, in every run with the same seed; other ids are other tokens.
+    """Makes prompts. Equal hash ids give equal tokens, in every run with the same seed; different
+    ids give different tokens.
 
     ``vocabulary``: the token ids to draw from. ``block_tokens``: tokens of a block, as in the
-    records that are asked for.
+    records.
     """
 
     def __init__(self, vocabulary: Sequence[int], block_tokens: int, seed: int = 0) -> None:
@@ -25,7 +26,7 @@ class Prompts:
         self._block = lru_cache(_CACHED_BLOCKS)(self._draw)
 
     def prompt(self, record: Record) -> list[int]:
-        """``record.input_length`` token ids.
+        """Return ``record.input_length`` token ids.
 
         Raises:
             ValueError: the record's ids do not cover its prompt in blocks of this size.
@@ -35,6 +36,6 @@ class Prompts:
         return ids[: record.input_length]
 
     def _draw(self, block: int) -> tuple[int, ...]:
-        # Seeded with text, as Python's own hashes differ between processes.
+        # Seed with text, because Python's own hashes differ between processes.
         rng = random.Random(f"{self._seed}:{block}")
         return tuple(rng.choices(self._vocabulary, k=self._block_tokens))

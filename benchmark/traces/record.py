@@ -1,4 +1,4 @@
-"""A trace in the format that Mooncake's authors published (FAST 25): a JSON line a request."""
+"""A trace in the format of Mooncake's authors (FAST 25): one JSON line a request."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ BLOCK_TOKENS = 512
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A request. A block's id stands for its tokens and for all those before it, so that two
-    prompts share exactly the leading blocks whose ids are equal."""
+    """A request. A block's id stands for its tokens and all earlier ones, so that two prompts share
+    exactly the leading blocks with equal ids."""
 
     timestamp: float
     """Arrival, ms from the start of the trace."""
     input_length: int
     """Tokens of the prompt."""
     output_length: int
-    """Tokens that were generated."""
+    """Tokens of the answer."""
     hash_ids: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
-    """A block each; the last one may hold fewer tokens than a block has."""
+    """One id a block; the last block may be partial."""
     session_id: str | None = None
-    """Session that the request belongs to, where the trace says so."""
+    """Session of the request, if the trace names it."""
     turn: int | None = None
-    """Its place in the session, from 0."""
+    """Position in the session, from 0."""
 
 
 def blocks(tokens: int, block_tokens: int = BLOCK_TOKENS) -> int:
-    """Blocks of a prompt, the last one perhaps not full."""
+    """Return the number of blocks of a prompt, including a partial last one."""
     return -(-tokens // block_tokens)
 
 
 def check(record: Record, block_tokens: int = BLOCK_TOKENS) -> None:
-    """Raise ``ValueError`` for a record whose ids do not cover its prompt, or without tokens."""
+    """Raise ``ValueError`` if a record's ids do not cover its prompt, or it has no tokens."""
     if record.input_length < 1 or record.output_length < 1:
         raise ValueError(
             f"input_length {record.input_length} and output_length {record.output_length} must "
@@ -51,14 +51,14 @@ def check(record: Record, block_tokens: int = BLOCK_TOKENS) -> None:
 
 
 def read(path: Path | str, skipped: list[str] | None = None) -> Iterator[Record]:
-    """The records of a file, in its order, one at a time. Unknown fields are ignored.
+    """Yield the records of a file, in its order. Unknown fields are ignored.
 
-    ``skipped``: gets what is wrong with each line that is left out. Without it such a line is an
-    error.
+    ``skipped``: receives an error text for each invalid line, which is then skipped. None: an
+    invalid line is an error.
 
     Raises:
-        ValueError: a line is no record, its ids do not cover its prompt, or it arrives before the
-            line above it; or the file has no record. The message names file and line.
+        ValueError: a line is not a record, its ids do not cover its prompt, or it arrives before
+            the previous one; or the file has no record. The message names file and line.
     """
     decoder = msgspec.json.Decoder(Record)
     previous = float("-inf")
@@ -87,13 +87,13 @@ def read(path: Path | str, skipped: list[str] | None = None) -> Iterator[Record]
 
 
 def left_out(skipped: list[str]) -> list[str]:
-    """One line where ``read`` has skipped any."""
+    """Return one line if ``read`` has skipped lines, else none."""
     count, lines = len(skipped), "line was" if len(skipped) == 1 else "lines were"
     return [f"{count:,} invalid {lines} left out; the first: {skipped[0]}"] if skipped else []
 
 
 def write(path: Path | str, records: Iterable[Record]) -> int:
-    """Write a file that ``read`` reads; returns the number of records."""
+    """Write a file that ``read`` reads. Return the number of records."""
     count = 0
     encoder = msgspec.json.Encoder()
     with open(path, "wb") as out:
@@ -104,14 +104,13 @@ def write(path: Path | str, records: Iterable[Record]) -> int:
 
 
 def scaled(record: Record, block_tokens: int) -> Record:
-    """The record with ``block_tokens`` tokens a block, prompt and answer scaled alike, each with
-    one token at least. Blocks keep their ids, so that who shares what with whom does not change.
-    """
+    """Return the record with ``block_tokens`` tokens a block. Prompt and answer are scaled alike,
+    to at least one token each. Blocks keep their ids, so that the sharing does not change."""
     full = len(record.hash_ids) - 1
     rest = record.input_length - full * BLOCK_TOKENS
     return msgspec.structs.replace(
         record,
-        # Rounded up and at most a block: the number of blocks stays what it is.
+        # Rounded up to at most one block, so that the number of blocks does not change.
         input_length=full * block_tokens + -(-rest * block_tokens // BLOCK_TOKENS),
         output_length=max(1, round(record.output_length * block_tokens / BLOCK_TOKENS)),
     )

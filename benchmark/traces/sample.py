@@ -1,18 +1,18 @@
-"""Which sessions share which blocks, and a sample of sessions that keeps the sharing.
+"""Survey of the blocks that sessions share, and a sample of sessions that keeps the sharing.
 
-A block's id must stand for all blocks before it as well (see ``Record``). Then a cache of prefixes
+A block's id must identify all blocks before it as well (see ``Record``). Then a prefix cache
 without limits hits exactly the blocks that were seen before. Ids that are reached by different
-prefixes are counted (``inconsistent``), as such a trace's figures would be too good.
+prefixes are counted (``inconsistent``), because such a trace's figures would be too good.
 
-A sample takes the sessions that **begin** in a window, each with all its requests, also those after
-the window: a session cut in two would begin with a long prompt that nothing explains. The load
-therefore rises at the window's start, and a thin tail of long sessions follows its end. Of what a
-session shares with others, what they did before the window is lost.
+A sample takes the sessions that **begin** in a window, each with all its requests, even those after
+the window: a session cut in two would begin with a long prompt that no earlier turn explains. The
+load therefore rises at the window's start, and a few long sessions follow its end. Sharing with
+requests before the window is lost.
 
-Then it thins by families: sessions that share a prefix are kept or dropped together, by a hash, so
-that a smaller ratio keeps a subset of what a larger one keeps. Thinning session by session would
-separate those that share: of a family of two, at a ratio of 0.25, three of four kept sessions are
-left alone. Families draw fewer lots, so that a sample's size varies more.
+Then the sample is thinned by families: sessions that share a prefix are kept or dropped together,
+by a hash, so that a smaller ratio keeps a subset of a larger one. Thinning by sessions would
+separate sharing sessions: in families of two, at a ratio of 0.25, three of four kept sessions would
+have lost their partner. The price is that a sample's size varies more, as there are fewer families.
 
 Memory: 8 bytes an occurrence of a block and 36 a request. Every figure is a sum over blocks, so
 they are counted in parts of about ``PART`` occurrences, one after the other.
@@ -34,9 +34,9 @@ import pandas as pd
 from benchmark.traces.record import BLOCK_TOKENS, Record
 
 PART = 1 << 22
-"""Occurrences of blocks that are counted at once, about."""
+"""Approximate number of block occurrences that are counted at once."""
 FEW = 32
-"""Sessions that make a block a family's; a block of more sessions is popular."""
+"""Maximum sessions of a block that belongs to a family; with more sessions a block is popular."""
 
 U64 = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float64]
@@ -44,27 +44,27 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Survey:
-    """A trace without its blocks. An occurrence is a block of a prompt; the last one may be
+    """A trace without its blocks. An occurrence is one block of one prompt; the last block may be
     partial."""
 
     requests: pd.DataFrame
     """In the trace's order: ``session`` (its key), ``time_ms``, ``input_tokens``,
     ``output_tokens``."""
     sessions: pd.DataFrame
-    """By key: ``begins_s``, ``turns``, and ``family``. Sessions of one family have the same deepest
-    block in their first prompts among those that 2 to ``FEW`` sessions use. A session whose first
-    prompt has no such block is alone."""
+    """By key: ``begins_s``, ``turns``, and ``family``. The first prompts of a family's sessions
+    have the same deepest block among the blocks that 2 to ``FEW`` sessions use. A session without
+    such a block is a family of its own."""
     blocks: Mapping[str, int]
-    """``occurrences``, those that are ``distinct``, ``repeated`` (of blocks that occur more than
-    once, in whatever sessions), ``shared`` (of blocks that more than one session uses, the first
-    occurrence and those within one session included) and ``inconsistent`` (behind another block
-    than the same id's first one); ``within_tokens`` of blocks that their own session had used
-    before, ``across_tokens`` of blocks that only other sessions had used before."""
+    """Numbers of occurrences: ``occurrences`` (all), ``distinct`` (first ones), ``repeated`` (of
+    blocks that occur more than once), ``shared`` (of blocks that more than one session uses, the
+    first occurrence and those within one session included) and ``inconsistent`` (behind another
+    block than the first occurrence of the id); and tokens: ``within_tokens`` of blocks that their
+    own session had used before, ``across_tokens`` of blocks that only other sessions had used."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Checked by the flags' names, as they are what a user gave."""
+    """Options of a sample. Errors name the command line's flags."""
 
     window_s: float = 600.0
     window_start_s: float | None = None
@@ -93,16 +93,16 @@ class Plan:
 @dataclass(frozen=True)
 class Selection:
     sessions: frozenset[int]
-    """Keys of those that are kept."""
+    """Keys of the sessions to keep."""
     start_s: float
-    """What becomes time 0, as the trace counts."""
+    """Time in the trace that becomes 0, seconds."""
     requests: int
 
 
 def session_key(record: Record) -> int:
-    """64 bits for a session's name, the same in every process.
+    """Return 64 bits for a session's name, the same in every process.
 
-    Two sessions of a trace of a million share a key with a chance of one in 37 million.
+    The probability that two of a million sessions share a key is one in 37 million.
 
     Raises:
         ValueError: the record names no session.
@@ -113,7 +113,7 @@ def session_key(record: Record) -> int:
 
 
 def mixed(values: U64, seed: int = 0) -> U64:
-    """Values spread evenly over 64 bits (splitmix64); other seeds, other values."""
+    """Return the values spread evenly over 64 bits (splitmix64), in another way for each seed."""
     x = values + np.uint64((0x9E3779B97F4A7C15 * (2 * seed + 1)) % 2**64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -121,12 +121,12 @@ def mixed(values: U64, seed: int = 0) -> U64:
 
 
 def draws(keys: U64, seed: int) -> Floats:
-    """A number in [0, 1) for each key; equal keys have equal ones."""
+    """Return a number in [0, 1) for each key; equal keys give equal numbers."""
     return (mixed(mixed(keys), seed=seed + 16) >> np.uint64(11)).astype(np.float64) / 2.0**53
 
 
 def survey(records: Iterable[Record]) -> Survey:
-    """Of at least one record, in order of time; all name their session."""
+    """Return the survey of at least one record, in order of time, all with a session."""
     key, time, tokens_in, tokens_out = array("Q"), array("d"), array("q"), array("q")
     ids = array("Q")
     for record in records:
@@ -144,18 +144,18 @@ def survey(records: Iterable[Record]) -> Survey:
         }
     )
     figures: Counter[str] = Counter()
-    anchors = []
+    deepest_blocks = []
     for part in _parts(np.array(ids, np.uint64), requests):
-        counted, deepest = _count(part)
-        figures.update(counted)
-        anchors.append(deepest)
-    # The deepest of all parts, of each session's first request.
-    anchor = pd.concat(anchors).sort_values("place").drop_duplicates("request", keep="last")
+        part_figures, deepest = _count(part)
+        figures.update(part_figures)
+        deepest_blocks.append(deepest)
+    # Over all parts, the deepest block of each session's first request.
+    anchor = pd.concat(deepest_blocks).sort_values("place").drop_duplicates("request", keep="last")
     anchor = anchor.set_index("request")["block"]
     firsts = requests.drop_duplicates("session")
     family = firsts["session"].copy()
     anchor = anchor[anchor.index.intersection(firsts.index)]
-    # Other bits than those of a session's key, even where ids are small numbers.
+    # Mixed so that ids, which may be small numbers, do not collide with keys of sessions.
     family[anchor.index] = mixed(anchor.to_numpy(), seed=2)
     sessions = pd.DataFrame({"begins_s": firsts["time_ms"] / 1000, "family": family})
     sessions = sessions.set_index(firsts["session"]).sort_index()
@@ -164,9 +164,11 @@ def survey(records: Iterable[Record]) -> Survey:
 
 
 def _parts(ids: U64, requests: pd.DataFrame) -> Iterator[pd.DataFrame]:
-    """Occurrences of blocks in the trace's order, all of one block in one part: ``block``,
-    ``request``, ``place`` (in the prompt, from 0), ``tokens``, ``session``, and ``before``, the id
-    of the block before, for the first one of a prompt another number."""
+    """Yield occurrences of blocks in the trace's order, all those of one block in one part.
+
+    Columns: ``block``, ``request``, ``place`` (in the prompt, from 0), ``tokens``, ``session``, and
+    ``before``: the id of the previous block, for a prompt's first block a fixed other number.
+    """
     lengths = requests["input_tokens"].to_numpy()
     counts = -(-lengths // BLOCK_TOKENS)
     ends = np.cumsum(counts)
@@ -190,7 +192,7 @@ def _parts(ids: U64, requests: pd.DataFrame) -> Iterator[pd.DataFrame]:
 
 
 def _count(rows: pd.DataFrame) -> tuple[dict[str, int], pd.DataFrame]:
-    """A part's figures, and of each request the deepest block that few sessions use."""
+    """Return a part's figures, and for each request the deepest block that few sessions use."""
     block = rows["block"]
     first, first_of_session = ~rows.duplicated("block"), ~rows.duplicated(["block", "session"])
     users = block.map(block[first_of_session].value_counts())
@@ -208,20 +210,21 @@ def _count(rows: pd.DataFrame) -> tuple[dict[str, int], pd.DataFrame]:
     return figures, few.drop_duplicates("request", keep="last")
 
 
-def window_and_thin(found: Survey, plan: Plan) -> Selection:
-    """The sessions that begin in the window, thinned by families, then their single-turn share
-    capped: sessions of several turns stay, and of the others those with the smallest draws.
+def window_and_thin(trace_survey: Survey, plan: Plan) -> Selection:
+    """Return the sessions that begin in the window, thinned by families.
+
+    Then the share of single-turn sessions is limited: of these, the smallest draws are kept.
 
     Raises:
-        ValueError: nothing is left.
+        ValueError: no session is left.
     """
-    time_ms = found.requests["time_ms"].to_numpy()
+    time_ms = trace_survey.requests["time_ms"].to_numpy()
     zero = float(time_ms[0]) / 1000
     start = densest(time_ms, plan.window_s)
     if plan.window_start_s is not None:
         start = zero + plan.window_start_s
-    begins = found.sessions["begins_s"]
-    inside = found.sessions[(begins >= start) & (begins < start + plan.window_s)]
+    begins = trace_survey.sessions["begins_s"]
+    inside = trace_survey.sessions[(begins >= start) & (begins < start + plan.window_s)]
     if inside.empty:
         raise ValueError(
             f"no session begins in the {plan.window_s:g} s from {start - zero:g} s on "
@@ -231,7 +234,7 @@ def window_and_thin(found: Survey, plan: Plan) -> Selection:
     inside = inside[inside["draw"] < plan.ratio]
     if plan.max_single_turn < 1:
         several = inside[inside["turns"] > 1]
-        # The small addition keeps a quotient that should be whole from being rounded down.
+        # The small addition prevents that an exact integer is rounded down.
         cap = plan.max_single_turn / (1 - plan.max_single_turn)
         room = int(len(several) * cap + 1e-9)
         single = inside[inside["turns"] == 1].sort_values("draw", kind="stable")
@@ -244,30 +247,30 @@ def window_and_thin(found: Survey, plan: Plan) -> Selection:
     return Selection(frozenset(inside.index), start, int(inside["turns"].sum()))
 
 
-def random_requests(found: Survey, requests: int, seed: int) -> Selection:
-    """Whole sessions at random, as many as first hold ``requests`` requests."""
-    keys = found.sessions.index.to_numpy()
-    turns = found.sessions["turns"].iloc[np.argsort(draws(keys, seed), kind="stable")]
+def random_requests(trace_survey: Survey, requests: int, seed: int) -> Selection:
+    """Return whole random sessions, as few as have ``requests`` requests."""
+    keys = trace_survey.sessions.index.to_numpy()
+    turns = trace_survey.sessions["turns"].iloc[np.argsort(draws(keys, seed), kind="stable")]
     enough = turns[: int(np.searchsorted(turns.cumsum(), requests)) + 1]
-    start = float(found.requests["time_ms"].iloc[0]) / 1000
+    start = float(trace_survey.requests["time_ms"].iloc[0]) / 1000
     return Selection(frozenset(enough.index), start, int(enough.sum()))
 
 
 def chosen(records: Iterable[Record], selection: Selection) -> Iterator[Record]:
-    """The requests of the selection's sessions, timed from its start."""
+    """Yield the requests of the selection's sessions, with times from its start."""
     for record in records:
         if session_key(record) in selection.sessions:
-            # Never below 0: rounding must not make a record that the reader refuses.
-            at = max(0.0, record.timestamp - selection.start_s * 1000)
-            yield msgspec.structs.replace(record, timestamp=round(at, 3))
+            # Clipped at 0, because rounding must not make a record that the reader refuses.
+            time_ms = max(0.0, record.timestamp - selection.start_s * 1000)
+            yield msgspec.structs.replace(record, timestamp=round(time_ms, 3))
 
 
 def densest(time_ms: Floats, seconds: float) -> float:
-    """Where the window of this length with the most requests begins, in seconds as ``time_ms``
-    counts them; the earliest of several. A window never reaches beyond the trace, unless the trace
-    is shorter than it.
+    """Return the start of the window of ``seconds`` with the most requests, the earliest of equal
+    ones, in seconds on the clock of ``time_ms``. The window lies within the trace, unless the trace
+    is shorter.
 
-    ``time_ms``: of requests, ascending.
+    ``time_ms``: times of requests, ascending.
     """
     length = seconds * 1000
     fits = time_ms[time_ms + length <= max(time_ms[-1], time_ms[0] + length)]

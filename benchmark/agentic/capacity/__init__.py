@@ -1,4 +1,4 @@
-"""What a decode pool holds, by closed forms. Lengths and pools in tokens.
+"""Capacity of a decode pool, by closed forms. Lengths and pools in tokens.
 
 python -m benchmark capacity --model qwen3-coder-30b-a3b --pool-gib 38
 """
@@ -20,22 +20,22 @@ GIB = 2**30
 def holds(
     pool: float, prefix: int, suffix: int, prefixes: int, *, shared: bool, reserved: int = 0
 ) -> int:
-    """Requests that fit into one decode pool. Each has one of ``prefixes`` prefixes, a suffix of
-    its own, and ``reserved`` tokens for its answer.
+    """Return the number of requests that fit into one decode pool.
 
-    With ``shared``, a prefix is held once however many use it; as many requests as there are
-    prefixes are assumed to use different ones.
+    Each request has one of ``prefixes`` prefixes, a suffix of its own, and ``reserved`` tokens for
+    its answer. With ``shared``, a prefix is held once for all requests that have it; the first
+    ``prefixes`` requests are assumed to have different ones.
     """
-    own = suffix + reserved
-    alone = math.floor(pool / (prefix + own))
-    if not shared or alone < prefixes:
-        return alone
-    return math.floor((pool - prefixes * prefix) / own)
+    unshared = suffix + reserved
+    without_sharing = math.floor(pool / (prefix + unshared))
+    if not shared or without_sharing < prefixes:
+        return without_sharing
+    return math.floor((pool - prefixes * prefix) / unshared)
 
 
 @reported
 def main(argv: list[str]) -> int:
-    """A table."""
+    """Print the table."""
     args = _arguments(argv)
     shape = shapes.load(args.model, args.kv_dtype)
     pool = args.pool_tokens or math.floor(args.pool_gib * GIB / shape.token_bytes)

@@ -1,1 +1,1 @@
-"""The servers that a study measures, given by address, or started on this machine."""
+"""The servers that a study measures: given by URL, or started on this machine."""

@@ -1,4 +1,4 @@
-"""The local CPU rig: fresh servers for each arm, equal pools for all."""
+"""The local CPU rig: fresh servers for each arm, with equal pools in all arms."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from benchmark.harness.servers import LEAN, ServerConfig, Sizes, of_role
 
 LOGGED = (*LEAN, "--decode-log-interval", "1")
 DOZE = ("--sleep-on-idle",)
-"""Of servers that leave their core to the others while they have nothing to do."""
+"""Idle servers sleep, so that the others have the core."""
 
-BEHIND = ("nice", "-n", "5")
-"""Servers share few cores with the client and the router, which in a fleet have their own: without
-this, the client would be late in sending and in reading."""
+LOW_PRIORITY = ("nice", "-n", "5")
+"""Servers run at a lower priority than client and router, because all share few cores; otherwise
+the client would send and read late. In a fleet, client and router have cores of their own."""
 
 
 def layout(
     arm: Arm, rig: Rig, model: Path, page_tokens: int = 16, doze: bool = False
 ) -> list[ServerConfig]:
-    """Its servers on ports reserved for them now; its store first and its router last.
+    """Return the configurations of the arm's servers, the store first and the router last.
 
-    ``page_tokens``: of a page, which is a block of the trace.
+    Their ports are reserved now. ``page_tokens``: page size, and the size of a block of the trace.
     """
     sizes = Sizes(
         pool_tokens=rig.pool_tokens,
@@ -48,11 +48,11 @@ def layout(
             master, about = servers.store()
             segment = store.shared_tokens * kv_bytes_per_token(model)
             memory += servers.stored(about, segment, page_tokens)
-            before, env = [master], {"MC_FORCE_TCP": "1", **env}  # it would look for RDMA devices
+            before, env = [master], {"MC_FORCE_TCP": "1", **env}  # else it searches RDMA devices
         hicache = (*servers.HICACHE, *memory)
         if store.writes:
             decode += (*servers.WRITES, *memory)
-    of_variant = {"prefill": hicache, "decode": decode, "aggregated": hicache}
+    args_of_role = {"prefill": hicache, "decode": decode, "aggregated": hicache}
     engines = [
         servers.engine(
             role,
@@ -64,10 +64,10 @@ def layout(
             env=env,
             venv=arm.venv,
         )
-        for role, args in of_variant.items()
+        for role, args in args_of_role.items()
         for _ in range(arm.servers[role])
     ]
-    engines = [replace(each, command=(*BEHIND, *each.command)) for each in engines]
+    engines = [replace(engine, command=(*LOW_PRIORITY, *engine.command)) for engine in engines]
     if arm.policy == NONE:
         return [*before, *engines]
     blocks = ("--block-tokens", str(page_tokens), "--reserve-tokens", str(page_tokens))
@@ -76,11 +76,11 @@ def layout(
 
 
 def _memory(store: Store, sizes: Sizes) -> tuple[str, ...]:
-    """Return the arguments for the host memory of a server. Arms differ in its size and mode."""
+    """Return the arguments for a server's host memory, which differs in size and mode by arm."""
     page = sizes.page_size
     if store.buffer_only:
         return servers.staged(store.host_tokens // page)
-    # SGLang cuts the product to a token and then to a page, and adds a page.
+    # SGLang rounds the product down to a token and then to a page, and adds a page.
     return ("--hicache-ratio", str((store.host_tokens - page + 0.5) / sizes.pool_tokens))
 
 
@@ -95,7 +95,7 @@ def _setup(configs: Sequence[ServerConfig]) -> Setup:
 def started(
     arm: Arm, about: FleetFile, rig: Rig, model: Path, logs: Path, doze: bool
 ) -> Iterator[Servers]:
-    """An arm's servers, which end with the context. ``doze``: they sleep while they are idle.
+    """Run an arm's servers for as long as the context lasts. ``doze``: idle servers sleep.
 
     Raises:
         ServerFailed: a server did not start, died, or failed SGLang's memory check after a load.

@@ -1,4 +1,4 @@
-"""Servers by address: where requests go, warm-up, flush, counters, and gauges over time."""
+"""Running servers: target of requests, warm-up, flush, counters, and gauges over time."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from benchmark.traces.record import Record
 
 SAMPLE_S = 1.0
 UNANSWERED = (OSError, ValueError, HTTPException)
-"""What asking a server may raise."""
+"""Errors of a query to a server."""
 FLUSH_S = 10.0
-"""That a server may take to become idle before it empties its cache."""
+"""Time limit for a server to become idle and empty its cache."""
 ROUTED = "our router"
 MEMORY = "sglang:host_memory_bytes"
-"""Of the engines' host pools or staging buffers; of the store, what its clients give it."""
+"""Host pools or staging buffers of the engines; for the store, the memory that its clients give."""
 DEVICE_MEMORY = "sglang:device_memory_bytes"
 """KV pools of the engines."""
 
@@ -53,9 +53,9 @@ class Servers:
         token_bytes: int = 0,
         owned: bool = False,
     ) -> None:
-        """``check``: raises where a server is not well, after each load. ``via``: for the page.
-        ``token_bytes``: KV of a token, where it is known. ``owned``: the store serves this load
-        alone, so it may be emptied."""
+        """``check``: raises if a server is unhealthy; called after each load. ``via``: how requests
+        reach the servers, for the page. ``token_bytes``: KV bytes of a token, 0 if unknown.
+        ``owned``: no other load uses the store, so it may be emptied."""
         self.setup, self.about, self.target, self.via = setup, about, target, via
         self.vocabulary, self.check, self._token_bytes = vocabulary, check, token_bytes
         self._owned = owned
@@ -65,15 +65,15 @@ class Servers:
         return PromptSource(self.vocabulary, about.block_tokens, seed, about.endpoint, about.model)
 
     def warm_up(self) -> None:
-        """Some requests outside the load: the first transfer between two servers pays for their
-        connection.
+        """Send some requests before the load, because the first transfer between two servers also
+        sets up their connection.
 
         Raises:
-            RunFailed: one was not answered; the message says by whom and why.
+            RunFailed: a request failed; the message names the target and the reason.
         """
         prompts = self.prompts(0)
         tokens = 3 * prompts.block_tokens
-        # Block ids that no trace has, so that nothing of it is cached beforehand.
+        # Block ids that no trace has, so that nothing of a trace is cached beforehand.
         records = [
             Record(0.0, tokens, 4, (-3 * i - 1, -3 * i - 2, -3 * i - 3))
             for i in range(self.about.warm_up * max(1, len(self.setup.engines)))
@@ -85,17 +85,17 @@ class Servers:
                 raise RunFailed(f"warm-up of {self.target.url} failed: {outcome.message}")
 
     def flush(self) -> list[str]:
-        """Empties every engine's cache, then what our router believes of them, and the rig's store;
-        returns who would not, and why."""
+        """Empty every engine's cache, then the state of our router, then the rig's store. Return
+        the servers that failed to do so, each with the reason."""
         refused = []
         urls = list(self.setup.engines) or ([self.target.url] if self.setup.router else [])
         if self.via.startswith(ROUTED):
             urls.append(self.target.url)
         for number, url in enumerate(urls):
             try:
-                # A server that has just said its last token may need another step to be idle.
+                # A server may need one more step after its last token to become idle.
                 self._ask("POST", f"{url}/flush_cache?timeout={FLUSH_S}")
-            except UNANSWERED as error:  # addresses stay out of what a run keeps
+            except UNANSWERED as error:  # no address in the saved run
                 refused.append(f"server {number}: {error}")
         if self._owned and self.setup.store is not None:
             try:
@@ -105,8 +105,8 @@ class Servers:
         return refused
 
     def _empty(self, store: str) -> None:
-        """Remove all keys from the store, or a load would find what the one before it computed.
-        Repeated, because Mooncake keeps a key that was just used."""
+        """Remove all keys from the store, otherwise a load would hit what the previous one stored.
+        Repeat, because Mooncake keeps recently used keys."""
         readers = [url for url, role in self.setup.engines.items() if role != "decode"]
         until = time.monotonic() + FLUSH_S
         while self._scrape(store).get(metrics.STORE_KEYS, 0.0):
@@ -117,41 +117,41 @@ class Servers:
             time.sleep(SAMPLE_S / 4)
 
     def counters(self) -> dict[str, dict[str, float]]:
-        """URL -> counters, of engines and store, where ``/metrics`` answers."""
-        found = {}
+        """Return URL -> counters of the engines and the store with a reachable ``/metrics``."""
+        counters = {}
         for url in self._roles:
             with suppress(*UNANSWERED):
-                found[url] = self._scrape(url)
-        return found
+                counters[url] = self._scrape(url)
+        return counters
 
     def gained(self, before: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-        """Role, also ``store`` -> what its servers' counters gained, summed; and the memory for KV
-        that they have now, bytes, as ``MEMORY`` and ``DEVICE_MEMORY``. A role is left out where one
-        of its servers did not answer now or ``before``: what it had counted until then would look
-        like the load's, or be missing."""
-        now, found = self.counters(), {}
+        """Return, by role (``store`` is one), the increase of its servers' counters, summed, and
+        their current memory for KV in bytes as ``MEMORY`` and ``DEVICE_MEMORY``. A role is left
+        out if one of its servers is missing now or in ``before``, because its earlier counts would
+        then look like the load's, or be missing."""
+        now, gained = self.counters(), {}
         for role in dict.fromkeys(self._roles.values()):
-            urls = [url for url, of in self._roles.items() if of == role]
+            urls = [url for url, server_role in self._roles.items() if server_role == role]
             if all(url in before and url in now for url in urls):
-                found[role] = metrics.total(metrics.gained(before[url], now[url]) for url in urls)
+                gained[role] = metrics.total(metrics.gained(before[url], now[url]) for url in urls)
                 total = metrics.total(now[url] for url in urls)
                 staged = total.get(metrics.STAGED_PAGES, 0.0) * self.about.block_tokens
                 host = total.get(metrics.HOST_TOKENS, 0.0) or staged
                 if memory := host * self._token_bytes + total.get(metrics.STORE_BYTES, 0.0):
-                    found[role][MEMORY] = memory
+                    gained[role][MEMORY] = memory
                 if device := total.get(metrics.POOL_TOKENS, 0.0) * self._token_bytes:
-                    found[role][DEVICE_MEMORY] = device
-        return found
+                    gained[role][DEVICE_MEMORY] = device
+        return gained
 
     @property
     def _roles(self) -> dict[str, str]:
-        """Of all that may count something, by URL."""
+        """URL -> role of all servers that may have counters."""
         store = self.setup.store
         return {**self.setup.engines, **({store: "store"} if store else {})}
 
     @contextmanager
     def sampled(self) -> Iterator[list[float]]:
-        """The use of the KV pool of each decoding server, each second while the context lasts."""
+        """Sample the KV pool usage of each decoding server once a second within the context."""
         used: list[float] = []
         over = threading.Event()
         decoding = [url for url, role in self.setup.engines.items() if role != "prefill"]
@@ -187,17 +187,17 @@ class Servers:
 def reach(
     setup: Setup, about: FleetFile, policy: str, router_args: Sequence[str]
 ) -> Iterator[Servers]:
-    """Servers that run already. Several of a role get our router, which ends with the context, also
-    where the rig has none: ``via`` says so.
+    """Use servers that are already running. If several have one role, start our router for as long
+    as the context lasts, even if the arm has none; ``via`` then says so.
 
     Raises:
-        RunFailed: nobody listens at an address; the message names it.
+        RunFailed: an address refuses connections; the message names it.
     """
     for url in [*setup.engines, *([setup.router] if setup.router else [])]:
         try:
             urllib.request.urlopen(url + "/health", timeout=30.0).close()
         except urllib.error.HTTPError:
-            pass  # somebody listens
+            pass  # a server answered
         except UNANSWERED as error:
             raise RunFailed(f"{url} cannot be reached: {error}") from error
     vocabulary = range(*about.vocabulary)
@@ -214,10 +214,10 @@ def reach(
 
 
 def routed(setup: Setup, policy: str, more: Sequence[str] = ()) -> ServerConfig:
-    """Our router before a setup's servers: ready when it has looked at all of them. The policy is
-    decode's where servers are split, else the workers'.
+    """Return the configuration of our router for a setup's servers. It becomes ready after a health
+    check of each. ``policy`` applies to decode if servers are split, otherwise to the workers.
 
-    ``more``: further arguments, as ``("--alpha", "0.5")``.
+    ``more``: further arguments, such as ``("--alpha", "0.5")``.
     """
     (port,) = allocate_ports(1)
     command = [sys.executable, "-m", "benchmark", "route", "--host", HOST, "--port", str(port)]
@@ -231,7 +231,7 @@ def routed(setup: Setup, policy: str, more: Sequence[str] = ()) -> ServerConfig:
 
 
 def direct(setup: Setup) -> Target | None:
-    """Where requests go without a router of ours; None where there is a choice to make."""
+    """Return the target of requests, or None if our router has to choose among servers."""
     if setup.router is not None:
         return Target(setup.router.rstrip("/"))
     if len(setup.aggregated) == 1 and not setup.decode:
@@ -246,8 +246,8 @@ def direct(setup: Setup) -> Target | None:
 
 
 def usage(text: str) -> list[float]:
-    """Of the KV pool, as a metrics page has it; none if it has not: the mean of the data-parallel
-    ranks, which have pools of one size. Parsing all of the page would take the interpreter from the
-    client for tens of milliseconds."""
+    """Return the KV pool usage on a metrics page: the mean over data-parallel ranks, whose pools
+    have one size; empty if the page has none. Parsing the whole page instead would delay the
+    client, which shares the interpreter, by tens of milliseconds."""
     values = re.findall(r"^sglang:token_usage(?:\{.*\})? (\S+)", text, re.MULTILINE)
     return [sum(map(float, values)) / len(values)] if values else []

@@ -1,4 +1,4 @@
-"""``fleet.yaml``: which servers there are, by role, and how they are spoken to."""
+"""``fleet.yaml``: the servers by role, and how to reach them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Above = Annotated[float, msgspec.Meta(gt=0)]
 RIG = Path(__file__).with_name("rig.yaml")
 NONE = "none"
 SERVERS = "{servers}"
-"""In an arm's title: how many servers of which role."""
+"""Placeholder in an arm's title: the number of servers by role."""
 
 
 class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request meets it with both times within these, seconds."""
+    """Limits in seconds; a request meets the SLO within both."""
 
     ttft_s: float = 1.0
     tpot_s: float = 0.05
 
 
 class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A prefill server, and where decode asks for its addresses."""
+    """A prefill server, and the port of its bootstrap server."""
 
     url: str
     bootstrap_port: int = 8998
@@ -47,9 +47,9 @@ class Roles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill: tuple[Prefill, ...] = ()
     decode: tuple[str, ...] = ()
     router: str | None = None
-    """Requests go there. Without it they go to the only server or pair, or through our router."""
+    """Requests go to it. None: they go to the only server or pair, or through our router."""
     store: str | None = None
-    """Of a hierarchical cache; its metrics are read too."""
+    """Store of a hierarchical cache; its metrics are read too."""
 
     def __post_init__(self) -> None:
         for url in (*self.aggregated, *self.decode, self.router, self.store):
@@ -59,7 +59,7 @@ class Roles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Setup(Roles, frozen=True):
-    """Servers that answer requests together."""
+    """Servers that serve requests together."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,7 +68,7 @@ class Setup(Roles, frozen=True):
 
     @property
     def engines(self) -> dict[str, str]:
-        """URL -> role."""
+        """URL -> role of each engine."""
         roles = dict.fromkeys(self.aggregated, "aggregated")
         roles |= {server.url: "prefill" for server in self.prefill}
         return roles | dict.fromkeys(self.decode, "decode")
@@ -78,16 +78,16 @@ Role = Literal["aggregated", "prefill", "decode"]
 
 
 class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Host memory of an arm's aggregated and prefill servers, tokens of KV: a hierarchical cache,
-    perhaps over one Mooncake store, which lives in their memory."""
+    """Host memory of an arm's aggregated and prefill servers, in tokens of KV: a hierarchical
+    cache, with or without a Mooncake store, which uses the memory of these servers."""
 
     host_tokens: Positive
-    """Of each server's host pool, or of its staging buffer."""
+    """Size of each server's host pool or staging buffer."""
     shared_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Of each server's part of the store, which all of them read; 0: there is no store."""
+    """Memory that each server gives to the store, which all of them read; 0: no store."""
     buffer_only: bool = False
     writes: bool = False
-    """Decode servers have the same, and write their KV to the store."""
+    """Decode servers have the same host memory, and write their KV to the store."""
 
     def __post_init__(self) -> None:
         if (self.buffer_only or self.writes) and not self.shared_tokens:
@@ -97,36 +97,37 @@ class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One setup. ``aggregated`` to ``store`` say what the rig starts; a fleet by address has it
-    under ``setup``."""
+    """One setup. The rig starts ``aggregated`` to ``store``; in a fleet by address, ``setup`` names
+    the servers."""
 
     title: str
-    """``{servers}`` in it becomes how many there are."""
+    """``{servers}`` in it is replaced by the number of servers."""
     setup: str | None = None
-    """Name of a fleet's setup; None: the arm's own name."""
+    """Name of a fleet's setup; None: that of the arm."""
     aggregated: int = 0
     prefill: int = 0
     decode: int = 0
     variant: Literal["stock", "patched", "radix", "local"] = "stock"
-    """The stock release, this package without a flag, with the decode radix cache, and with local
-    turns too, where decode expects to be sooner. Without a flag there is always an arm: what NIXL's
-    sleeping thread gains is not the flag's."""
+    """``stock``: the stock release; ``patched``: this package without a flag; ``radix``: with the
+    decode radix cache; ``local``: with local turns too, when decode expects to be faster. A study
+    always has an arm without a flag, to tell the flag's gain from that of NIXL's sleeping
+    thread."""
     local_tokens: int = 0
-    """Of ``local``: turns with more new tokens go to prefill."""
+    """For ``local``: turns with more new tokens go to prefill."""
     args: dict[Role, tuple[str, ...]] = {}
-    """Further arguments of the servers of a role."""
+    """Further server arguments, by role."""
     env: dict[str, str] = {}
-    """Variables of all servers."""
+    """Environment variables of all servers."""
     venv: str | None = None
-    """Folder of the environment of SGLang 0.5.23 in the repository, whose servers are measured."""
+    """To measure servers of SGLang 0.5.23: folder of its environment in the repository."""
     store: Store | None = None
     policy: str = "linear"
-    """Of our router, or ``none``; by address, of our router where it is needed. Not SGLang's: it
-    keeps what it believes of the workers' caches when they are flushed, and sends several tokens
-    at once."""
+    """Policy of our router, or ``none``. A fleet by address uses it only if our router is needed.
+    SGLang's router is not used: when workers are flushed it keeps its view of their caches, and it
+    sends several tokens at once."""
     heavy_tokens: int | None = None
-    """Of our router, with a pair beside aggregated servers: requests with more uncached tokens go
-    to the pair. As long as in the trace, before scaling."""
+    """For our router, if a pair runs beside aggregated servers: requests with more uncached tokens
+    go to the pair. In tokens of the trace, before scaling."""
     router_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -138,7 +139,7 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("`prefill` and `decode` must be given together")
 
     def routing(self, block_tokens: int) -> tuple[str, ...]:
-        """Arguments of our router, for blocks of so many tokens."""
+        """Return the arguments of our router, for blocks of ``block_tokens`` tokens."""
         if self.heavy_tokens is None:
             return self.router_args
         heavy = max(1, self.heavy_tokens * block_tokens // BLOCK_TOKENS)
@@ -146,75 +147,75 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def sleeps(self) -> bool:
-        """Whether its servers may sleep while they are idle (``--sleep-on-idle``). SGLang's prefill
-        server would sleep up to a second on a handshake, and its server with a store while that
-        answers."""
+        """True if its servers may sleep while idle (``--sleep-on-idle``). SGLang's prefill server
+        would delay a handshake by up to a second, and its server with a store would sleep while the
+        store answers."""
         ours = self.variant != "stock" and self.venv is None
         return ours or not (self.prefill or self.store)
 
     @property
     def servers(self) -> dict[str, int]:
-        """By role."""
+        """Number of servers, by role."""
         return {"aggregated": self.aggregated, "prefill": self.prefill, "decode": self.decode}
 
     @property
     def shown(self) -> str:
-        """The title with the servers that there are."""
+        """The title, with the number of servers."""
         return self.title.replace(SERVERS, counted(self.servers))
 
 
 def counted(servers: Mapping[str, int]) -> str:
-    """``2 aggregated``, ``1P 1D``, or both; a router may hide them."""
-    own = f"{servers['aggregated']} aggregated" if servers["aggregated"] else ""
+    """Return ``2 aggregated``, ``1P 1D``, both, or that a router hides the servers."""
+    aggregated = f"{servers['aggregated']} aggregated" if servers["aggregated"] else ""
     pair = f"{servers['prefill']}P {servers['decode']}D" if servers["decode"] else ""
-    return ", ".join(filter(None, (own, pair))) or "behind a router"
+    return ", ".join(filter(None, (aggregated, pair))) or "behind a router"
 
 
 class Rig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Servers that are started here, on a CPU, for each arm."""
+    """Servers that are started on this machine's CPU, for each arm."""
 
     pool_tokens: int = 8800
     """KV pool of every server."""
     chunk_tokens: int = 512
-    """Of a prefill step."""
+    """Tokens of a prefill step."""
     reserve_tokens: int | None = None
-    """``--num-reserved-decode-tokens``; None: a block, as SGLang's 512 to the trace's."""
+    """``--num-reserved-decode-tokens``; None: one block, as SGLang's 512 are one of the trace."""
     shape: dict[str, int] = {}
-    """Of the random model; see ``benchmark.harness.models.random_qwen3``."""
+    """Shape of the random model; see ``benchmark.harness.models.random_qwen3``."""
 
 
 class FleetFile(Roles, frozen=True):
-    """The file. Roles at its top are the setups ``aggregated``, ``pd`` and ``router``."""
+    """The file. Roles at its top level are the setups ``aggregated``, ``pd`` and ``router``."""
 
     setups: dict[str, Setup] = {}
-    """More of them, or all, by name: an arm of a study that has the name is measured there."""
+    """Further setups by name. An arm of a study with the name of a setup is measured on it."""
     rig: Rig | None = None
-    """Instead of addresses."""
+    """Starts servers, instead of addresses."""
     endpoint: Endpoint = "generate"
     model: str = "default"
-    """As OpenAI's endpoints are asked for it."""
+    """Model name in requests to OpenAI's endpoints."""
     tokenizer: str = "builtin"
-    """Of AIPerf, for prompts of the trace's lengths: a model's name, or AIPerf's own."""
+    """Tokenizer with which AIPerf makes prompts of a given length: a model's name, or its own."""
     api_key_env: str | None = None
-    """Environment variable that holds the key of the servers."""
+    """Environment variable that holds the servers' API key."""
     headers: dict[str, str] = {}
     vocabulary: tuple[int, int] = (1000, 30000)
-    """Token ids that prompts are drawn from: from, and up to."""
+    """Token ids that prompts are drawn from: first id, and last id plus one."""
     block_tokens: Positive = BLOCK_TOKENS
-    """A block of the trace's 512 tokens becomes so many."""
+    """Tokens to send for a block of 512 tokens of the trace."""
     answers: Above | None = None
-    """Share of the recorded answers' tokens; None: scaled as the blocks are."""
+    """Share of the recorded answer length to request; None: scaled like the blocks."""
     max_answer_tokens: Positive | None = None
-    """Longer answers are cut to it."""
+    """Longer answers are cut to this length."""
     pool_tokens: Positive | None = None
-    """KV pool of a server that decodes; on the rig it is the rig's. Requests longer than half of it
-    are left out, and counted."""
+    """KV pool of a decoding server; on the rig, the rig's. Requests longer than half of it are left
+    out, and counted."""
     slo: Slo | None = None
-    """Instead of the study's."""
+    """Replaces the study's."""
     flush: bool = True
     """Empty the servers' caches before each load (``/flush_cache``)."""
     warm_up: int = 4
-    """Requests to each setup before its first load."""
+    """Number of requests to each setup before its first load."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -227,25 +228,25 @@ class FleetFile(Roles, frozen=True):
             raise ValueError(f"`api_key_env`: the environment has no {self.api_key_env}")
 
     def named(self) -> dict[str, Setup]:
-        """All setups by name."""
-        found = dict(self.setups)
+        """Return all setups by name."""
+        setups = dict(self.setups)
         if self.aggregated:
-            found["aggregated"] = Setup(aggregated=self.aggregated, store=self.store)
+            setups["aggregated"] = Setup(aggregated=self.aggregated, store=self.store)
         if self.prefill and self.decode:
-            found["pd"] = Setup(prefill=self.prefill, decode=self.decode, store=self.store)
+            setups["pd"] = Setup(prefill=self.prefill, decode=self.decode, store=self.store)
         if self.router:
-            found["router"] = Setup(router=self.router, store=self.store)
-        return found
+            setups["router"] = Setup(router=self.router, store=self.store)
+        return setups
 
     @property
     def all_headers(self) -> dict[str, str]:
-        """With the key."""
+        """Headers of a request, with the API key."""
         if not self.api_key_env:
             return self.headers
         return {**self.headers, "Authorization": f"Bearer {os.environ[self.api_key_env]}"}
 
     def public(self) -> dict[str, Any]:
-        """For files that are passed on: no key, no header, no address."""
+        """Return the settings that may be published: no key, header or address."""
         sizes = ("endpoint", "model", "block_tokens", "answers", "max_answer_tokens", "flush")
         about: dict[str, Any] = {name: getattr(self, name) for name in sizes}
         about["pool_tokens"] = self.rig.pool_tokens if self.rig else self.pool_tokens
@@ -254,10 +255,10 @@ class FleetFile(Roles, frozen=True):
 
 
 def load(path: Path, kind: type[T]) -> T:
-    """A YAML file as a record.
+    """Return a YAML file as a record.
 
     Raises:
-        ValueError: the file is not one; the message names file and key.
+        ValueError: the file is not valid; the message names file and key.
     """
     try:
         return msgspec.yaml.decode(path.read_bytes(), type=kind)  # JSON is YAML too

@@ -1,1 +1,1 @@
-"""Sends a trace to a server or a router, streams the answers, and measures both sides."""
+"""Send a trace to a server or a router, stream the answers, and measure client and servers."""

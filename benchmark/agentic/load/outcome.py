@@ -1,8 +1,8 @@
-"""What became of one request, a JSON line of the output file; and its class.
+"""The outcome of one request, a JSON line of the output file; and its class.
 
-WARM, MEDIUM and HEAVY say how many prompt tokens a request needs prefilled: those that an endless
-cache, shared by all workers and in the order of the trace, would not hold. They are known before
-sending, so that a request has one class in every arm, also where it fails.
+WARM, MEDIUM and HEAVY classify a request by the number of prompt tokens that an endless cache,
+shared by all workers and filled in the order of the trace, would not hold. That number is known
+before sending, so that a request has one class in every arm, even if it fails.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import msgspec
 from benchmark.harness.stream import ErrorKind
 from benchmark.traces.record import BLOCK_TOKENS
 
-WARM, MEDIUM, HEAVY = NAMES = ("WARM", "MEDIUM", "HEAVY")
+WARM = "WARM"
+MEDIUM = "MEDIUM"
+HEAVY = "HEAVY"
 
 
 class Classes(msgspec.Struct, frozen=True):
@@ -22,7 +24,7 @@ class Classes(msgspec.Struct, frozen=True):
     heavy: int = 20_000
 
     def scaled(self, block_tokens: int) -> Classes:
-        """For a trace whose blocks were made smaller: its requests keep their classes."""
+        """Return the thresholds for a trace with smaller blocks, so that requests keep classes."""
         return Classes(
             max(1, round(self.medium * block_tokens / BLOCK_TOKENS)),
             max(1, round(self.heavy * block_tokens / BLOCK_TOKENS)),
@@ -35,63 +37,63 @@ class Classes(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Times in seconds of the load's clock, whose 0 is its beginning; durations in
-    seconds. Fields that never came to be are None."""
+    """Times in seconds since the load began; durations in seconds. Fields that were never set are
+    None."""
 
     index: int
-    """Of the request among those that are replayed, from 0."""
+    """Number of the request among the replayed ones, from 0."""
     session_id: str | None = None
     turn: int | None = None
 
     prompt_tokens: int
     """As sent."""
     wanted_tokens: int
-    """Output tokens asked for."""
+    """Requested output tokens."""
     trace_new_tokens: int
     """Prompt tokens that an endless cache would not hold."""
     load_new_tokens: int | None = None
-    """Those that no earlier request of this load had, in whole blocks; None: not counted."""
+    """Prompt tokens that no earlier request of this load had, in whole blocks; None: unknown."""
     cached_tokens: int | None = None
     """As the server reported."""
     output_tokens: int = 0
     request_class: str = msgspec.field(name="class")
 
     scheduled_s: float
-    """When it should have been sent."""
+    """Time at which it was due."""
     started_s: float
-    """When it was handed to the HTTP client; TTFT and E2E count from here."""
+    """Time at which it was passed to the HTTP client; TTFT and E2E count from here."""
     sent_s: float | None = None
-    """When its body was written to a connection (to both, for a pair)."""
+    """Time at which its body was written to a connection (for a pair, to both)."""
     first_token_s: float | None = None
     finished_s: float
 
     late_s: float
-    """Sent minus scheduled, time to connect included; started minus scheduled if never sent."""
+    """Sent minus scheduled, including time to connect; started minus scheduled if never sent."""
     ttft_s: float | None = None
     tpot_s: float | None = None
-    """Mean time a token after those that came first."""
+    """Mean time per token after the first ones."""
     e2e_s: float
     itl_s: tuple[float, ...] = ()
-    """Time before each token but the first ones. Tokens that came together share their gap."""
+    """Time before each token except the first ones. Tokens of one event share its gap equally."""
     loop_lag_s: float = 0.0
-    """The longest that this process's event loop was late while the request was open."""
+    """Maximum delay of this process's event loop while the request was open."""
 
     counted: bool = True
-    """Whether it began within the window of a steady load that is measured."""
+    """True if it began within the measured window of a steady load."""
     answer: str | None = None
-    """A digest of the answer's token ids, where they are read."""
+    """A digest of the answer's token ids, if they are read."""
     error: ErrorKind | None = None
     message: str | None = None
     prefill_worker: str | None = None
     decode_worker: str | None = None
-    """Who served it: as a router's headers say, else the address that it was sent to. A colocated
-    worker is both."""
+    """Workers that served it: from a router's headers, else the address it was sent to. For a
+    colocated worker, both fields name it."""
 
 
 def gaps(times: list[float], totals: list[int]) -> tuple[float, ...]:
-    """Inter-token latencies, in seconds and rounded to 10 microseconds.
+    """Return inter-token latencies in seconds, rounded to 10 microseconds.
 
-    ``times``: when each piece of an answer came. ``totals``: output tokens so far after each.
+    ``times``: arrival of each piece of an answer. ``totals``: output tokens after each piece.
     """
     result: list[float] = []
     for i in range(1, len(times)):

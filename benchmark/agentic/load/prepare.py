@@ -1,7 +1,7 @@
-"""Request bodies, made ahead by a process of their own.
+"""Request bodies, prepared ahead in a separate process.
 
-A prompt of 100,000 tokens takes tens of milliseconds to draw and to write down. In the process that
-sends, all that is due meanwhile would go out late.
+Drawing and encoding a prompt of 100,000 tokens takes tens of milliseconds. In the sending process,
+this would delay all requests that are due in that time.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ room mother area money story fact month lot right study book eye job word busine
 head house service friend father power hour game line end member law city name team minute idea body
 """
 _WORDS = _SAID.split()
-"""Of one token each for most tokenizers: chat messages are text."""
-_NICENESS = 10  # making bodies ahead can wait; sending cannot
+"""Most tokenizers make one token of each of these words, which make up chat messages."""
+_NICENESS = 10  # preparing bodies may be delayed, sending may not
 
 
 @dataclass(frozen=True)
 class PromptSource:
-    """Arguments of ``benchmark.traces.prompts.Prompts``, which itself stays in its process, and for
-    whom the bodies are."""
+    """Arguments of ``benchmark.traces.prompts.Prompts``, which lives in the other process, and the
+    endpoint that the bodies are for."""
 
     vocabulary: Sequence[int]
     block_tokens: int
     seed: int = 0
     endpoint: Endpoint = "generate"
     model: str = "default"
-    """Name of the model, for OpenAI's endpoints."""
+    """Model name, for OpenAI's endpoints."""
 
     @property
     def path(self) -> str:
-        """Where the bodies go."""
+        """URL path that the bodies are sent to."""
         paths = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
         return paths.get(self.endpoint, "/generate")
 
@@ -58,9 +58,9 @@ class PromptSource:
 
 
 def body(prompts: Prompts, record: Record, source: PromptSource) -> bytes:
-    """A streaming request: the record's prompt, and exactly its answer's length.
+    """Return a streaming request with the record's prompt and exactly its answer's length.
 
-    A chat message has a word for each token, so that its length in tokens is about the record's.
+    A chat message has one word for each token, so that its length in tokens is about the record's.
     """
     ids = prompts.prompt(record)
     if source.endpoint == "generate":
@@ -83,7 +83,7 @@ def body(prompts: Prompts, record: Record, source: PromptSource) -> bytes:
 
 
 class Bodies:
-    """A context manager; the process ends on exit."""
+    """A context manager that starts the process, and ends it on exit."""
 
     def __init__(self, source: PromptSource) -> None:
         self.block_tokens = source.block_tokens
@@ -92,12 +92,12 @@ class Bodies:
         )
 
     def submit(self, record: Record | None) -> asyncio.Future[Message]:
-        """In the order of submission. The future raises ``ValueError`` for a record whose ids do
-        not cover its prompt."""
+        """Start making a body, in the order of submission. The future raises ``ValueError`` for a
+        record whose ids do not cover its prompt."""
         return asyncio.get_running_loop().run_in_executor(self._pool, _make, record)
 
     def __enter__(self) -> Bodies:
-        self._pool.submit(os.getpid).result()  # what is due at once would wait for the process
+        self._pool.submit(os.getpid).result()  # otherwise the first request waits for the process
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -109,14 +109,14 @@ _prompts: tuple[Prompts, PromptSource] | None = None
 
 def _begin(source: PromptSource) -> None:
     global _prompts
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the sender's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sending process handles Ctrl-C
     os.nice(_NICENESS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _prompts = source.make(), source
 
 
 def _end_with_parent() -> None:
-    """A pool's process would outlive a parent that was killed: it waits for work for ever."""
+    """Exit with the parent; otherwise a pool's process waits for work for ever if it is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

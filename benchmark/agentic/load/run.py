@@ -1,10 +1,10 @@
-"""The load itself: so many sessions under way all the time, or each at its time. Nothing here waits
-for a free connection.
+"""The load: a constant number of concurrent sessions, or each session at its recorded time. No
+request waits for a free connection.
 
-What is measured is a steady load. A session that ends is replaced. What begins before the window,
-as caches fill, does not count; nor does what begins after it, as the load ends. The window closes
-once enough requests have begun in it, of each class that the page speaks of as well; the load goes
-on until all of these have ended.
+A steady load is measured: each session that ends is replaced. Requests that begin before the
+window, while caches fill, or after it, while the load ends, do not count. The window closes when
+enough requests have begun in it, in total and of each class that the page reports; the load goes on
+until all of these have ended.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from benchmark.agentic.load.sessions import Session, Turn, by_session, trace_ses
 from benchmark.harness.client import Result, Target, open_session, send
 from benchmark.traces.record import Record
 
-OTHERS = 64
-"""Files that this process needs besides its streams."""
-FAILED_S = 0.1
-"""At least, after a request that failed: a dead server fails at once."""
+OTHER_FILES = 64
+"""Open files that this process needs besides its streams."""
+MIN_PAUSE_AFTER_FAILURE_S = 0.1
+"""Pause before the next turn after a failed request, because a dead server fails at once."""
 
 
 class Window(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What of a steady load counts."""
+    """The measured part of a steady load."""
 
     warm_up: int = 30
-    """Requests that end before the window opens; at least twice as many as there are sessions at
-    once, so that the burst that begins the load is over."""
+    """Requests that end before the window opens. At least two per concurrent session are used, so
+    that the initial burst is over."""
     requests: int = 200
-    """That begin in it, at least."""
+    """Minimum number of requests that begin in it."""
     of_class: int = 30
-    """Of each class, at least; a class that the load has none of is not waited for."""
+    """Minimum number of each class, if the load has requests of that class."""
     limit_s: float = 300.0
-    """From the load's first request to when it closes in any case; the page says with how many."""
+    """Latest time at which it closes, seconds after the first request; the page reports the number
+    of requests."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,14 @@ class Settings:
     """How sessions are sent."""
 
     think_s: float | None = None
-    """Between two turns; None: as recorded. A trace has arrivals only, so that its gap holds the
-    time that the recorded server took to answer as well."""
+    """Pause between two turns; None: as recorded. A trace has arrivals only, so its gaps include
+    the time in which the recorded server answered."""
     timeout_s: float = 600.0
-    """Of each request."""
+    """Time limit of each request."""
     sessions: int | None = None
-    """So many at once, each begun as another ends, instead of at its time."""
+    """Number of concurrent sessions: each one that ends is replaced. None: each at its time."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Of each request, such as a key."""
+    """Headers of each request, such as a key."""
 
 
 async def replay(
@@ -70,20 +71,20 @@ async def replay(
     *,
     on_outcome: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
-    """Sends the records, by time, and waits for all answers; outcomes in the order of the trace.
+    """Send the records at their times. Return all outcomes in the order of the trace.
 
     ``target``: a pair, or the URL of a server or router. See ``load``.
     """
     outcomes: list[Outcome] = []
 
-    def ended(outcome: Outcome) -> None:
+    def record_outcome(outcome: Outcome) -> None:
         on_outcome(outcome)
         outcomes.append(outcome)
 
     target = Target(target) if isinstance(target, str) else target
-    found = by_session(turns(records, prompts.block_tokens, Classes()))
+    sessions = by_session(turns(records, prompts.block_tokens, Classes()))
     with Bodies(prompts) as bodies:
-        await load(target, trace_sessions(found, bodies), settings, ended)
+        await load(target, trace_sessions(sessions, bodies), settings, record_outcome)
     return sorted(outcomes, key=lambda outcome: outcome.index)
 
 
@@ -95,15 +96,15 @@ async def load(
     window: Window | None = None,
     classes: Sequence[str] = (),
 ) -> tuple[float, float] | None:
-    """Sends the sessions, each with the time of its first request; every outcome as it ends, in
-    this thread. Returns when the window was open.
+    """Send the sessions, each with the time of its first request, and pass each outcome to
+    ``on_outcome`` as it ends, in this thread. Return the span in which the window was open.
 
-    ``window``: what counts, and when the load is over; None: all, and when no session is left.
-    ``classes``: those that the window waits for.
+    ``window``: what counts, and when the load is over; None: all requests count, and the load is
+    over when no session is left. ``classes``: classes that the window waits for.
 
     Raises:
-        ValueError: a record is not valid. Errors of ``on_outcome`` pass through. Either ends the
-            load; what servers do never does.
+        ValueError: a record is not valid. Errors of ``on_outcome`` are passed on. Either ends the
+            load; errors of servers do not.
     """
     counting, clock = Counting(window, classes, settings.sessions or 0), Clock()
     running: set[asyncio.Task[None]] = set()
@@ -115,7 +116,7 @@ async def load(
         task.add_done_callback(stopped)
 
     def stopped(task: asyncio.Task[None]) -> None:
-        """The load is over with its last task, or with the first that failed."""
+        """End the load with its last task, or with the first one that failed."""
         running.discard(task)
         if over.done() or task.cancelled():
             return
@@ -125,7 +126,7 @@ async def load(
             over.set_result(None)
 
     async def converse(session: Session, due: float | None) -> None:
-        """The requests of a session, one after the other; the first one is due now or then."""
+        """Send the requests of a session one after the other, the first at ``due`` (None: now)."""
         following = next(session, None)
         while following is not None and not counting.over:
             turn, request = following
@@ -134,20 +135,20 @@ async def load(
             mark, counts = lag.mark(), counting.begins(turn.kind, clock.now())
             result = await send(http, target, message)
             if result.error is None and result.completion_tokens < turn.wanted_tokens:
-                got = f"{result.completion_tokens} of {turn.wanted_tokens} tokens"
-                result.fail("short_answer", got)
+                answer_length = f"{result.completion_tokens} of {turn.wanted_tokens} tokens"
+                result.fail("short_answer", answer_length)
             counting.ended(counts)
             on_outcome(outcome(turn, result, clock, due, lag.since(mark), counts))
-            least = FAILED_S if result.error else 0.0
+            min_pause = MIN_PAUSE_AFTER_FAILURE_S if result.error else 0.0
             try:
                 following = session.send([] if result.error else result.output_ids)
             except StopIteration:
-                await asyncio.sleep(least)
+                await asyncio.sleep(min_pause)
                 return
             pause = settings.think_s
             if pause is None:
                 pause = following[0].at_s - turn.at_s
-            due = clock.of(result.finished_at) + max(pause, least)
+            due = clock.of(result.finished_at) + max(pause, min_pause)
             await clock.until(due)
 
     async def slot() -> None:
@@ -176,7 +177,7 @@ async def load(
 
 
 class Counting:
-    """When the window opens and closes, and when the load is over. Seconds of the load's clock."""
+    """State of the window and of the load. Times in seconds since the load began."""
 
     def __init__(self, window: Window | None, classes: Sequence[str], sessions: int = 0) -> None:
         self._window, self._classes, self._burst = window, classes, sessions
@@ -184,15 +185,15 @@ class Counting:
         self._begun: Counter[str] = Counter()
         self._opened = math.inf
         self.closed = 0.0
-        """0 while it is open."""
+        """Time at which the window closed; 0 while it is open."""
 
     @property
     def over(self) -> bool:
-        """Whether it is closed and all that counts has ended."""
+        """True if the window is closed and all requests that count have ended."""
         return self.closed > 0 and not self._open
 
     def begins(self, kind: str, now: float) -> bool:
-        """A request is sent; whether it counts."""
+        """Note that a request is sent. Return True if it counts."""
         if (window := self._window) is None:
             return True
         if self._opened > now and self._ended >= max(window.warm_up, 2 * self._burst):
@@ -209,37 +210,37 @@ class Counting:
         return True
 
     def ended(self, counts: bool) -> None:
-        """A request has its answer or failed."""
+        """Note that a request was answered or failed."""
         self._ended += 1
         self._open -= counts
 
     def span(self, end: float) -> tuple[float, float] | None:
-        """From when to when the window was open, which the ``end`` of the load closes too. It has
-        no length where it never was: what began before it is not what was asked for."""
+        """Return when the window opened and closed; it closes at ``end`` at the latest. The span is
+        empty if it never opened, because earlier requests are part of the warm-up."""
         closed = self.closed or end
         return self._window and (min(self._opened, closed), closed)
 
 
 def outcome(
-    of: Turn, answer: Result, clock: Clock, due: float, lag_s: float, counts: bool
+    turn: Turn, answer: Result, clock: Clock, due: float, lag_s: float, counts: bool
 ) -> Outcome:
-    """The line of the output file."""
+    """Return the line of the output file."""
     started, finished = clock.of(answer.started_at), clock.of(answer.finished_at)
     sent = None if answer.sent_at is None else clock.of(answer.sent_at)
     first = clock.of(answer.token_times[0]) if answer.token_times else None
     itl_s = gaps(answer.token_times, answer.totals)
-    said = None if answer.error else answer.output_ids
+    answer_ids = None if answer.error else answer.output_ids
     return Outcome(
-        index=of.index,
-        session_id=of.session_id,
-        turn=of.turn,
-        prompt_tokens=answer.prompt_tokens or of.prompt_tokens,
-        wanted_tokens=of.wanted_tokens,
-        trace_new_tokens=of.new_tokens,
-        load_new_tokens=of.load_new_tokens,
+        index=turn.index,
+        session_id=turn.session_id,
+        turn=turn.turn,
+        prompt_tokens=answer.prompt_tokens or turn.prompt_tokens,
+        wanted_tokens=turn.wanted_tokens,
+        trace_new_tokens=turn.new_tokens,
+        load_new_tokens=turn.load_new_tokens,
         cached_tokens=answer.cached_tokens if answer.cached_told else None,
         output_tokens=answer.completion_tokens,
-        request_class=of.kind,
+        request_class=turn.kind,
         scheduled_s=round(due, 6),
         started_s=started,
         sent_s=sent,
@@ -252,7 +253,7 @@ def outcome(
         itl_s=itl_s,
         loop_lag_s=lag_s,
         counted=counts,
-        answer=hashlib.sha256(repr(said).encode()).hexdigest()[:12] if said else None,
+        answer=hashlib.sha256(repr(answer_ids).encode()).hexdigest()[:12] if answer_ids else None,
         error=answer.kind,
         message=answer.error,
         prefill_worker=answer.prefill_worker,
@@ -273,16 +274,15 @@ class Clock:
         return self.of(time.monotonic())
 
     async def until(self, due: float) -> None:
-        """Returns at ``due``, or at once if that is past."""
+        """Return at ``due``, or at once if ``due`` is past."""
         if (wait := due + self._zero - time.monotonic()) > 0:
             await asyncio.sleep(wait)
 
 
 class LoopLag:
-    """Wakes up every ``PERIOD_S`` and notes by how much it came too late.
+    """Wakes up every ``PERIOD_S`` and records each delay.
 
-    What delays this task delays every other one: the times of tokens that arrive meanwhile, and
-    requests that are due.
+    A delay of this task equally delays requests that are due, and the timestamps of tokens.
     """
 
     PERIOD_S = 0.02
@@ -295,11 +295,11 @@ class LoopLag:
         self._task.cancel()
 
     def mark(self) -> int:
-        """Now, for ``since``."""
+        """Return the present position, for ``since``."""
         return len(self._lags)
 
     def since(self, mark: int) -> float:
-        """The longest lag after ``mark``, seconds."""
+        """Return the maximum delay after ``mark``, in seconds."""
         return round(max(self._lags[mark:], default=0.0), 6)
 
     async def _watch(self) -> None:
@@ -310,15 +310,15 @@ class LoopLag:
 
 
 def raise_open_files(streams: int) -> int:
-    """Raise the soft limit to the hard one; returns it.
+    """Raise the soft limit of open files to the hard limit, and return that.
 
-    ``streams``: as many may be open at once, each of two sockets for a pair.
+    ``streams``: requests that may be open at once, each with two sockets for a pair.
 
     Raises:
-        OSError: the hard limit is lower than that.
+        OSError: the hard limit is too low for ``streams``.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = 2 * streams + OTHERS
+    need = 2 * streams + OTHER_FILES
     if hard != resource.RLIM_INFINITY and hard < need:
         raise OSError(
             f"{streams} streams need {need} open files, and the hard limit is {hard}: raise it "

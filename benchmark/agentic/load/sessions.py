@@ -1,4 +1,5 @@
-"""What is sent: sessions of a trace, or made of numbers with each answer in the next prompt.
+"""The sessions to send: those of a trace, or sessions made from sizes, whose answers become part of
+the next prompt.
 
 Session ``k`` is the same in every arm.
 """
@@ -19,58 +20,62 @@ from benchmark.harness.client import Message, Request
 from benchmark.traces.record import Record
 from benchmark.traces.sessions import EndlessCache, annotate
 
-FIRST, LATER, COLD = MADE_CLASSES = ("FIRST", "LATER", "COLD")
+FIRST = "FIRST"
+LATER = "LATER"
+COLD = "COLD"
+MADE_CLASSES = (FIRST, LATER, COLD)
+"""Classes of made sessions: a session's first turn, its later turns, and unrelated prompts."""
 COLD_ANSWER = 8
 """Tokens of a cold prompt's answer."""
 GOLDEN = 0.618034
-"""Multiples of it, less their whole part, are evenly spread."""
+"""The fractional parts of its multiples are evenly spread."""
 AHEAD = 16
-"""Sessions of a trace whose first prompt is made before it is needed."""
+"""Number of trace sessions whose first prompt is prepared before it is needed."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A request as its outcome names it."""
+    """A request, as its outcome names it."""
 
     index: int
-    """Of the request: the same in every arm."""
+    """Number of the request, the same in every arm."""
     session_id: str | None
     turn: int | None
-    """In its session, from 0."""
+    """Position in its session, from 0."""
     prompt_tokens: int
     wanted_tokens: int
     new_tokens: int
     """Prompt tokens that an endless cache would not hold."""
     kind: str
-    """Its class."""
+    """Class of the request."""
     at_s: float = 0.0
-    """Arrival, seconds after the trace's first request."""
+    """Arrival, in seconds after the trace's first request."""
     record: Record | None = None
-    """Of a trace."""
+    """Its record, if it comes from a trace."""
     load_new_tokens: int | None = None
     """Prompt tokens that no earlier request of this load had, in whole blocks, at least one; None:
-    not counted."""
+    unknown."""
 
 
 Sent = tuple[Turn, Request | Awaitable[Message]]
 Session = Generator[Sent, Sequence[int], None]
-"""Its requests; it is sent the answer to the one before, which is empty where that failed."""
+"""Yields the requests of a session. ``send`` takes the previous answer, empty if it failed."""
 
 
 class Made(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Sessions of these sizes, in tokens."""
+    """Sizes of made sessions, in tokens."""
 
     first_tokens: int = 512
-    """Of a session's first turn, after the prefix."""
+    """Prompt of a session's first turn, behind the prefix."""
     turns: int = 10
     turn_tokens: int = 112
-    """New ones of each later turn, behind the history with all answers."""
+    """New tokens of each later turn, behind the history with all answers."""
     answer_tokens: int = 40
     prefixes: int = 0
-    """Shared ones, which sessions begin with by turns; 0: sessions share nothing."""
+    """Number of shared prefixes, which sessions use in turn; 0: sessions share nothing."""
     prefix_tokens: int = 0
     cold_share: float = 0.0
-    """Of all requests, those with a prompt that shares nothing with anything, each a session."""
+    """Share of requests whose prompt shares nothing. Each one is a session."""
     cold_tokens: int = 5000
     seed: int = 0
 
@@ -80,9 +85,9 @@ class Made(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def classes(self) -> list[str]:
-        """That it has requests of."""
+        """Classes that it has requests of."""
         shares = (1.0, self.turns - 1, self.cold_share)
-        return [name for name, some in zip(MADE_CLASSES, shares, strict=True) if some > 0]
+        return [name for name, part in zip(MADE_CLASSES, shares, strict=True) if part > 0]
 
     @property
     def largest(self) -> int:
@@ -92,22 +97,22 @@ class Made(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return max(whole, self.cold_tokens + COLD_ANSWER if self.cold_share else 0)
 
 
-def middle(number: int, of: int) -> int:
-    """One of so many, evenly spread over them: where the ``number``-th session of a steady load
-    begins. Were all to begin with their first turn, a load of many sessions would count other turns
-    than one of few."""
-    return int(number * GOLDEN % 1 * of)
+def middle(number: int, total: int) -> int:
+    """Return the turn with which the ``number``-th session of a steady load begins, evenly spread
+    over ``total`` turns. If all sessions began with their first turn, a load of many sessions would
+    count other turns than a load of few."""
+    return int(number * GOLDEN % 1 * total)
 
 
 def made_sessions(
     made: Made, vocabulary: range, at_once: int = 0, block_tokens: int = 1
 ) -> Iterator[tuple[float, Session]]:
-    """Without end, due at once; ``at_once`` of them begin in their ``middle``. New tokens of the
-    load are counted in blocks of ``block_tokens``."""
+    """Yield sessions without end, all due at once. The first ``at_once`` begin in their ``middle``.
+    New tokens of the load are counted in blocks of ``block_tokens``."""
     sent_prefixes: set[int] = set()
 
     def new_of(prompt: list[int], known: int) -> int:
-        """Return the tokens behind the whole blocks that are ``known``, at least one."""
+        """Return the number of tokens behind the whole blocks that are ``known``, at least one."""
         return len(prompt) - min(known, len(prompt) - 1) // block_tokens * block_tokens
 
     def ids(seed: str, tokens: int) -> list[int]:
@@ -134,12 +139,13 @@ def made_sessions(
             sent = replace(sent, load_new_tokens=new_of(prompt, known))
             answer = yield sent, Request(prompt, wanted, label=f"{number}.{turn}")
             if not answer:
-                return  # what comes next would lack it
+                return  # the next prompt would lack this answer
             prompt = [*prompt, *answer]
             known = len(prompt) - 1  # the last token of an answer is not computed
 
-    once = made.cold_share * made.turns
-    share = once / (1 - made.cold_share + once)  # of the sessions, as a cold one has one request
+    cold_weight = made.cold_share * made.turns
+    # The share of sessions differs from that of requests, as a cold session has one request.
+    share = cold_weight / (1 - made.cold_share + cold_weight)
     prefixes = [ids(f"prefix {i}", made.prefix_tokens) for i in range(made.prefixes)]
     for number in count():
         chance = random.Random(f"{made.seed} kind {number}").random()
@@ -148,22 +154,22 @@ def made_sessions(
 
 
 def turns(records: Iterable[Record], block_tokens: int, classes: Classes) -> Iterator[Turn]:
-    """The records in their order, with sessions where the trace names none."""
+    """Yield the records in their order, with sessions assigned if the trace names none."""
     cache = EndlessCache()
     began: float | None = None
-    for index, of in enumerate(annotate(records, block_tokens)):
-        began = of.timestamp if began is None else began
-        new = max(0, of.input_length - cache.hits(of) * block_tokens)
-        sizes = (of.input_length, of.output_length, new)
-        at_s = (of.timestamp - began) / 1000
-        yield Turn(index, of.session_id, of.turn, *sizes, classes.of(new), at_s, of)
+    for index, record in enumerate(annotate(records, block_tokens)):
+        began = record.timestamp if began is None else began
+        new = max(0, record.input_length - cache.hits(record) * block_tokens)
+        sizes = (record.input_length, record.output_length, new)
+        at_s = (record.timestamp - began) / 1000
+        yield Turn(index, record.session_id, record.turn, *sizes, classes.of(new), at_s, record)
 
 
-def by_session(found: Iterable[Turn]) -> list[list[Turn]]:
-    """Sessions in the order of their first turns. Holds all records: the turn after next may stand
-    anywhere in the trace."""
+def by_session(all_turns: Iterable[Turn]) -> list[list[Turn]]:
+    """Return sessions in the order of their first turns. All records are held in memory, because a
+    session's next turn may be anywhere in the trace."""
     sessions: dict[tuple[str | None, int], list[Turn]] = {}
-    for turn in found:
+    for turn in all_turns:
         # A record without a session is a session of its own.
         key = (turn.session_id, 0 if turn.session_id is not None else turn.index)
         sessions.setdefault(key, []).append(turn)
@@ -171,41 +177,43 @@ def by_session(found: Iterable[Turn]) -> list[list[Turn]]:
 
 
 def begun(sessions: list[list[Turn]], part: int, at_once: int) -> list[list[Turn]]:
-    """With so many in front that are in their ``middle``: those of requests from the second half of
-    the first ``part``, as a steady load has sessions in proportion to their requests."""
+    """Return the sessions, with ``at_once`` that are in their ``middle`` first. These belong to
+    requests of the second half of the first ``part``, because a steady load has sessions in
+    proportion to their requests."""
     places = [(n, i) for n in range(part // 2, part) for i in range(len(sessions[n]))]
     first: dict[int, int] = {}
     for k in range(len(places)):
         if len(first) < at_once:
             first.setdefault(*places[middle(k, len(places))])
-    others = [each for n, each in enumerate(sessions) if n not in first]
+    others = [session for n, session in enumerate(sessions) if n not in first]
     return [sessions[n][i:] for n, i in first.items()] + others
 
 
 def trace_sessions(
     sessions: Iterable[Sequence[Turn]], bodies: Bodies
 ) -> Iterator[tuple[float, Session]]:
-    """In their order, each with its time; an answer is not part of the next prompt. Bodies are made
-    ahead: the first ones of ``AHEAD`` sessions, later ones while the turn before is answered."""
+    """Yield the sessions in their order, each with its time; an answer is not part of the next
+    prompt. Bodies are prepared ahead: the first one of ``AHEAD`` sessions, later ones while the
+    previous turn is answered."""
     cache = EndlessCache()
 
     def counted(turn: Turn) -> Turn:
-        """Sessions are not sent in the order of the trace, so its new tokens are not the load's."""
+        """Count new tokens by the order of sending, which is not that of the trace."""
         if turn.record is None:
             return turn
-        most = (turn.prompt_tokens - 1) // bodies.block_tokens
-        hits = min(cache.hits(turn.record), most) * bodies.block_tokens
+        max_hits = (turn.prompt_tokens - 1) // bodies.block_tokens
+        hits = min(cache.hits(turn.record), max_hits) * bodies.block_tokens
         return replace(turn, load_new_tokens=turn.prompt_tokens - hits)
 
-    def played(each: Sequence[Turn], first: Awaitable[Message]) -> Session:
+    def played(session: Sequence[Turn], first: Awaitable[Message]) -> Session:
         made = first
-        for turn, after in zip(each, (*each[1:], None), strict=True):
+        for turn, after in zip(session, (*session[1:], None), strict=True):
             now, made = made, bodies.submit(after.record) if after else made
             yield counted(turn), now
 
     waiting: deque[tuple[float, Session]] = deque()
-    for each in sessions:
-        waiting.append((each[0].at_s, played(each, bodies.submit(each[0].record))))
+    for session in sessions:
+        waiting.append((session[0].at_s, played(session, bodies.submit(session[0].record))))
         if len(waiting) > AHEAD:
             yield waiting.popleft()
     yield from waiting

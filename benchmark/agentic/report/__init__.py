@@ -1,1 +1,1 @@
-"""The page of a study: its numbers with their intervals, what they say, tables and figures."""
+"""The page of a study: numbers with intervals, the verdict, tables and figures."""

@@ -1,10 +1,10 @@
-"""Numbers of a run: a table of requests, one of cells, and ratios with intervals.
+"""Numbers of a run: a table of requests, a table of cells, and ratios with intervals.
 
-A cell is an arm at a load in one round. Rounds differ in what else the machine did and in which
-sessions were sent. All arms of a round get the same ones; what began in the window counts, and in
-the same time a slower arm begins fewer. A number of an arm is the mean over its rounds; of two
-arms, the geometric mean of the rounds' ratios. Both have the interval of Student's t over the
-rounds, a ratio's of their logarithms.
+A cell is one arm at one load in one round. Rounds differ in the sessions that were sent and in the
+other work of the machine. All arms of a round get the same sessions; requests that begin in the
+window count, and a slower arm begins fewer in the same time. A number of an arm is the mean over
+its rounds; a ratio of two arms is the geometric mean of the rounds' ratios. Intervals are of
+Student's t over the rounds, those of ratios computed on logarithms.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ QUANTITIES = ("ttft", "tpot", "e2e")
 NAMES = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end-to-end time"}
 STATISTICS = ("mean", "p50", "p90", "p99")
 STAGES = ("queue", "build", "post", "wire")
-"""Of a transfer, as prefill counts them."""
+"""Stages of a transfer, as prefill counts them."""
 TIERS = ("device", "host", "storage")
-"""Of a hierarchical cache."""
+"""Tiers of a hierarchical cache."""
 CELL = ["point", "arm", "round"]
 ROUNDS = 3
-"""Fewer give no verdict: what lies between two runs of one arm is not known then."""
+"""Fewer rounds give no verdict, because the spread between two runs of one arm is then unknown."""
 COMPUTED = "computed"
-"""Prompt tokens that servers computed over those that an endless cache of the load would not
+"""Prompt tokens that servers computed, over those that an endless cache of the load would not
 hold."""
 AGAINST = {
     **{f"{quantity}_mean": name for quantity, name in NAMES.items()},
     "itl_p99": "ITL p99",
     "goodput": "goodput",
 }
-"""What arms are compared by."""
+"""Quantities that arms are compared by."""
 
 
 class Interval(NamedTuple):
-    """A value, and what holds the true one with the confidence that was asked for."""
+    """A value, with the bounds that contain the true value at the requested confidence."""
 
     value: float
     low: float
@@ -57,23 +57,24 @@ class Interval(NamedTuple):
 
 
 def interval(values: Iterable[float], sure: float = 0.95, least: int = 2) -> Interval:
-    """Of the mean of a few; no bounds of fewer than ``least``, which is two or more."""
-    there = np.array([value for value in values if math.isfinite(value)])
-    if not len(there):
+    """Return the interval of the mean of some values; no bounds for fewer than ``least`` values,
+    which is two or more."""
+    finite = np.array([value for value in values if math.isfinite(value)])
+    if not len(finite):
         return Interval(math.nan, math.nan, math.nan)
-    mean = float(there.mean())
-    if len(there) < least:
+    mean = float(finite.mean())
+    if len(finite) < least:
         return Interval(mean, math.nan, math.nan)
-    of_t = t.ppf((1 + sure) / 2, len(there) - 1)
-    half = float(of_t * there.std(ddof=1) / math.sqrt(len(there)))
+    quantile = t.ppf((1 + sure) / 2, len(finite) - 1)
+    half = float(quantile * finite.std(ddof=1) / math.sqrt(len(finite)))
     return Interval(mean, mean - half, mean + half)
 
 
 def ratio(ratios: Iterable[float], sure: float = 0.95) -> Interval:
-    """Of those of each round; none where one of the two has 0 or nothing in any of them, as the
-    others would tell of the better rounds alone. No bounds, and so no verdict, of fewer than
-    ``ROUNDS``."""
-    logs = [math.log(each) if each > 0 else math.nan for each in ratios]
+    """Return the interval of the geometric mean of the rounds' ratios. NaN if one arm has 0 or no
+    value in a round, because the other rounds alone would show it as better than it is. No bounds,
+    and so no verdict, for fewer than ``ROUNDS`` rounds."""
+    logs = [math.log(ratio) if ratio > 0 else math.nan for ratio in ratios]
     if not all(map(math.isfinite, logs)):
         logs = []
     return Interval(*map(math.exp, interval(logs, sure, ROUNDS)))
@@ -81,25 +82,26 @@ def ratio(ratios: Iterable[float], sure: float = 0.95) -> Interval:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Of a run."""
+    """Numbers of a run."""
 
     requests: pd.DataFrame
-    """A row a request that counts: the columns of ``CELL`` and those of ``_request``."""
+    """One row for each request that counts: the columns of ``CELL`` and of ``_request``."""
     cells: pd.DataFrame
-    """A row a cell, by ``CELL``: the columns of ``described`` and of ``_cell``."""
+    """One row for each cell, by ``CELL``: the columns of ``described`` and of ``_cell``."""
 
     def ratio(
         self, point: str, arms: tuple[str, str], column: str, kind: str = "", sure: float = 0.95
     ) -> Interval:
-        """Of the first arm over the second. Means are of the requests of a round that both arms
-        count, as a window holds other ones of a slower arm; ``kind``: of this class alone."""
+        """Return the ratio of the first arm to the second. Means of a round are over the requests
+        that both arms count, because the windows of two arms contain different requests.
+        ``kind``: use this class alone."""
         cells = [self.cells.loc[point, arm][column] for arm in arms]
-        there = pd.concat(cells, axis=1, keys=arms, join="inner")  # rounds that both have
+        there = pd.concat(cells, axis=1, keys=arms, join="inner")  # rounds that both arms have
         if (quantity := column.removesuffix("_mean")) != column:
             mine = self.requests[self.requests["point"] == point]
             mine = mine[mine["kind"] == kind] if kind else mine
-            each = mine.pivot_table(quantity, ["round", "index"], "arm").reindex(columns=arms)
-            there = each.dropna().groupby("round").mean().reindex(there.index)
+            pairs = mine.pivot_table(quantity, ["round", "index"], "arm").reindex(columns=arms)
+            there = pairs.dropna().groupby("round").mean().reindex(there.index)
         return ratio(there[arms[0]] / there[arms[1]], sure)
 
 
@@ -115,7 +117,7 @@ def numbers(run: Run) -> Numbers:
 
 
 def described(groups: Any) -> pd.DataFrame:
-    """Seconds: ``ttft_mean``, ``ttft_p50`` and so on of each group of requests."""
+    """Return ``ttft_mean``, ``ttft_p50`` and so on of each group of requests, in seconds."""
     parts = [groups[list(QUANTITIES)].mean().add_suffix("_mean")]
     for p in (50, 90, 99):
         parts.append(groups[list(QUANTITIES)].quantile(p / 100).add_suffix(f"_p{p}"))
@@ -123,7 +125,7 @@ def described(groups: Any) -> pd.DataFrame:
 
 
 def met(o: Outcome, slo: Slo) -> bool:
-    """Whether a request met the SLO; an answer of one token has no TPOT to miss."""
+    """Return True if a request met the SLO; an answer of one token has no TPOT to miss."""
     return (
         o.error is None
         and (o.ttft_s is None or o.ttft_s <= slo.ttft_s)
@@ -136,23 +138,23 @@ def _named(cell: Cell) -> dict[str, Any]:
 
 
 def _request(run: Run, o: Outcome) -> dict[str, Any]:
-    """Seconds. A failed request took the time limit, and has no TPOT."""
+    """Return the times in seconds. A failed request counts as the time limit, without a TPOT."""
     lost = run.study.load.timeout_s
     times = (lost, math.nan, lost) if o.error else (o.ttft_s, o.tpot_s, o.e2e_s)
-    told = {name: math.nan if x is None else x for name, x in zip(QUANTITIES, times, strict=True)}
-    return {**told, "index": o.index, "kind": o.request_class, "error": o.error}
+    values = {name: math.nan if x is None else x for name, x in zip(QUANTITIES, times, strict=True)}
+    return {**values, "index": o.index, "kind": o.request_class, "error": o.error}
 
 
 def _cell(run: Run, cell: Cell) -> dict[str, float]:
-    """But for the times of its requests. NaN, or left out, where nothing counts it."""
+    """Return a cell's numbers, except times of requests. Unknown ones are NaN or left out."""
     outcomes, counted = cell.outcomes, cell.counted
     began, ended = cell.span
     span = max(ended - began, 1e-9)
     inside = [o for o in outcomes if began < o.finished_s <= ended]
     held = [min(o.finished_s, ended) - max(o.started_s, began) for o in outcomes]
-    # An end sorts before a start at the same time.
+    # Sorts an end before a start at the same time.
     steps = sorted(
-        (at, step) for o in outcomes for at, step in ((o.started_s, 1), (o.finished_s, -1))
+        (when, step) for o in outcomes for when, step in ((o.started_s, 1), (o.finished_s, -1))
     )
     gaps = [gap for o in counted for gap in o.itl_s]
     good = [met(o, run.study.slo) for o in counted]
@@ -166,7 +168,7 @@ def _cell(run: Run, cell: Cell) -> dict[str, float]:
         "itl_p99": percentile(gaps, 99),
         "hit_rate": _hit_rate(counted),
         COMPUTED: _computed(counted),
-        "at_once": sum(max(0.0, each) for each in held) / span,
+        "at_once": sum(max(0.0, seconds) for seconds in held) / span,
         "at_most": int(max(np.cumsum([step for _, step in steps]), default=0)),
         "late_p99": percentile(late, 99),
         "read_late_p99": percentile(lag, 99),
@@ -178,63 +180,65 @@ def _cell(run: Run, cell: Cell) -> dict[str, float]:
 
 
 def _hit_rate(counted: Sequence[Outcome]) -> float:
-    """Cached prompt tokens of all that were answered; NaN where no server ever said so."""
-    told = _told(counted)
-    prompts = sum(o.prompt_tokens for o in told)
-    return sum(o.cached_tokens or 0 for o in told) / max(1, prompts) if told else math.nan
+    """Return the cached share of the prompt tokens of answered requests; NaN if never reported."""
+    reported = _cache_reported(counted)
+    prompts = sum(o.prompt_tokens for o in reported)
+    return sum(o.cached_tokens or 0 for o in reported) / max(1, prompts) if reported else math.nan
 
 
 def _computed(counted: Sequence[Outcome]) -> float:
-    """Return the computed prompt tokens over the new ones: those that no earlier request of the
-    load had, else the trace's. NaN where no server said what was cached."""
-    told = _told(counted)
-    new = sum(o.trace_new_tokens if o.load_new_tokens is None else o.load_new_tokens for o in told)
-    computed = sum(o.prompt_tokens - (o.cached_tokens or 0) for o in told)
-    return computed / max(1, new) if told else math.nan
+    """Return computed over new prompt tokens. Tokens are new if no earlier request of the load had
+    them, or by the trace if that is unknown. NaN if no server reported cached tokens."""
+    reported = _cache_reported(counted)
+    new = sum(
+        o.trace_new_tokens if o.load_new_tokens is None else o.load_new_tokens for o in reported
+    )
+    computed = sum(o.prompt_tokens - (o.cached_tokens or 0) for o in reported)
+    return computed / max(1, new) if reported else math.nan
 
 
-def _told(counted: Sequence[Outcome]) -> list[Outcome]:
-    """Return the requests whose cached tokens are known. On OpenAI's endpoints SGLang says nothing
-    of a prompt of which nothing was cached."""
+def _cache_reported(counted: Sequence[Outcome]) -> list[Outcome]:
+    """Return the requests whose cached tokens are known. On OpenAI's endpoints SGLang omits the
+    number if nothing of a prompt was cached."""
     if all(o.cached_tokens is None for o in counted):
         return []
     return [o for o in counted if o.error is None or o.cached_tokens is not None]
 
 
 def _counters(cell: Cell) -> dict[str, float]:
-    """What the servers counted, by request, and what was seen of their gauges."""
-    found: dict[str, float] = {}
+    """Return the servers' counters per request, and the gauges that were sampled."""
+    values: dict[str, float] = {}
     if cell.samples:
-        found = {"usage_p50": percentile(cell.samples, 50), "usage_max": max(cell.samples)}
-    engines = metrics.total(of for role, of in cell.gained.items() if role != "store")
+        values = {"usage_p50": percentile(cell.samples, 50), "usage_max": max(cell.samples)}
+    engines = metrics.total(counts for role, counts in cell.gained.items() if role != "store")
     if MEMORY in engines:
         store_bytes = cell.gained.get("store", {}).get(MEMORY, 0.0)
-        found |= {"host_bytes": engines[MEMORY], "store_bytes": store_bytes}
-        found["memory_bytes"] = engines.get(DEVICE_MEMORY, 0.0) + engines[MEMORY] + store_bytes
-        found["device_bytes"] = engines.get(DEVICE_MEMORY, 0.0)
-        # A decode server reports the cached tokens of prefill once more.
+        values |= {"host_bytes": engines[MEMORY], "store_bytes": store_bytes}
+        values["memory_bytes"] = engines.get(DEVICE_MEMORY, 0.0) + engines[MEMORY] + store_bytes
+        values["device_bytes"] = engines.get(DEVICE_MEMORY, 0.0)
+        # Leave out decode servers, which report prefill's cached tokens again.
         computing = cell.gained.get("aggregated") or cell.gained.get("prefill", {})
         prompts = max(1.0, computing.get(metrics.ALL_PROMPT_TOKENS, 0.0))
         for tier in TIERS:
-            found[tier] = computing.get(f"{metrics.CACHED_TOKENS} {tier}", 0.0) / prompts
+            values[tier] = computing.get(f"{metrics.CACHED_TOKENS} {tier}", 0.0) / prompts
     if "prefill" not in cell.gained:
-        return found
+        return values
     prefill, decode = (cell.gained.get(role, {}) for role in ("prefill", "decode"))
     sent = len(cell.outcomes)
-    # The stock release counts the pages of each whole prompt, which is what it sends.
+    # The stock release counts the pages of each whole prompt, all of which it sends.
     stock = prefill.get(metrics.STOCK_TRANSFER_MB, 0.0) * 2**20
-    found["bytes_moved"] = prefill.get(metrics.SENT_BYTES, stock) / sent
-    found["hit_tokens"] = decode.get(metrics.HIT_TOKENS, 0.0) / sent
-    found["local_tokens"] = decode.get(metrics.LOCAL_TOKENS, 0.0) / sent
+    values["bytes_moved"] = prefill.get(metrics.SENT_BYTES, stock) / sent
+    values["hit_tokens"] = decode.get(metrics.HIT_TOKENS, 0.0) / sent
+    values["local_tokens"] = decode.get(metrics.LOCAL_TOKENS, 0.0) / sent
     for stage in STAGES:
         name = f"sglang:kv_transfer_{stage}_seconds"
         if count := prefill.get(f"{name}_count", 0.0):
-            found |= {"transfers": count / sent, stage: prefill.get(f"{name}_sum", 0.0) / count}
-    return found
+            values |= {"transfers": count / sent, stage: prefill.get(f"{name}_sum", 0.0) / count}
+    return values
 
 
 def _workers(counted: Sequence[Outcome]) -> dict[str, float]:
-    """The busiest decoding server's share of the prompt tokens over an even one."""
+    """Return the busiest decoding server's share of the prompt tokens, over an even share."""
     tokens = Counter[str]()
     for o in counted:
         if o.error is None and o.decode_worker is not None:

@@ -1,4 +1,4 @@
-"""The page of a study. Its numbers are those of the run's summary."""
+"""The page of a study, made from the run's summary."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from benchmark.harness.report import markdown
 from benchmark.traces.record import BLOCK_TOKENS
 
 Json = Mapping[str, Any]
-CLAIMS = ("claim", "load", "theirs; held against", "ours", "verdict")
+CLAIMS = ("claim", "load", "published; compared with", "ours", "verdict")
 CLASS = 30
-"""Requests of a class at a load, at least, for the page to show it."""
+"""Minimum number of requests of a class at a load for the page to show the class."""
 
 
 class Column(NamedTuple):
-    """Of a table: numbers of an arm at a load, side by side."""
+    """A column of a table: numbers of an arm at a load, side by side."""
 
     head: str
     names: tuple[str, ...]
@@ -36,18 +36,18 @@ class Column(NamedTuple):
     scale: float = 1.0
     unit: str = ""
     spread: bool = False
-    """With the interval."""
+    """True if the interval is shown."""
 
     def shown(self, numbers: Json) -> str:
-        """A dash where the arm has none."""
-        of = [three(numbers.get(name)) for name in self.names]
-        if math.isnan(of[0][0]):
+        """Return the cell's text, or a dash if the arm has no number."""
+        values = [three(numbers.get(name)) for name in self.names]
+        if math.isnan(values[0][0]):
             return "-"
-        scaled = [[x * self.scale for x in each] for each in of]
+        scaled = [[x * self.scale for x in value] for value in values]
         if self.spread:
             return spread(scaled[0], self.form, self.unit)
         return (
-            " / ".join("-" if math.isnan(each[0]) else f"{each[0]:{self.form}}" for each in scaled)
+            " / ".join("-" if math.isnan(x[0]) else f"{x[0]:{self.form}}" for x in scaled)
             + self.unit
         )
 
@@ -62,15 +62,15 @@ WHOLE = [
     Column("goodput/s", ("goodput",), ".1f"),
     Column("memory for KV", ("memory_bytes",), ",.0f", 1e-6, " MB"),
 ]
-"""What the page about the whole system shows."""
+"""Columns of the page about the whole system."""
 GAINED = {name: AGAINST[name] for name in ("ttft_mean", "e2e_mean", "itl_p99", "goodput")}
-"""What README.md compares arms by."""
+"""Quantities that README.md compares arms by."""
 
 
-def three(of: Any) -> list[float]:
-    """Of a summary, which may lack it or its bounds."""
-    three = of if isinstance(of, (list, tuple)) else [of, None, None]
-    return [math.nan if each is None else float(each) for each in three]
+def three(number: Any) -> list[float]:
+    """Return a summary's number as value, low and high, NaN where the summary has none."""
+    three = number if isinstance(number, (list, tuple)) else [number, None, None]
+    return [math.nan if x is None else float(x) for x in three]
 
 
 TIMES = [
@@ -94,8 +94,8 @@ RESULTS = [
 ]
 COUNTED = [
     Column("KV moved a request", ("bytes_moved",), ",.0f", 1e-3, " KB", spread=True),
-    Column("tokens a request that decode hit", ("hit_tokens",)),
-    Column("that decode computed", ("local_tokens",)),
+    Column("tokens a request from decode's cache", ("hit_tokens",)),
+    Column("computed by decode", ("local_tokens",)),
     Column("loopback interface a request", ("loopback_bytes",), ",.0f", 1e-3, " KB"),
     Column("KV pool: p50 / max", ("usage_p50", "usage_max"), ".0%"),
     Column("cached on: device / host / store", TIERS, ".1%"),
@@ -121,181 +121,183 @@ CLIENT = [
 ]
 
 
-def page(told: Json, figures: Mapping[str, str]) -> str:
-    """``told``: a run's ``summary``. ``figures``: title to file, relative to the page."""
-    study, slo = told["study"], told["study"]["slo"]
+def page(summary: Json, figures: Mapping[str, str]) -> str:
+    """Return the page. ``summary``: that of a run. ``figures``: title -> file name."""
+    study, slo = summary["study"], summary["study"]["slo"]
     parts = [
         f"# {study['title']}",
-        told["answer"],
+        summary["answer"],
         f"**Setup.** {study['question']}",
-        f"**Measured** on {told['date']}: {_where(told)}. Arms take turns; rounds: "
-        f"{study['rounds']}. Loads are in {told['unit']}. Numbers are means of the rounds, with "
+        f"**Measured** on {summary['date']}: {_where(summary)}. Arms take turns; rounds: "
+        f"{study['rounds']}. Loads are in {summary['unit']}. Numbers are means of the rounds, with "
         "95 % intervals by Student's t over the rounds.",
-        f"**Command:** `{told['command']}`",
+        f"**Command:** `{summary['command']}`",
         *(f"![{title}]({file})" for title, file in figures.items()),
         *_titled(
             "Claims",
             "Ratios of two arms, or a number of one arm, with 95 % intervals.",
-            markdown(CLAIMS, claim_rows(told["claims"])) if told["claims"] else "",
+            markdown(CLAIMS, claim_rows(summary["claims"])) if summary["claims"] else "",
         ),
-        "## Before believing a number" if told["warnings"] else "",
-        "\n".join(f"- {text}" for text in told["warnings"]),
-        *_titled("Results", _ABOUT_RESULTS, results(told)),
-        *_titled("Against the first arm", _ABOUT_RATIOS, ratios(told)),
+        "## Before believing a number" if summary["warnings"] else "",
+        "\n".join(f"- {text}" for text in summary["warnings"]),
+        *_titled("Results", _ABOUT_RESULTS, results(summary)),
+        *_titled("Against the first arm", _ABOUT_RATIOS, ratios(summary)),
         "## Service level objective (SLO)",
         f"A request meets the SLO with TTFT at most {slo['ttft_s']:g} s and TPOT at most "
         f"{slo['tpot_s'] * 1e3:g} ms. An arm meets it if {SHARE:.0%} of requests do and none "
         "fails. *Goodput*: requests/s that meet it.",
-        "\n".join(f"- {text}" for text in told["holds"]),
-        *_titled("What the servers counted", _ABOUT_COUNTED, counters(told)),
-        *_titled("Per cold prompt", _ABOUT_EVENTS, _columns(told, EVENTS)),
+        "\n".join(f"- {text}" for text in summary["holds"]),
+        *_titled("What the servers counted", _ABOUT_COUNTED, counters(summary)),
+        *_titled("Per cold prompt", _ABOUT_EVENTS, _columns(summary, EVENTS)),
         *_titled(
             "By class",
-            f"{told['trace']['classes']}. Classes with fewer than {CLASS} requests are left out.",
-            _table(told, ["class", "requests", *(c.head for c in TIMES)], _by_class),
+            f"{summary['trace']['classes']}. Classes with fewer than {CLASS} requests are "
+            "left out.",
+            _table(summary, ["class", "requests", *(c.head for c in TIMES)], _by_class),
         ),
         "## The load",
-        _load(told),
-        told["answers"]
+        _load(summary),
+        summary["answers"]
         and "Answers, as token ids: {:,} requests were answered by several arms, {:,} of them "
-        "differently.".format(*told["answers"]),
+        "differently.".format(*summary["answers"]),
         *_titled(
             "The client, and each round",
             "*Sent late*: how long after its time a request was sent, p99. *Read late*: how long "
             f"the client's event loop was held up, p99. *Rounds*: mean {NAMES[study['by']]}.",
-            _table(told, ["reached", *(c.head for c in CLIENT), "rounds"], _rounds),
+            _table(summary, ["reached", *(c.head for c in CLIENT), "rounds"], _rounds),
         ),
     ]
     return "\n\n".join(part.rstrip() for part in parts if part) + "\n"
 
 
 _ABOUT_RESULTS = (
-    "*Hit rate*: cached share of the prompt tokens, as the servers' answers say. *Computed over "
-    "new tokens*: the other prompt tokens, over those that no earlier request of the load had, in "
-    "whole blocks. *Concurrent*: requests under way at the client. Latency is lower, requests/s "
-    "and goodput higher where it is better."
+    "*Hit rate*: cached share of the prompt tokens, as the servers report. *Computed over new "
+    "tokens*: the other prompt tokens, over those that no earlier request of the load had, in "
+    "whole blocks. *Concurrent*: requests in flight at the client. Lower latency is better, and "
+    "higher requests/s and goodput."
 )
 _ABOUT_RATIOS = (
     "Geometric means of the rounds' ratios, with intervals by Student's t. TTFT, TPOT and "
-    "end-to-end time are of the requests that both arms count. Bold: the interval excludes 1. Of a "
-    "grid, all intervals of a load hold together. Else each holds by itself; the sentences at the "
-    "top have wider ones, which all hold together."
+    "end-to-end time use only requests that both arms count. Bold: the interval excludes 1. In a "
+    "grid, all intervals of a load hold together with 95 %. Otherwise each interval holds by "
+    "itself; the sentences at the top use wider ones, which all hold together."
 )
 _ABOUT_COUNTED = (
-    "*KV moved*: from prefill to decode. *Decode hit*: in its radix cache. *Loopback interface*: "
-    "all that the kernel carried, requests and answers included, but not NIXL's shared memory. "
-    "*KV pool*: of a decoding server, sampled each second. *Host memory*: host pools or staging "
-    "buffers of all servers, and what they give to the store. *Imbalance*: "
-    "the busiest decoding server's share of prompt tokens over an even one. *Stages* of a "
-    "transfer: from submission until a worker takes it; making its descriptors; the transport's "
-    "calls; until it is seen complete. The stock release counts none."
+    "*KV moved*: from prefill to decode. *From decode's cache*: hits in its radix cache. *Loopback "
+    "interface*: all bytes that the kernel carried, requests and answers included, but not NIXL's "
+    "shared memory. *KV pool*: of a decoding server, sampled each second. *Host memory*: host "
+    "pools or staging buffers of all servers, and their memory in the store. *Imbalance*: the "
+    "busiest decoding server's share of prompt tokens over an even share. *Stages* of a transfer: "
+    "from submission until a worker takes it; making its descriptors; the transport's calls; until "
+    "it is seen complete. The stock release counts no stages."
 )
 _ABOUT_EVENTS = (
-    "From sending a prompt of class COLD to its first token. *Running answers*: how many are under "
-    "way meanwhile, and their TPOT without and with such a prefill. *Tokens lost*: what they "
-    "generate less than at their rate without one. *Answer time lost*: the same in time, summed "
-    "over the answers. *Share lost*: that time over answers times seconds."
+    "From sending a prompt of class COLD to its first token. *Running answers*: number in flight "
+    "during that time, and their TPOT without and with such a prefill. *Tokens lost*: tokens that "
+    "they generate less than at their rate without it. *Answer time lost*: the same as time, "
+    "summed over the answers. *Share lost*: that time over answers times seconds."
 )
 
 
-def results(told: Json) -> str:
-    """A row each arm at each load."""
-    # Results of earlier versions lack a number.
-    columns = [c for c in RESULTS if any(c.names[0] in of for of in _every(told))]
+def results(summary: Json) -> str:
+    """Return one row for each arm at each load."""
+    # Results of earlier versions lack some numbers.
+    columns = [c for c in RESULTS if any(c.names[0] in numbers for numbers in _every(summary))]
     head = ["failed", "meet SLO", *(column.head for column in columns)]
 
-    def row(of: Json) -> Iterator[list[str]]:
-        shown = (column.shown(of["numbers"]) for column in columns)
-        yield [str(of["failed"]), percent(three(of["numbers"].get("slo"))), *shown]
+    def row(cell: Json) -> Iterator[list[str]]:
+        shown = (column.shown(cell["numbers"]) for column in columns)
+        yield [str(cell["failed"]), percent(three(cell["numbers"].get("slo"))), *shown]
 
-    return _table(told, head, row)
-
-
-def ratios(told: Json) -> str:
-    """Of each arm but the first, at each load."""
-
-    def row(of: Json) -> Iterator[list[str]]:
-        if of["of_first_arm"]:
-            yield [_ratio(of["of_first_arm"][name]) for name in AGAINST]
-
-    return _table(told, list(AGAINST.values()), row)
+    return _table(summary, head, row)
 
 
-def _ratio(of: Any, bounds: bool = True) -> str:
-    value, low, high = three(of)
+def ratios(summary: Json) -> str:
+    """Return the ratios of each arm to the first one, at each load."""
+
+    def row(cell: Json) -> Iterator[list[str]]:
+        if cell["of_first_arm"]:
+            yield [_ratio(cell["of_first_arm"][name]) for name in AGAINST]
+
+    return _table(summary, list(AGAINST.values()), row)
+
+
+def _ratio(number: Any, bounds: bool = True) -> str:
+    value, low, high = three(number)
     if math.isnan(value):
         return "-"
     bold = "**" if low > 1 or high < 1 else ""
     return f"{bold}{share((value, low, high)) if bounds else f'{value:.2f}'}{bold}"
 
 
-def counters(told: Json) -> str:
-    """What the servers counted."""
-    return _columns(told, COUNTED)
+def counters(summary: Json) -> str:
+    """Return the table of the servers' counters."""
+    return _columns(summary, COUNTED)
 
 
-def whole(told: Json) -> str:
-    """Return what the parts of a system add, one row an arm at each load."""
-    return _columns(told, WHOLE)
+def whole(summary: Json) -> str:
+    """Return the gain of each part of the whole system, one row for each arm at each load."""
+    return _columns(summary, WHOLE)
 
 
-def gained(of: Json) -> list[str]:
-    """An arm over the first one, without intervals."""
-    return [_ratio(of["of_first_arm"][name], bounds=False) for name in GAINED]
+def gained(cell: Json) -> list[str]:
+    """Return the ratios of an arm to the first one, without intervals."""
+    return [_ratio(cell["of_first_arm"][name], bounds=False) for name in GAINED]
 
 
-def claim_rows(found: Sequence[Json]) -> list[list[str]]:
-    """What others or this package's pages say, beside what was measured."""
+def claim_rows(claims: Sequence[Json]) -> list[list[str]]:
+    """Return the claims of publications or of this package's pages, beside our measurements."""
     return [
-        [of["claim"], of["load"], of["theirs"], share(three(of["ours"])), of["verdict"]]
-        for of in found
+        [row["claim"], row["load"], row["theirs"], share(three(row["ours"])), row["verdict"]]
+        for row in claims
     ]
 
 
-def _columns(told: Json, columns: Sequence[Column]) -> str:
-    """Those that any arm has a number but 0 for; no row without any."""
-    every = _every(told)
+def _columns(summary: Json, columns: Sequence[Column]) -> str:
+    """Return a table of the columns in which an arm has a nonzero number; rows without any number
+    are left out."""
+    every = _every(summary)
     there = [
         column
         for column in columns
-        if any(abs(three(each.get(name))[0]) > 0 for each in every for name in column.names)
+        if any(abs(three(numbers.get(name))[0]) > 0 for numbers in every for name in column.names)
     ]
 
-    def row(of: Json) -> Iterator[list[str]]:
-        shown = [column.shown(of["numbers"]) for column in there]
+    def row(cell: Json) -> Iterator[list[str]]:
+        shown = [column.shown(cell["numbers"]) for column in there]
         if set(shown) != {"-"}:
             yield shown
 
-    return _table(told, [column.head for column in there], row) if there else ""
+    return _table(summary, [column.head for column in there], row) if there else ""
 
 
-def _every(told: Json) -> list[Json]:
+def _every(summary: Json) -> list[Json]:
     """Return the numbers of each arm at each load."""
-    return [of["numbers"] for arms in told["loads"].values() for of in arms.values()]
+    return [cell["numbers"] for arms in summary["loads"].values() for cell in arms.values()]
 
 
 def _table(
-    told: Json, columns: Sequence[str], rows: Callable[[Json], Iterable[Sequence[str]]]
+    summary: Json, columns: Sequence[str], rows: Callable[[Json], Iterable[Sequence[str]]]
 ) -> str:
-    """The rows of each arm at each load; nothing where none has any."""
-    found = [
-        [load, told["titles"][arm], *row]
-        for load, arms in told["loads"].items()
-        for arm, of in arms.items()
-        for row in rows(of)
+    """Return the rows of each arm at each load; empty if there are none."""
+    table_rows = [
+        [load, summary["titles"][arm], *row]
+        for load, arms in summary["loads"].items()
+        for arm, cell in arms.items()
+        for row in rows(cell)
     ]
-    return markdown(["load", "arm", *columns], found) if found else ""
+    return markdown(["load", "arm", *columns], table_rows) if table_rows else ""
 
 
-def _by_class(of: Json) -> Iterator[list[str]]:
-    for kind, times in of["classes"].items():
+def _by_class(cell: Json) -> Iterator[list[str]]:
+    for kind, times in cell["classes"].items():
         if times["requests"] >= CLASS:
             yield [kind, str(times["requests"]), *(column.shown(times) for column in TIMES)]
 
 
-def _rounds(of: Json) -> Iterator[list[str]]:
-    means = ", ".join(f"{three(each)[0] * 1e3:,.0f}" for each in of["rounds"])
-    yield [of["reached"], *(column.shown(of["numbers"]) for column in CLIENT), f"{means} ms"]
+def _rounds(cell: Json) -> Iterator[list[str]]:
+    means = ", ".join(f"{three(mean)[0] * 1e3:,.0f}" for mean in cell["rounds"])
+    yield [cell["reached"], *(column.shown(cell["numbers"]) for column in CLIENT), f"{means} ms"]
 
 
 def _titled(title: str, text: str, table: str) -> Iterator[str]:
@@ -303,41 +305,42 @@ def _titled(title: str, text: str, table: str) -> Iterator[str]:
         yield from (f"## {title}", text, table)
 
 
-def _where(told: Json) -> str:
-    fleet = told["fleet"]
+def _where(summary: Json) -> str:
+    fleet = summary["fleet"]
     if fleet["rig"]:
         return (
-            f"{told['machine']}; SGLang {told['sglang']}, commit {told['commit']}; fresh servers "
-            f"for each arm and round, each with a KV pool of {fleet['pool_tokens']:,} tokens. They "
-            "run at a lower priority than client and router, since all share the cores"
+            f"{summary['machine']}; SGLang {summary['sglang']}, commit {summary['commit']}; fresh "
+            f"servers for each arm and round, each with a KV pool of {fleet['pool_tokens']:,} "
+            "tokens. Servers have lower priority than client and router, since all share the cores"
         )
-    by_arm = {told["titles"][arm]: counted(count) for arm, count in told["servers"].items()}
-    each = ", ".join(of if of in title else f"{title}: {of}" for title, of in by_arm.items())
+    by_arm = {summary["titles"][arm]: counted(count) for arm, count in summary["servers"].items()}
+    servers = ", ".join(s if s in title else f"{title}: {s}" for title, s in by_arm.items())
     if len(set(by_arm.values())) == 1:
-        each = f"{next(iter(by_arm.values()))} in every arm"
-    sender = told["sent_from"]
+        servers = f"{next(iter(by_arm.values()))} in every arm"
+    sender = summary["sent_from"]
     return (
-        f"a fleet by address ({each}; the question counts the rig's), {fleet['endpoint']} "
+        f"a fleet by address ({servers}; the question counts the rig's), {fleet['endpoint']} "
         f"endpoint, model {fleet['model']}; sent from {sender['machine']}, commit "
         f"{sender['commit']} of this project; the servers' own machines, versions and flags are "
         "not known"
     )
 
 
-def _load(told: Json) -> str:
+def _load(summary: Json) -> str:
     trace, fleet, load, made = (
-        told["trace"],
-        told["fleet"],
-        told["study"]["load"],
-        told["study"]["made"],
+        summary["trace"],
+        summary["fleet"],
+        summary["study"]["load"],
+        summary["study"]["made"],
     )
     text = ""
     if window := load["window"]:
         text = (
-            f"A session that ends is replaced. After {window['warm_up']} answers, or twice as many "
-            "as there are sessions if that is more, the window opens. Requests that begin in it "
-            f"count, until there are {window['requests']}, and {window['of_class']} of each class, "
-            f"or {window['limit_s']:g} s are over. The load goes on until these have ended. "
+            f"A session that ends is replaced. The window opens after {window['warm_up']} answers, "
+            "or after two per session if that is more. Requests that begin in it count. The window "
+            f"closes when {window['requests']} requests, and {window['of_class']} of each class, "
+            f"have begun, or after {window['limit_s']:g} s. The load goes on until these have "
+            "ended. "
         )
     if made is not None:
         text += (
@@ -345,26 +348,30 @@ def _load(told: Json) -> str:
             f"{made['prefixes']} shared prefixes, {made['first_tokens']} of their own, and "
             f"{made['turn_tokens']} new ones a later turn behind the history with all answers, of "
             f"{made['answer_tokens']} tokens. {made['cold_share']:.0%} of the requests are cold: "
-            f"{made['cold_tokens']} tokens that share nothing, {COLD_ANSWER} of "
-            "answer. Fields that a load names are otherwise there."
+            f"{made['cold_tokens']} tokens that share nothing, and an answer of {COLD_ANSWER}. "
+            "A load that names some of these fields has its own values of them."
         )
-    elif (of := trace.get("described")) is None:
+    elif (described := trace.get("described")) is None:
         text += f"{trace['source']}."
     else:
         lengths = "; ".join(
             f"{what} tokens mean {x['mean']:,.0f}, p50 {x['p50']:,.0f}, p90 {x['p90']:,.0f}, p99 "
             f"{x['p99']:,.0f}"
-            for what, x in (("input", of["input_tokens"]), ("output", of["output_tokens"]))
+            for what, x in (
+                ("input", described["input_tokens"]),
+                ("output", described["output_tokens"]),
+            )
         )
-        asked, sent = told["study"]["trace"]["requests"], trace["requests"]
+        asked, sent = summary["study"]["trace"]["requests"], trace["requests"]
         text += (
             f"From {trace['source']}, {trace['ratio']:.0%} of its sessions kept: "
-            f"{of['requests']:,} requests in {of['sessions']:,} sessions, "
-            f"{of['multi_turn_sessions']:.0%} of several turns; {lengths}. An unlimited cache "
-            f"would hit {of['hit']:.1%} of the input tokens.\n\nA block of {BLOCK_TOKENS} tokens "
+            f"{described['requests']:,} requests in {described['sessions']:,} sessions, "
+            f"{described['multi_turn_sessions']:.0%} with several turns; {lengths}. An unlimited "
+            f"cache would hit {described['hit']:.1%} of the input tokens.\n\nA block of "
+            f"{BLOCK_TOKENS} tokens "
             f"became {fleet['block_tokens']}, answers {fleet['answers'] or 1:g} of their length; "
             f"{trace['left_out']} requests too long for the fleet were left out. There are "
-            f"{sent:,} requests{f' (asked for: {asked:,})' if asked not in (None, sent) else ''} "
+            f"{sent:,} requests{f' (requested: {asked:,})' if asked not in (None, sent) else ''} "
             f"with {trace['prompt_tokens']:,} prompt and {trace['output_tokens']:,} answer tokens, "
             f"the largest of {trace['largest_tokens']:,}."
         )

@@ -1,4 +1,4 @@
-"""Figures of the page, from a run's summary. One colour an arm, the same in all of them."""
+"""Figures of the page, from a run's summary. Each arm has one colour in all figures."""
 
 from __future__ import annotations
 
@@ -11,77 +11,77 @@ from benchmark.agentic.report.numbers import AGAINST, Interval
 from benchmark.agentic.report.page import Json, three
 from benchmark.agentic.report.verdict import SHOWN, better, share
 
-#: The first one is what the others are compared with.
+#: The first colour is that of the base arm.
 COLORS = ("#9a9a9a", "#2a7fb8", "#c0504d", "#c9b37e", "#8cc0de", "#55a868")
 BETTER = {1: "#55a868", -1: "#c0504d", 0: "#e8e8e8"}
 DRAWN = {"ttft_mean": "ttft_s", "tpot_mean": "tpot_s", "e2e_mean": None, "goodput": None}
-"""Over load; with the SLO's name of each."""
+"""Quantities drawn over load, each with the name of its SLO."""
 
 
-def draw(told: Json, folder: Path) -> dict[str, str]:
-    """Writes SVG; title to file name."""
+def draw(summary: Json, folder: Path) -> dict[str, str]:
+    """Write the figures as SVG. Return title -> file name."""
     import matplotlib
 
-    matplotlib.use("Agg")  # no display
-    # Text stays text, and a page that is written again does not change.
+    matplotlib.use("Agg")  # needs no display
+    # Keep text as text, and make the file reproducible.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "page"})
-    if told["study"]["grid"] and len(told["titles"]) > 1:
-        _grid(told, folder / "grid.svg")
-        return {"Where which arm is better: a cell a load": "grid.svg"}
-    _over_load(told, folder / "load.svg")
+    if summary["study"]["grid"] and len(summary["titles"]) > 1:
+        _grid(summary, folder / "grid.svg")
+        return {"Which arm is better at each load": "grid.svg"}
+    _over_load(summary, folder / "load.svg")
     return {"Mean times and goodput over load, with 95 % intervals; dashed: the SLO": "load.svg"}
 
 
-def _over_load(told: Json, path: Path) -> None:
-    loads = told["loads"]
-    places: Mapping[str, float] = {name: float(name.split(",")[0]) for name in loads}
-    if len(set(places.values())) < len(loads):
-        places = {name: number for number, name in enumerate(loads)}
+def _over_load(summary: Json, path: Path) -> None:
+    loads = summary["loads"]
+    positions: Mapping[str, float] = {name: float(name.split(",")[0]) for name in loads}
+    if len(set(positions.values())) < len(loads):
+        positions = {name: number for number, name in enumerate(loads)}
     with panels(path, len(DRAWN), (3.75, 3.6)) as axes:
         for axis, (name, bound) in zip(axes, DRAWN.items(), strict=True):
             scale = 1.0 if name == "goodput" else 1e3
-            for (arm, title), color in zip(told["titles"].items(), COLORS * 2, strict=False):
+            for (arm, title), color in zip(summary["titles"].items(), COLORS * 2, strict=False):
                 there = [load for load in loads if arm in loads[load]]
-                of = [three(loads[load][arm]["numbers"].get(name)) for load in there]
-                middle = [value * scale for value, _, _ in of]
-                below = [max(0.0, value - low) * scale for value, low, _ in of]
-                above = [max(0.0, high - value) * scale for value, _, high in of]
-                at = [places[load] for load in there]
+                numbers = [three(loads[load][arm]["numbers"].get(name)) for load in there]
+                middle = [value * scale for value, _, _ in numbers]
+                below = [max(0.0, value - low) * scale for value, low, _ in numbers]
+                above = [max(0.0, high - value) * scale for value, _, high in numbers]
+                x = [positions[load] for load in there]
                 style: dict[str, Any] = {"color": color, "marker": "o", "capsize": 3}
-                axis.errorbar(at, middle, (below, above), label=title, **style)
+                axis.errorbar(x, middle, (below, above), label=title, **style)
             if bound is not None:
-                slo = told["study"]["slo"][bound] * scale
+                slo = summary["study"]["slo"][bound] * scale
                 axis.axhline(slo, color="black", linestyle="--", linewidth=0.8)
             if name == "goodput":
                 axis.set_ylim(bottom=0)
             else:
                 axis.set_yscale("log")
             axis.set_ylabel("requests/s within the SLO" if scale == 1 else f"{AGAINST[name]}, ms")
-            axis.set_xlabel(told["unit"])
+            axis.set_xlabel(summary["unit"])
         axes[0].legend(fontsize=7, frameon=False)
 
 
-def _grid(told: Json, path: Path) -> None:
-    """A row of panels a quantity, a column an arm: the last field of the grid and the load across,
-    the others down. Green is better than the first arm beyond the interval, red worse, grey no
-    verdict."""
+def _grid(summary: Json, path: Path) -> None:
+    """Draw one row of panels a quantity, and one column an arm. In a panel, the last field of the
+    grid and the load run across, the other fields down. Green: better than the first arm beyond the
+    interval; red: worse; grey: no verdict."""
     from matplotlib.patches import Rectangle
 
-    base, *others = told["titles"]
+    base, *compared = summary["titles"]
     # "4, turns 2, cold_share 0.1" -> across (4, cold_share 0.1), down (turns 2).
-    split = {load: load.split(", ") for load in told["loads"]}
+    split = {load: load.split(", ") for load in summary["loads"]}
     across = list(dict.fromkeys((parts[0], *parts[-1:]) for parts in split.values()))
     down = list(dict.fromkeys(tuple(parts[1:-1]) for parts in split.values()))
     size = (0.8 * len(across) + 1.5, 0.45 * len(down) + 1.1)
-    with panels(path, len(others), size, len(SHOWN)) as axes:
-        shown = [(arm, quantity) for quantity in SHOWN for arm in others]
+    with panels(path, len(compared), size, len(SHOWN)) as axes:
+        shown = [(arm, quantity) for quantity in SHOWN for arm in compared]
         for axis, (arm, quantity) in zip(axes, shown, strict=True):
-            title = f"{told['titles'][arm]}: {AGAINST[quantity]} over {told['titles'][base]}"
+            title = f"{summary['titles'][arm]}: {AGAINST[quantity]} over {summary['titles'][base]}"
             axis.set_title(title)
             for load, parts in split.items():
-                if not (of := told["loads"][load].get(arm, {}).get("of_first_arm")):
+                if not (ratios := summary["loads"][load].get(arm, {}).get("of_first_arm")):
                     continue
-                ratio = Interval(*three(of[quantity]))
+                ratio = Interval(*three(ratios[quantity]))
                 x, y = across.index((parts[0], *parts[-1:])), down.index(tuple(parts[1:-1]))
                 color = BETTER[better(quantity, ratio)]
                 cell = Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=color, edgecolor="white")
@@ -91,9 +91,11 @@ def _grid(told: Json, path: Path) -> None:
             axis.set_xlim(-0.5, len(across) - 0.5)
             axis.set_ylim(len(down) - 0.5, -0.5)
             axis.set_xticks(
-                range(len(across)), ["\n".join(each).replace("_", " ") for each in across]
+                range(len(across)), ["\n".join(parts).replace("_", " ") for parts in across]
             )
-            axis.set_yticks(range(len(down)), ["\n".join(each).replace("_", " ") for each in down])
+            axis.set_yticks(
+                range(len(down)), ["\n".join(parts).replace("_", " ") for parts in down]
+            )
             axis.tick_params(length=0)
             axis.spines[:].set_visible(False)
 
@@ -102,10 +104,10 @@ def _grid(told: Json, path: Path) -> None:
 def panels(
     path: Path, count: int = 1, size: tuple[float, float] = (7.0, 4.0), rows: int = 1
 ) -> Iterator[Any]:
-    """The axes of ``count`` panels side by side, in ``rows``, which are written to ``path``
-    afterwards.
+    """Provide the axes of ``count`` panels side by side, in ``rows`` rows, and write them to
+    ``path`` afterwards.
 
-    ``size``: inches of one panel. The format is that of the path's suffix.
+    ``size``: inches of one panel. The suffix of ``path`` selects the format.
     """
     from matplotlib import pyplot
 

@@ -1,5 +1,5 @@
-"""``summary.json``: the numbers of the page, for programs. Times in seconds; ``[value, low, high]``
-where a number has an interval."""
+"""``summary.json``: the numbers of the page, for programs. Times in seconds; a number that has an
+interval is ``[value, low, high]``."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from benchmark.agentic.studies.record import Run
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """The file's content."""
-    of = numbers(run)
-    where = dict(run.environment)
-    if not run.fleet["rig"]:  # it is the sender's: what the servers are is not known
-        where = {"date": where.pop("date"), "sent_from": where}
-    arms = {point.name: measured(run, of, point.name) for point in run.points}
+    """Return the file's content."""
+    run_numbers = numbers(run)
+    environment = dict(run.environment)
+    if not run.fleet["rig"]:  # describes the sending machine; the servers' machines are unknown
+        environment = {"date": environment.pop("date"), "sent_from": environment}
+    arms = {point.name: measured(run, run_numbers, point.name) for point in run.points}
     return {
-        **where,
+        **environment,
         "command": run.command,
         "study": msgspec.to_builtins(run.study),
         "unit": run.study.load.unit,
@@ -42,21 +42,23 @@ def summary(run: Run) -> dict[str, Any]:
         "fleet": run.fleet,
         "servers": run.servers,
         "trace": run.trace,
-        "answer": answer(run, of),
-        "holds": list(holds(run, of)),
-        "warnings": list(warnings(run, of)),
-        "claims": claims(run, of),
+        "answer": answer(run, run_numbers),
+        "holds": list(holds(run, run_numbers)),
+        "warnings": list(warnings(run, run_numbers)),
+        "claims": claims(run, run_numbers),
         "answers": answers(run),
         "loads": {
-            point: {arm: _arm(run, of, point, arm, there[0]) for arm in there}
+            point: {arm: _arm(run, run_numbers, point, arm, there[0]) for arm in there}
             for point, there in arms.items()
         },
     }
 
 
-def _arm(run: Run, of: Numbers, point: str, arm: str, base: str) -> dict[str, Any]:
-    cells = of.cells.loc[point, arm]
-    mine = of.requests[(of.requests["point"] == point) & (of.requests["arm"] == arm)]
+def _arm(run: Run, run_numbers: Numbers, point: str, arm: str, base: str) -> dict[str, Any]:
+    cells = run_numbers.cells.loc[point, arm]
+    mine = run_numbers.requests[
+        (run_numbers.requests["point"] == point) & (run_numbers.requests["arm"] == arm)
+    ]
     sure = grid_sure(run) if run.study.grid else 0.95
     kinds = described(mine.groupby("kind")).join(mine["kind"].value_counts().rename("requests"))
     return {
@@ -65,7 +67,7 @@ def _arm(run: Run, of: Numbers, point: str, arm: str, base: str) -> dict[str, An
         "numbers": {name: interval(cells[name]) for name in cells if cells[name].notna().any()},
         "of_first_arm": None
         if arm == base
-        else {name: of.ratio(point, (arm, base), name, sure=sure) for name in AGAINST},
+        else {name: run_numbers.ratio(point, (arm, base), name, sure=sure) for name in AGAINST},
         "rounds": list(cells[f"{run.study.by}_mean"]),
         "classes": kinds.to_dict("index"),
         "reached": next(cell.via for cell in run.cells if cell.arm == arm),

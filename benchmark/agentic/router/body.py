@@ -1,4 +1,4 @@
-"""A request's body: what routing reads of it, and the fields that it adds to its bytes."""
+"""A request's body: the parts that routing reads, and the fields that the router appends."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from benchmark.agentic.router.policies import Work
 _NOTHING = msgspec.Raw(b"null")
 _rooms = random.SystemRandom()
 
-GENERATE, CHAT, COMPLETIONS = "/generate", "/v1/chat/completions", "/v1/completions"
+GENERATE = "/generate"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 SGLANG_MAX_NEW_TOKENS = 128
-"""What SGLang generates at most where ``/generate`` is given no number."""
+"""SGLang's default output limit for ``/generate``."""
 TEXT_TOKEN_BYTES = 4
-"""Text counts as one token for so many bytes, which is near what tokenizers make of English; scores
-compare workers for one prompt, so the ratio hardly matters."""
+"""Bytes of text that count as one token, about right for English. The exact ratio hardly matters,
+because scores compare workers for the same prompt."""
 
 
 class BadRequest(ValueError):
-    """The client's mistake, or what this router does not do; the text is for the client."""
+    """The request is wrong or not supported by this router; the text is for the client."""
 
 
 class _Sampling(msgspec.Struct):
@@ -30,7 +32,7 @@ class _Sampling(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """The fields of all three routes that routing reads; the decoder skips the others."""
+    """The fields of all three routes that routing reads; the decoder skips all other fields."""
 
     input_ids: msgspec.Raw = _NOTHING
     text: msgspec.Raw = _NOTHING
@@ -51,14 +53,16 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 def chain(data: bytes, ids: bool, block_tokens: int, apart: object) -> tuple[int, tuple[int, ...]]:
-    """How many tokens a prompt has, and the hashes of its whole blocks. Each hash covers all blocks
-    before it, so that they are the prompt's path through the worker's radix tree. They are Python's
-    own, which differ from process to process; they never leave the router.
+    """Return the number of tokens of a prompt, and the hashes of its whole blocks.
+
+    Each hash covers all earlier blocks too, so the hashes are the prompt's path through the
+    worker's radix tree. They use Python's ``hash``, which differs between processes; they never
+    leave the router.
 
     Args:
-        data: JSON text, or, with ``ids``, token ids as they stand in the request: decimals with a
-            comma behind each. Making integers of them takes longer than all the rest of routing.
-        apart: what keeps equal prompts apart.
+        data: JSON text, or, with ``ids``, token ids as in the request: decimals, each followed by a
+            comma. They are not parsed, because that would take longer than the rest of routing.
+        apart: distinguishes equal prompts that share no KV.
     """
     ends: Sequence[int]
     if ids:
@@ -82,16 +86,16 @@ class Ask(msgspec.Struct, frozen=True):
     path: str
     body: bytes
     hashes: tuple[int, ...]
-    """Of the prompt's blocks."""
+    """Hashes of the prompt's blocks."""
     work: Work
     rid: str
     session: str | None
 
     def payload(self, bootstrap: tuple[str, int] | None = None) -> bytes:
-        """The body to send, with our ``rid`` and, given host and port, SGLang's PD fields.
+        """Return the body to send, with our ``rid`` and, given host and port, SGLang's PD fields.
 
-        They come last in the object, where they override fields of those names that the client
-        gave. A new room each time.
+        They are the last fields of the object, so that they override the client's fields of the
+        same names. Each call makes a new room.
         """
         fields: dict[str, object] = {"rid": self.rid}
         if bootstrap is not None:
@@ -110,17 +114,17 @@ def read(
     block_tokens: int = 16,
     reserve_limit: int = 512,
 ) -> Ask:
-    """Reads a request.
+    """Parse a request for routing.
 
     Args:
-        session: what the session header said; else the body's ``user`` is taken.
-        reserve_limit: answer tokens to keep room for at most, as a decode server reserves.
+        session: the session header's value; without it the body's ``user`` is used.
+        reserve_limit: maximum answer tokens to reserve, as a decode server does.
 
     Raises:
-        BadRequest: not such an object, or a batch, which cannot be routed as one.
+        BadRequest: the body is no such object, or a batch, which cannot be routed as one request.
     """
     try:
-        got = _decoder.decode(body)
+        parsed = _decoder.decode(body)
     except msgspec.ValidationError as error:
         raise BadRequest(
             f"cannot route this request: {error}. One prompt a request: batches are not supported"
@@ -128,13 +132,13 @@ def read(
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
     if path == GENERATE:
-        raw = bytes(got.text if bytes(got.input_ids) == b"null" else got.input_ids)
-        limit = got.sampling_params.max_new_tokens if got.sampling_params else None
+        raw = bytes(parsed.text if bytes(parsed.input_ids) == b"null" else parsed.input_ids)
+        limit = parsed.sampling_params.max_new_tokens if parsed.sampling_params else None
         limit = SGLANG_MAX_NEW_TOKENS if limit is None else limit
     else:
-        raw = bytes(got.messages if path == CHAT else got.prompt)
-        limit = got.max_completion_tokens or got.max_tokens or reserve_limit
-    # Text and messages stay JSON, of which a longer session's are a continuation.
+        raw = bytes(parsed.messages if path == CHAT else parsed.prompt)
+        limit = parsed.max_completion_tokens or parsed.max_tokens or reserve_limit
+    # Keep text and messages as JSON: the JSON of a longer session continues that of a shorter one.
     data = b"" if raw == b"null" else raw[1:-1]
     ids = path != CHAT and raw.startswith(b"[")
     if ids:
@@ -142,13 +146,13 @@ def read(
         if b"[" in data or b'"' in data:
             raise BadRequest("cannot route a batch: one prompt a request")
         data += b"," if data else b""
-    apart = (got.extra_key, got.lora_path, got.model, bytes(got.tools))
+    apart = (parsed.extra_key, parsed.lora_path, parsed.model, bytes(parsed.tools))
     tokens, hashes = chain(data, ids, block_tokens, apart)
     return Ask(
         path=path,
         body=body,
         hashes=hashes,
         work=Work(tokens, min(limit, reserve_limit)),
-        rid=got.rid or f"{_rooms.getrandbits(128):032x}",
-        session=session or got.user,
+        rid=parsed.rid or f"{_rooms.getrandbits(128):032x}",
+        session=session or parsed.user,
     )

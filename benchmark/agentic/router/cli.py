@@ -15,8 +15,8 @@ from benchmark.agentic.router.policies import POLICIES
 from benchmark.agentic.router.proxy import Router
 from benchmark.agentic.router.schedule import Settings
 
-OPTIONS = [each for each in fields(Settings) if "help" in each.metadata]
-"""All that is not an address."""
+OPTIONS = [option for option in fields(Settings) if "help" in option.metadata]
+"""All settings that are not an address."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,13 +31,13 @@ def parser() -> argparse.ArgumentParser:
     add("--worker", action="append", default=[], metavar="URL", help="aggregated")
     add("--prefill", action="append", default=[], nargs=2, metavar=("URL", "BOOTSTRAP_PORT"))
     add("--decode", action="append", default=[], metavar="URL")
-    for each in OPTIONS:
+    for option in OPTIONS:
         add(
-            "--" + each.name.replace("_", "-"),
-            default=each.default,
-            type=type(each.default),
-            choices=POLICIES if each.name.endswith("policy") else None,
-            help=each.metadata["help"],
+            "--" + option.name.replace("_", "-"),
+            default=option.default,
+            type=type(option.default),
+            choices=POLICIES if option.name.endswith("policy") else None,
+            help=option.metadata["help"],
         )
     add("--decisions", type=Path, metavar="FILE", help="file for a log of JSON lines")
     add("--log-level", default="INFO")
@@ -45,14 +45,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def settings(args: argparse.Namespace) -> Settings:
-    """Raises ``ValueError`` for workers that make no sense together."""
-    given = {each.name: getattr(args, each.name) for each in OPTIONS}
+    """Return the settings. Raises ``ValueError`` for an invalid combination of workers."""
+    options = {option.name: getattr(args, option.name) for option in OPTIONS}
     pairs = tuple((url, int(port)) for url, port in args.prefill)
-    return Settings(workers=tuple(args.worker), prefills=pairs, decodes=tuple(args.decode), **given)
+    return Settings(
+        workers=tuple(args.worker), prefills=pairs, decodes=tuple(args.decode), **options
+    )
 
 
 def main(argv: list[str]) -> int:
-    """Serves until interrupted."""
+    """Serve until interrupted."""
     made = parser()
     args = made.parse_args(argv)
     logging.basicConfig(level=args.log_level, format="%(asctime)s %(name)s %(message)s")
@@ -60,11 +62,11 @@ def main(argv: list[str]) -> int:
         chosen = settings(args)
     except ValueError as error:
         made.error(str(error))
-    try:  # SGLang brings it
+    try:  # a dependency of SGLang
         from uvloop import new_event_loop
     except ImportError:
         new_event_loop = asyncio.new_event_loop
-    # What is loaded by now stays; most of what a request makes goes without the collector.
+    # Objects loaded so far stay alive; most objects of a request are freed by reference counts.
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
     web.run_app(

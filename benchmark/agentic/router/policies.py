@@ -1,7 +1,7 @@
-"""Which worker of a pool gets a request. Pure functions of the workers' state and the request.
+"""Policies: the worker of a pool that gets a request. Pure functions of workers and request.
 
-Scores are in tokens (``lmetric``: tokens times requests); the lowest wins. Policies look at one
-pool at a time, so prefill and decode workers are chosen by policies of their own.
+Scores are in tokens (``lmetric``: tokens times requests); the lowest score wins. A policy chooses
+within one pool, so prefill and decode workers can have different policies.
 """
 
 from __future__ import annotations
@@ -11,86 +11,87 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 SMALL_BATCH = 4
-"""Requests below which a batch is taken to cost little: chosen, not measured."""
+"""Number of requests below which a batch is assumed to cost little: chosen, not measured."""
 
 
 class View(NamedTuple):
-    """A worker as a policy sees it, for one request."""
+    """State of a worker, for one request."""
 
     name: str
     requests: int
     """Requests in flight on it."""
     pending_tokens: int
-    """Prompt tokens that it has yet to compute (decode: to receive) for requests in flight."""
+    """Prompt tokens still to compute (on decode: to receive) for its requests in flight."""
     ongoing_tokens: int
     """Prompt and reserved answer tokens of the requests in flight."""
     added_tokens: int
-    """Those of them that were not in its cache when they came: what they took from its pool."""
+    """Part of ``ongoing_tokens`` that was not cached on arrival: taken from its pool."""
     pool_tokens: int
-    """Tokens that its KV pool holds."""
+    """Size of its KV pool, tokens."""
     matched_tokens: int
-    """Leading tokens of this request's prompt that it is believed to hold."""
+    """Leading tokens of this request's prompt in its cache, by the router's estimate."""
 
 
 class Work(NamedTuple):
-    """What a request asks for."""
+    """Size of a request."""
 
     tokens: int
     """Prompt length."""
     reserve_tokens: int
-    """Answer tokens to keep room for."""
+    """Answer tokens to reserve."""
 
 
 def option(default: Any, text: str) -> Any:
-    """A field with what ``--help`` says of it."""
+    """Return a field with its ``--help`` text."""
     return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
 class Knobs:
-    """What ``linear`` weighs."""
+    """Parameters of ``linear``."""
 
     alpha: float = option(1.0, "linear: ongoing tokens that weigh as much as one cached token")
     overload_factor: float = option(
-        2.0, "linear: ratio of the load to the others' mean above which a session moves"
+        2.0,
+        "linear: ratio of a worker's load to the mean of the others above which a session moves",
     )
 
 
 class Terms(NamedTuple):
-    """A worker's score and what it is made of."""
+    """A worker's score and its terms."""
 
     score: float
     parts: Mapping[str, float]
 
 
 class Choice(NamedTuple):
-    """The outcome for one pool."""
+    """The chosen worker of one pool, and the reason."""
 
     index: int
-    """Into the candidates."""
+    """Index into the candidates."""
     reason: str
-    """``score``, ``turn``, ``pinned`` (the session's worker), ``overloaded`` (the session's worker
-    was passed over)."""
+    """``score``, ``turn``, ``pinned`` (the session's worker), or ``overloaded`` (the session's
+    worker was skipped)."""
     terms: Sequence[Terms] = ()
-    """One for each candidate; empty for a policy that looks at no state."""
+    """One entry for each candidate; empty for a policy that uses no state."""
 
 
 Score = Callable[[View, Work, float, Knobs], Terms]
 
 
 def linear(view: View, work: Work, mean_requests: float, knobs: Knobs) -> Terms:
-    """Tokens in flight, less ``alpha`` times the cached ones of this prompt."""
+    """Return tokens in flight, less ``alpha`` times the cached tokens of this prompt."""
     cached = knobs.alpha * view.matched_tokens
     parts = {"ongoing": view.ongoing_tokens, "alpha_cached": cached}
     return Terms(view.ongoing_tokens - cached, parts)
 
 
 def lmetric(view: View, work: Work, mean_requests: float, knobs: Knobs) -> Terms:
-    """Tokens to prefill, this prompt's included, times requests, this one included.
+    """Return tokens to prefill times requests, both including this request.
 
     The published form (arXiv 2603.15202) does not count this request, so that an idle worker scores
-    0 whatever it would have to prefill.
-    No session affinity: uncached tokens alone attract a session to its worker.
+    0 for any prefill length. There is no session affinity: only cached tokens attract a session to
+    its worker.
     """
     new, requests = work.tokens - view.matched_tokens, view.requests + 1
     parts = {"pending": view.pending_tokens, "new": new, "requests": requests}
@@ -98,16 +99,17 @@ def lmetric(view: View, work: Work, mean_requests: float, knobs: Knobs) -> Terms
 
 
 def delta_kv(view: View, work: Work, mean_requests: float, knobs: Knobs) -> Terms:
-    """What it costs to decode here, for a worker that keeps finished KV. In prompt tokens:
+    """Return the cost of decoding here, for a worker that keeps finished KV, in prompt tokens:
 
     transfer = prompt - matched                          KV to move
     hold     = need * (added + need) / pool              KV to keep; need = transfer + reserve
     batch    = prompt * requests / (SMALL_BATCH + mean requests)
 
-    ``hold`` is near 0 on an empty pool, and above ``need`` where the request has to wait for
-    others to end or evicts what they would have reused. ``batch`` keeps sessions from piling
-    up: a worker with ``SMALL_BATCH`` + mean more requests than another loses to it even with the
-    whole prompt. With fewer than ``SMALL_BATCH`` running, one request more or less says little.
+    ``hold`` is near 0 on an empty pool, and above ``need`` if the request has to wait for other
+    requests to end or evicts KV that they would reuse. ``batch`` prevents that sessions accumulate
+    on one worker: a worker with ``SMALL_BATCH`` + mean more requests than another one is not chosen
+    even if it has the whole prompt. Below ``SMALL_BATCH`` requests, a small difference matters
+    little.
     """
     transfer = work.tokens - view.matched_tokens
     need = transfer + work.reserve_tokens
@@ -133,12 +135,11 @@ def choose(
     turn: int,
     pinned: int | None,
 ) -> Choice:
-    """Chooses among at least one candidate. Of equal scores the fewest requests win; of those each
-    in turn.
+    """Choose among one or more candidates. Ties go to the fewest requests, and then in turn.
 
     Args:
         turn: number of this decision in its pool; rotates ties.
-        pinned: index of the session's worker, if it is a candidate; only ``linear`` heeds it.
+        pinned: index of the session's worker, if it is a candidate; used only by ``linear``.
     """
     count = len(views)
     if policy == "round_robin":
@@ -148,8 +149,8 @@ def choose(
     reason = "score"
     if policy == "linear" and pinned is not None:
         others = [view.ongoing_tokens for i, view in enumerate(views) if i != pinned]
-        # With this request its worker is held against the mean of the others with the request. A
-        # mean over all workers could never be exceeded twofold by one of two.
+        # Compare the loads with this request added. The mean excludes the session's worker, because
+        # one of two workers can never exceed twice a mean that includes it.
         mine = work.tokens + work.reserve_tokens
         mean = sum(others) / max(1, len(others)) + mine
         if not others or views[pinned].ongoing_tokens + mine <= knobs.overload_factor * mean:

@@ -1,5 +1,5 @@
-"""The router as an aiohttp application: health checks, and each request from the client's bytes to
-the end of the answer."""
+"""The router as an aiohttp application: health checks, and each request from its arrival to the end
+of its answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from benchmark.harness import client
 logger = logging.getLogger(__name__)
 
 UPSTREAM_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
-"""What a worker that is not there, or goes away, raises."""
+"""Errors of a worker that is not there, or goes away."""
 _HEADERS = {
     AGGREGATED: client.WORKER_HEADER,
     PREFILL: client.PREFILL_HEADER,
@@ -32,8 +32,11 @@ _HEADERS = {
 _MAX_BODY_BYTES = 256 << 20
 _CONNECT_S = 5.0
 _HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=25)
-"""SGLang's takes 1 to 20 s, as it waits for its scheduler."""
-_ABORT_TIMEOUT, _FLUSH_TIMEOUT = aiohttp.ClientTimeout(total=5), aiohttp.ClientTimeout(total=60)
+"""Above SGLang's response time of 1 to 20 s, during which it waits for its scheduler."""
+_ABORT_TIMEOUT = aiohttp.ClientTimeout(total=5)
+"""Short, because an abort is only an optimization: the worker also notices closed connections."""
+_FLUSH_TIMEOUT = aiohttp.ClientTimeout(total=60)
+"""Long enough for a worker with ``?timeout=`` to finish its requests first."""
 
 
 class ClientGone(Exception):
@@ -41,7 +44,7 @@ class ClientGone(Exception):
 
 
 class Failed(Exception):
-    """A worker failed a request of which the client has seen nothing yet."""
+    """A worker failed a request before anything was sent to the client."""
 
     def __init__(self, worker: Worker, why: str, status: int = 502) -> None:
         super().__init__(f"{worker.role} worker {worker.url} {why}")
@@ -49,18 +52,18 @@ class Failed(Exception):
 
 
 class Unreached(Failed):
-    """A worker took no connection, and nothing of the request was sent to anyone."""
+    """A worker refused the connection, and no worker has received the request."""
 
 
 class Router:
-    """One router. Serve ``app`` with ``handler_cancellation=True``, so that a client that
-    disconnects ends its request."""
+    """One router. Serve ``app`` with ``handler_cancellation=True``, so that a request ends when its
+    client disconnects."""
 
     def __init__(self, settings: Settings, decisions: Path | None = None) -> None:
         self.settings = settings
         self.scheduler = Scheduler(settings, decisions)
         self._tasks: set[asyncio.Task[Any]] = set()
-        """Health checks, the halves of pairs, aborts."""
+        """Health checks, halves of pairs, and aborts."""
         self.app = web.Application(client_max_size=_MAX_BODY_BYTES)
         self.app.cleanup_ctx.append(self._run)
         routes = [web.post(path, self._generate) for path in (GENERATE, CHAT, COMPLETIONS)]
@@ -70,7 +73,7 @@ class Router:
         self.app.add_routes(routes)
 
     async def _run(self, app: web.Application) -> AsyncIterator[None]:
-        # Less than SGLang's 5 s: a request must not meet a connection that is just being closed.
+        # Below SGLang's 5 s, so that no request uses a connection that SGLang is closing.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
         async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
             self._session = session
@@ -93,7 +96,7 @@ class Router:
             await asyncio.sleep(self.settings.health_interval)
 
     async def check(self, worker: Worker) -> None:
-        """Checks it once, and asks a worker that comes back for the size of its pool."""
+        """Check the worker once. When it becomes available, read the size of its pool."""
         tokens = None
         try:
             async with self._session.get(worker.url + "/health", timeout=_HEALTH_TIMEOUT) as answer:
@@ -102,18 +105,22 @@ class Router:
                     return
             if not worker.up:
                 url = worker.url + "/server_info"
-                async with self._session.get(url, timeout=_HEALTH_TIMEOUT) as told:
-                    info = await told.json(content_type=None) if told.status == 200 else {}
+                async with self._session.get(url, timeout=_HEALTH_TIMEOUT) as info_answer:
+                    info = (
+                        await info_answer.json(content_type=None)
+                        if info_answer.status == 200
+                        else {}
+                    )
                 tokens = info.get("max_total_num_tokens")
         except UPSTREAM_ERRORS as error:
             worker.failed(reason(error), gone=isinstance(error, aiohttp.ClientConnectorError))
-        except (ValueError, AttributeError):  # no SGLang server, as it says nothing of its pool
+        except (ValueError, AttributeError):  # not an SGLang server: its pool size is unknown
             worker.passed()
         else:
             worker.passed(tokens)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        """Routes a request; tries another worker only while nothing was sent."""
+        """Route a request. Retry on another worker only if no worker has received it."""
         body = await request.read()
         settings = self.settings
         try:
@@ -144,8 +151,7 @@ class Router:
         return failure(503, "; ".join(unreached.values()))
 
     async def _serve(self, request: web.Request, halves: dict[str, Half]) -> web.StreamResponse:
-        """First every worker has to take a connection, then the request is sent: it may still go
-        anywhere while nothing of it was."""
+        """Connect to every worker, then send the request. Until then it can be routed again."""
         try:
             for half in halves.values():
                 await self._reach(half)
@@ -160,7 +166,7 @@ class Router:
             try:
                 await asyncio.wait({drain, relay}, return_when=asyncio.FIRST_COMPLETED)
                 failed = drain.result() if drain.done() else None
-                # Once decode has begun to answer, it has all that it needs of prefill.
+                # Once decode has begun to answer, it needs nothing more from prefill.
                 if failed is not None and not decode.begun and not relay.done():
                     raise failed
                 return await relay
@@ -190,10 +196,10 @@ class Router:
     async def _post(
         self, request: web.Request, half: Half, payload: bytes
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The worker's answer.
+        """Send the request and provide the worker's answer.
 
         Raises:
-            Failed: the worker did not finish it.
+            Failed: the worker did not complete its answer.
         """
         headers = {"Content-Type": "application/json"}
         if "Authorization" in request.headers:
@@ -204,8 +210,8 @@ class Router:
         try:
             async with self._session.post(
                 url, data=payload, headers=headers, timeout=timeout
-            ) as got:
-                yield got
+            ) as answer:
+                yield answer
         except UPSTREAM_ERRORS as error:
             if not half.done:
                 self._end(half, "lost")
@@ -213,39 +219,40 @@ class Router:
                 raise Failed(half.worker, f"was lost: {reason(error)}", status) from error
 
     async def _drain(self, request: web.Request, half: Half, payload: bytes) -> Failed | None:
-        """Prefill's half, whose answer nobody wants; what went wrong. It may end after decode's."""
+        """Read prefill's answer, which the client does not get. Return an error or None. Prefill
+        may end after decode."""
         try:
-            async with self._post(request, half, payload) as got:
-                data = await got.read()
+            async with self._post(request, half, payload) as answer:
+                data = await answer.read()
         except Failed as error:
             return error
-        self._finish(half, got.status, data)
+        self._finish(half, answer.status, data)
         if half.outcome == "ok":
             return None
-        why = f"answered {got.status}: {data[:500].decode(errors='replace')}"
-        return Failed(half.worker, why, got.status if got.status != 200 else 502)
+        why = f"answered {answer.status}: {data[:500].decode(errors='replace')}"
+        return Failed(half.worker, why, answer.status if answer.status != 200 else 502)
 
     async def _relay(
         self, request: web.Request, half: Half, payload: bytes, headers: dict[str, str]
     ) -> web.StreamResponse:
-        """The half whose answer the client gets."""
+        """Send the request to one worker and relay its answer to the client."""
         out = web.StreamResponse(headers=headers)
         tail = b""
         try:
-            async with self._post(request, half, payload) as got:
-                kind = got.headers.get("Content-Type", "application/json")
+            async with self._post(request, half, payload) as answer:
+                kind = answer.headers.get("Content-Type", "application/json")
                 out.headers["Content-Type"] = kind
-                if got.status != 200 or not kind.startswith("text/event-stream"):
-                    data = await got.read()
-                    self._finish(half, got.status, data)
-                    return web.Response(body=data, status=got.status, headers=out.headers)
-                async for chunk in got.content.iter_any():
-                    # Only whole events, so that we can add one if the worker dies.
+                if answer.status != 200 or not kind.startswith("text/event-stream"):
+                    data = await answer.read()
+                    self._finish(half, answer.status, data)
+                    return web.Response(body=data, status=answer.status, headers=out.headers)
+                async for chunk in answer.content.iter_any():
+                    # Write only whole events, so that an event can be added if the worker dies.
                     events, end, tail = (tail + chunk).rpartition(b"\n\n")
                     if end:
                         begins = half.take(events)
                         await _write(request, out, events + end)
-                        if begins:  # after the write: the client waits for that one
+                        if begins:  # after the write, which the client waits for
                             half.worker.index.learn(half.ask.hashes)
         except Failed as error:
             if not half.begun:
@@ -258,28 +265,28 @@ class Router:
         return out
 
     def _finish(self, half: Half, status: int, data: bytes) -> None:
-        """The answer has come to its end, good or not. ``data``: what was not taken of it yet."""
+        """Note the end of an answer. ``data``: the part of it that was not taken yet."""
         half.failed = half.failed or status != 200
         if half.take(data):
             half.worker.index.learn(half.ask.hashes)
         self._end(half, "error" if half.failed else "ok")
 
     def _end(self, half: Half, outcome: str) -> None:
-        """Of a half that ends before its answer does, the worker is told: SGLang looks for closed
-        connections only now and then."""
+        """End a half. If its answer is incomplete, abort it on the worker, because SGLang checks
+        for closed connections only occasionally."""
         if half.end(outcome) and half.sent and outcome in ("lost", "abandoned"):
             self._start(self._abort(half))
 
     async def _abort(self, half: Half) -> None:
         url, json = half.worker.url + "/abort_request", {"rid": half.ask.rid}
         try:
-            async with self._session.post(url, json=json, timeout=_ABORT_TIMEOUT) as got:
-                await got.read()
+            async with self._session.post(url, json=json, timeout=_ABORT_TIMEOUT) as answer:
+                await answer.read()
         except UPSTREAM_ERRORS as error:
             logger.info("%s of %s: %s", url, half.ask.rid, reason(error))
 
     async def _ready(self, request: web.Request) -> web.Response:
-        """200 once every worker was looked at and a request would find one, else 503."""
+        """Answer 200 if every worker was checked and a request can be served, else 503."""
         workers = self.scheduler.workers
         up = {worker.role for worker in workers if worker.up}
         served = AGGREGATED in up or {PREFILL, DECODE} <= up
@@ -288,35 +295,35 @@ class Router:
         return web.json_response(states, status=200 if ready else 503)
 
     async def _workers(self, request: web.Request) -> web.Response:
-        """What the router believes of each worker."""
+        """Answer with the router's state of each worker."""
         return web.json_response([worker.state() for worker in self.scheduler.workers])
 
     async def _flush_cache(self, request: web.Request) -> web.Response:
-        """All workers' caches, and what we believe of those that did it; after all of them, where
-        sessions went."""
+        """Flush all workers' caches and the router's view of each flushed cache. If all succeed,
+        forget the sessions' workers too."""
 
         async def flush(worker: Worker) -> str:
             url = worker.url + request.path_qs
             try:
-                async with self._session.post(url, timeout=_FLUSH_TIMEOUT) as got:
-                    if got.status == 200:
+                async with self._session.post(url, timeout=_FLUSH_TIMEOUT) as answer:
+                    if answer.status == 200:
                         worker.index.clear()
-                    return str(got.status)
+                    return str(answer.status)
             except UPSTREAM_ERRORS as error:
                 return reason(error)
 
         workers = self.scheduler.workers
-        said = await asyncio.gather(*map(flush, workers))
-        fine = set(said) == {"200"}
+        answers = await asyncio.gather(*map(flush, workers))
+        fine = set(answers) == {"200"}
         if fine:
             for pins in self.scheduler.pins.values():
                 pins.clear()
-        told = {worker.url: text for worker, text in zip(workers, said, strict=True)}
-        return web.json_response(told, status=200 if fine else 502)
+        results = {worker.url: text for worker, text in zip(workers, answers, strict=True)}
+        return web.json_response(results, status=200 if fine else 502)
 
 
 async def _write(request: web.Request, out: web.StreamResponse, data: bytes) -> None:
-    """``b""``: the end."""
+    """Write to the client; ``b""`` ends the answer."""
     try:
         if not out.prepared:
             await out.prepare(request)
@@ -326,7 +333,7 @@ async def _write(request: web.Request, out: web.StreamResponse, data: bytes) -> 
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, for a client: some errors have no text of their own, or too much."""
+    """Return an error as text for the client. Some errors have no text, or too much of it."""
     if isinstance(error, aiohttp.ClientPayloadError):
         return "its answer was cut short"
     if isinstance(error, asyncio.TimeoutError):
@@ -335,7 +342,7 @@ def reason(error: BaseException) -> str:
 
 
 def failure(status: int, message: str) -> web.Response:
-    """An error of the router's own, in the form that SGLang gives its errors."""
+    """Return an error of the router itself, in the form of SGLang's errors."""
     body = _error(status, message)
     return web.Response(body=body, status=status, content_type="application/json")
 

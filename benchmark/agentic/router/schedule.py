@@ -1,4 +1,4 @@
-"""Where one request goes: candidates, selective offload, session pins, charges; and its log."""
+"""Route one request: candidates, selective offload, session pins, load; and the decision log."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from benchmark.traces.sessions import Recent
 
 
 class NoWorker(RuntimeError):
-    """No worker of a role is up, or all of them have refused the request already."""
+    """No worker of a role is up, or all of them were unreachable for this request."""
 
 
 @dataclass(frozen=True)
 class Settings(Knobs):
-    """Everything that the command line decides; it has an option for each field."""
+    """All settings of the command line, which has an option for each field."""
 
     workers: tuple[str, ...] = ()
     """URLs of aggregated workers."""
@@ -63,7 +63,7 @@ class Settings(Knobs):
 
 
 class Pick(NamedTuple):
-    """One worker chosen from its pool, the candidates it was chosen from, and why."""
+    """A worker chosen from its pool, the candidates, and the reason."""
 
     worker: Worker
     views: Sequence[View]
@@ -75,11 +75,11 @@ class Pick(NamedTuple):
 
 
 class Scheduler:
-    """Owns the workers, where sessions were, and the log of decisions."""
+    """Owns the workers, the session pins, and the log of decisions."""
 
     def __init__(self, settings: Settings, decisions: Path | None = None) -> None:
-        """``decisions``: gets a JSON line a decision, with every term of every candidate's score,
-        written at once, so that a crash loses none."""
+        """``decisions``: receives one JSON line for each decision, with all terms of all scores.
+        Lines are not buffered, so that a crash loses none."""
         self.settings = s = settings
 
         def made(role: str, url: str, port: int = 0) -> Worker:
@@ -99,7 +99,7 @@ class Scheduler:
         self.pins: dict[str, Recent[str, str]] = {
             role: Recent(s.max_sessions) for role in self.pools
         }
-        """By role and session: the worker that it last went to."""
+        """By role and session: URL of the session's last worker."""
         self._turns = dict.fromkeys(self.pools, 0)
         self._offloaded: list[Half] = []
         self._log = None
@@ -112,14 +112,14 @@ class Scheduler:
         return [worker for pool in self.pools.values() for worker in pool]
 
     def route(self, ask: Ask, exclude: Collection[str] = ()) -> dict[str, Half]:
-        """Chooses: an aggregated worker, or prefill and decode. The load that the request adds to
-        them is theirs until its halves, which are given by role, end.
+        """Choose an aggregated worker, or a prefill and a decode worker. Return the request's
+        halves by role; each adds to its worker's load until it ends.
 
         Args:
             exclude: URLs of workers that could not be reached for this request.
 
         Raises:
-            NoWorker: nobody left.
+            NoWorker: no worker is left.
         """
         picks = dict(self._picks(ask, exclude))
         offload = self._offload(ask, picks)
@@ -130,7 +130,7 @@ class Scheduler:
             missing = [f"{role} worker" for role, pool in pools if pool and role not in picks]
             attempted = f" (attempted: {', '.join(exclude)})" if exclude else ""
             raise NoWorker(f"no {' and no '.join(missing)} is available{attempted}")
-        taken = {r: p for r, p in picks.items() if r != AGGREGATED or offload != "offloaded"}
+        chosen = {r: p for r, p in picks.items() if r != AGGREGATED or offload != "offloaded"}
         if self._log is not None:
             line = {
                 "at": time.time(),
@@ -141,13 +141,13 @@ class Scheduler:
                 "reserve_tokens": ask.work.reserve_tokens,
                 "attempt": len(exclude),
                 "offload": offload,
-                "taken": list(taken),
-                "pools": {role: self._told(role, pick) for role, pick in picks.items()},
+                "taken": list(chosen),
+                "pools": {role: self._log_entry(role, pick) for role, pick in picks.items()},
             }
-            # Before the load is added: a full disk fails the request.
+            # Written before the load is added, so that a full disk fails only this request.
             self._log.write(msgspec.json.encode(line) + b"\n")
         halves = {}
-        for role, pick in taken.items():
+        for role, pick in chosen.items():
             self._turns[role] += 1
             if ask.session is not None:
                 self.pins[role].note(ask.session, pick.worker.url)
@@ -157,7 +157,7 @@ class Scheduler:
         return halves
 
     def _picks(self, ask: Ask, exclude: Collection[str]) -> Iterator[tuple[str, Pick]]:
-        """The best worker of each role that has one."""
+        """Yield the best worker of each role that has a candidate."""
         for role, pool in self.pools.items():
             up = [worker for worker in pool if worker.up and worker.url not in exclude]
             if up:
@@ -169,8 +169,8 @@ class Scheduler:
                 yield role, Pick(up[choice.index], views, choice)
 
     def _offload(self, ask: Ask, picks: Mapping[str, Pick]) -> str | None:
-        """Why a request leaves the aggregated workers (``offloaded``), or stays with them; None
-        where there is no choice.
+        """Return why a request leaves the aggregated workers (``offloaded``) or stays with them;
+        None if there is no choice.
 
         An SGLang server has one disaggregation mode, so an offloaded request runs on a PD pair
         beside the aggregated workers, from prefill to its last token.
@@ -186,8 +186,8 @@ class Scheduler:
             return "capped"
         return "offloaded"
 
-    def _told(self, role: str, pick: Pick) -> dict[str, object]:
-        """For the log."""
+    def _log_entry(self, role: str, pick: Pick) -> dict[str, object]:
+        """Return the log's entry for one pool."""
         candidates = [view._asdict() for view in pick.views]
         for candidate, terms in zip(candidates, pick.choice.terms, strict=False):
             candidate |= {"score": terms.score, "terms": terms.parts}

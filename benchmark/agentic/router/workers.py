@@ -1,4 +1,4 @@
-"""What the router believes about one worker, and what each request in flight adds to it."""
+"""The router's view of one worker, and the load that each request in flight adds to it."""
 
 from __future__ import annotations
 
@@ -14,30 +14,33 @@ from benchmark.traces.sessions import Recent
 
 logger = logging.getLogger(__name__)
 
-AGGREGATED, PREFILL, DECODE = "aggregated", "prefill", "decode"
+AGGREGATED = "aggregated"
+PREFILL = "prefill"
+DECODE = "decode"
 _FAILED = re.compile(rb'"error": ?[{"]|"(?:type|finish_reason)": ?"abort"')
-"""In an answer. Quotes that a text has are escaped in it, so that no text looks like it."""
+"""Marks a failed answer. Quotes within generated text are escaped, so text never matches."""
 
 
 class PrefixIndex(Recent[int, None]):
-    """The blocks that one worker is believed to hold, by their hashes, at most ``entries``.
+    """Hashes of the blocks that one worker probably holds, at most ``entries``.
 
-    A block is never older than those behind it, so the end of the least recently used prompt goes
-    first, as in a radix tree.
+    A block is never older than its successors, so the end of the least recently used prompt is
+    evicted first, as in a radix tree.
     """
 
     def match(self, hashes: Sequence[int]) -> int:
-        """How many leading blocks are held. Changes nothing: most candidates are not chosen."""
+        """Return the number of leading blocks that are held. Does not count as a use, because most
+        candidates are not chosen."""
         return next((n for n, block in enumerate(hashes) if block not in self), len(hashes))
 
     def learn(self, hashes: Sequence[int]) -> None:
-        """The worker holds this prompt now, and used it last."""
+        """Record that the worker now holds this prompt, as the most recently used one."""
         for block in reversed(hashes[: self.entries]):
             self.note(block, None)
 
 
 class Worker:
-    """The one owner of a worker's state. Not up until its first health check has passed."""
+    """The state of a worker. It is up once its first health check has passed."""
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class Worker:
         pool_tokens: int = 100_000,
         fall: int = 3,
     ) -> None:
-        """``fall``: failed checks in a row that take it out."""
+        """``fall``: consecutive failed checks after which it is down."""
         self.role, self.url = role, url.rstrip("/")
         host = urlsplit(self.url).hostname or ""
         self.bootstrap = (f"[{host}]" if ":" in host else host, bootstrap_port)
@@ -57,10 +60,10 @@ class Worker:
         self.index = PrefixIndex(pool_tokens // block_tokens)
         self.up = False
         self.checked = False
-        """Whether a health check has ended, well or not."""
+        """True once a health check has ended, passed or failed."""
         self._fall, self._failed = fall, 0
         self.counts: Counter[str] = Counter()
-        """Requests by how they ended."""
+        """Number of requests by outcome."""
         self.requests = self.pending_tokens = self.ongoing_tokens = self.added_tokens = 0
 
     def view(self, hashes: Sequence[int], work: Work) -> View:
@@ -69,14 +72,14 @@ class Worker:
         return View(self.url, *load, self.pool_tokens, matched)
 
     def state(self) -> dict[str, object]:
-        """All of it, for people."""
+        """Return the state, for operators."""
         shown = ("role", "url", "up", "requests", "pending_tokens", "ongoing_tokens")
         shown += ("added_tokens", "pool_tokens", "counts")
         return {name: getattr(self, name) for name in shown} | {"believed_blocks": len(self.index)}
 
     def passed(self, pool_tokens: int | None = None) -> None:
-        """A health check passed. ``pool_tokens``: the worker's own word on its KV pool, which also
-        bounds what it can remember."""
+        """Note that a health check passed. ``pool_tokens``: size of its KV pool as the worker
+        reports it, which also limits ``index``."""
         if pool_tokens is not None:
             self.pool_tokens, self.index.entries = pool_tokens, pool_tokens // self.block_tokens
         if not self.up:
@@ -85,10 +88,10 @@ class Worker:
         self._failed = 0
 
     def failed(self, why: str, gone: bool = False) -> None:
-        """A check, or a request's connection, failed.
+        """Note that a health check or a connection failed.
 
-        ``gone``: nothing listens there, so the process and its cache are gone; the one that comes
-        back, however soon, has an empty one.
+        ``gone``: nothing listens there, so the process is gone, and its successor has an empty
+        cache.
         """
         self.checked = True
         self._failed += 1
@@ -101,15 +104,16 @@ class Worker:
 
 
 class Half:
-    """A request at one of its workers: what it adds to the worker's load until it ends."""
+    """A request at one of its workers; adds to the worker's load until it ends."""
 
     def __init__(self, worker: Worker, ask: Ask, matched_tokens: int) -> None:
         self.worker, self.ask = worker, ask
         self.sent = self.begun = self.failed = self.done = False
-        """Whether the request was sent; its answer has begun, so that the worker has the prompt's
-        KV; the answer says that it failed; a stream's last event has come."""
+        """``sent``: the request was sent. ``begun``: its answer has begun, so the worker has the
+        prompt's KV. ``failed``: the answer reports an error. ``done``: a stream's last event has
+        arrived."""
         self.outcome: str | None = None
-        """``ok``, ``error`` (its own answer), ``lost``, ``unreached``, ``abandoned`` (the client
+        """``ok``, ``error`` (in its own answer), ``lost``, ``unreached``, ``abandoned`` (the client
         has gone, or the other half has failed); None while it runs."""
         work = ask.work
         self._pending = work.tokens - matched_tokens
@@ -121,8 +125,8 @@ class Half:
         worker.ongoing_tokens += self._total
 
     def take(self, data: bytes) -> bool:
-        """Some of its answer: whole events, or all of it. Returns whether it shows for the first
-        time that the worker has the prompt's KV."""
+        """Take whole events, or all, of its answer. Return True if they are the first sign that the
+        worker has the prompt's KV."""
         self.failed = self.failed or _FAILED.search(data) is not None
         self.done = self.done or b"data: [DONE]" in data
         self.worker.pending_tokens -= self._pending
@@ -131,7 +135,7 @@ class Half:
         return first and not self.failed
 
     def end(self, outcome: str) -> bool:
-        """The first call counts; returns whether this is it."""
+        """End it with ``outcome``, unless it has ended. Return True on the first call."""
         if self.outcome is not None:
             return False
         self.outcome = outcome

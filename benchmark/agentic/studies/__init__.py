@@ -1,1 +1,1 @@
-"""A question, asked of servers: arms under one trace at several loads, in interleaved rounds."""
+"""Studies: a question, answered by running arms under one load at several levels, in rounds."""

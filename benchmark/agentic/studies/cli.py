@@ -1,4 +1,4 @@
-"""``python -m benchmark run``, ``report`` and ``compare``; README.md says more."""
+"""``python -m benchmark run``, ``report`` and ``compare``; described in README.md."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from benchmark.harness.command import reported, retyped
 from benchmark.harness.environment import describe
 from benchmark.harness.report import plain, write_summary
 
-ABOUT_MADE = "FIRST: a session's first turn; LATER: its other turns; COLD: a prompt of its own"
+ABOUT_MADE = "FIRST: a session's first turn; LATER: its other turns; COLD: an unrelated prompt"
 
 
 @reported
 def run(argv: list[str]) -> int:
-    """``run STUDY [--fleet FILE]``: measures, and writes the page."""
+    """``run STUDY [--fleet FILE]``: measure, and write the page."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmark run",
         description="Measures the arms of a study on a fleet, and writes one page about it.",
@@ -56,9 +56,9 @@ def run(argv: list[str]) -> int:
     add("--sessions", type=int, nargs="+", help="concurrent sessions, instead of the study's loads")
     again = "continue the run in --out; its finished loads are not repeated"
     add("--resume", action="store_true", help=again)
-    add("--dry-run", action="store_true", help="say what would be sent, and for how long")
+    add("--dry-run", action="store_true", help="print what would be sent, and for how long")
     add("--aiperf", type=Path, help="send with this aiperf program; fleets by URL, traces")
-    add("--format", default=MOONCAKE, help="of --trace, as --aiperf knows it; it is sent whole")
+    add("--format", default=MOONCAKE, help="format of --trace for --aiperf, which sends all of it")
     add("--out", type=Path, help="folder of the run; default: out/NAME")
     add("--page", type=Path, help="folder for page, figures and numbers; default: the run's")
     args = parser.parse_args(argv)
@@ -69,7 +69,7 @@ def run(argv: list[str]) -> int:
 
 @reported
 def report(argv: list[str]) -> int:
-    """``report RUN``: the page of a run, again."""
+    """``report RUN``: write the page of a run again."""
     parser = argparse.ArgumentParser(prog="python -m benchmark report")
     parser.add_argument("run", type=Path, help="folder that `run` wrote")
     parser.add_argument("--page", type=Path, help="folder for the page; default: the run's")
@@ -80,10 +80,10 @@ def report(argv: list[str]) -> int:
 
 @reported
 def compare(argv: list[str]) -> int:
-    """``compare RUN RUN``: arms of two runs of one study on one page."""
+    """``compare RUN RUN``: put the arms of two runs of one study on one page."""
     parser = argparse.ArgumentParser(prog="python -m benchmark compare")
     parser.add_argument("before", type=Path, help="folder that `run` wrote")
-    parser.add_argument("after", type=Path, help="that of another run of the study and trace")
+    parser.add_argument("after", type=Path, help="folder of another run, same study and trace")
     parser.add_argument("--page", type=Path, default=Path("out/compare"), help="folder")
     args = parser.parse_args(argv)
     both = merged(record.load(args.before), record.load(args.after))
@@ -93,10 +93,10 @@ def compare(argv: list[str]) -> int:
 
 
 def merged(before: Run, after: Run) -> Run:
-    """One run with the arms of both.
+    """Return one run with the arms of both.
 
     Raises:
-        ValueError: their loads or requests differ, so that nothing can be compared.
+        ValueError: their loads or requests differ, so they cannot be compared.
     """
     for what in ("load", "trace", "made", "grid", "rounds"):
         if getattr(before.study, what) != getattr(after.study, what):
@@ -104,7 +104,7 @@ def merged(before: Run, after: Run) -> Run:
     if before.fleet["endpoint"] != after.fleet["endpoint"] or _sent(before) != _sent(after):
         raise ValueError("the runs have different requests: they cannot be compared")
     change, runs = msgspec.structs.replace, (("before", before), ("after", after))
-    note = "Two runs, one after the other: what changed on the machines between them counts too. "
+    note = "Two runs, one after the other: changes of the machines between them count too. "
     study = change(
         before.study,
         title=f"{before.study.title}: two runs",
@@ -115,24 +115,24 @@ def merged(before: Run, after: Run) -> Run:
         before,
         study=study,
         titles={
-            f"{n}: {arm}": f"{n}: {title}" for n, of in runs for arm, title in of.titles.items()
+            f"{n}: {arm}": f"{n}: {title}" for n, run in runs for arm, title in run.titles.items()
         },
         environment=_both(before.environment, after.environment),
-        cells=[change(cell, arm=f"{n}: {cell.arm}") for n, of in runs for cell in of.cells],
-        servers={f"{n}: {arm}": count for n, of in runs for arm, count in of.servers.items()},
+        cells=[change(cell, arm=f"{n}: {cell.arm}") for n, run in runs for cell in run.cells],
+        servers={f"{n}: {arm}": count for n, run in runs for arm, count in run.servers.items()},
     )
 
 
 def _both(before: dict[str, str], after: dict[str, str]) -> dict[str, str]:
-    """Of what was measured partly in the one and partly in the other."""
+    """Return the environment of a run that was measured partly in each of two."""
     return {
-        name: " and ".join(dict.fromkeys((told, after.get(name, told))))
-        for name, told in before.items()
+        name: " and ".join(dict.fromkeys((value, after.get(name, value))))
+        for name, value in before.items()
     }
 
 
 def _sent(run: Run) -> list[int]:
-    """How much it was, of which two loads that differ hardly agree in all."""
+    """Return the amounts that were sent; two different loads hardly agree in all of them."""
     return [run.trace.get(name, 0) for name in ("requests", "prompt_tokens", "output_tokens")]
 
 
@@ -161,17 +161,19 @@ def _run(args: argparse.Namespace, console: Console, words: str) -> int:
         return 0
     out.mkdir(parents=True, exist_ok=True)
     raise_open_files(max(study.load.sessions, default=1000))
-    each = study.load.window.requests if study.load.window else len(trace.records) if trace else 1
-    with _progress(console, steps, each, len(done.cells), done) as told:
+    requests = (
+        study.load.window.requests if study.load.window else len(trace.records) if trace else 1
+    )
+    with _progress(console, steps, requests, len(done.cells), done) as told:
         for cell in cells(plan, told, earlier):
             done.cells.append(cell)
-            record.save(out, done)  # what was measured outlives a later failure
+            record.save(out, done)  # keeps finished cells if a later one fails
     write(done, args.page or out, console)
     return 0
 
 
 def _planned(args: argparse.Namespace, words: str) -> tuple[Plan, Run]:
-    """What is to be measured, and the run of it, which is still empty."""
+    """Return the plan, and its run, which has no cells yet."""
     fleet = fleets.load(args.fleet, FleetFile)
     path = find(args.study)
     study = _changed(fleets.load(path, Study), fleet, args)
@@ -216,21 +218,21 @@ def _planned(args: argparse.Namespace, words: str) -> tuple[Plan, Run]:
 
 
 def _check_made(study: Study, fleet: FleetFile) -> None:
-    """Raises ValueError where a session does not fit, or its answers cannot be read."""
+    """Raise ValueError if a session does not fit, or its answers cannot be read."""
     assert study.made is not None
     if fleet.endpoint != "generate":
         raise ValueError(
             "`made` sends each answer back as token ids: it needs `endpoint: generate`"
         )
     largest = max(point.made(study.made).largest for point in study.points)
-    if largest > (most := limit(fleet)):
+    if largest > (max_tokens := limit(fleet)):
         raise ValueError(
-            f"`made` has requests of {largest:,} tokens, more than the {most:,} that fit"
+            f"`made` has requests of {largest:,} tokens, more than the {max_tokens:,} that fit"
         )
 
 
 def _changed(study: Study, fleet: FleetFile, args: argparse.Namespace) -> Study:
-    """With what the command line and the fleet say otherwise."""
+    """Return the study with the changes of the command line and the fleet."""
     change, trace, load = msgspec.structs.replace, study.trace, study.load
     if args.trace:
         trace = change(trace, file=str(args.trace))
@@ -244,21 +246,21 @@ def _changed(study: Study, fleet: FleetFile, args: argparse.Namespace) -> Study:
         load = change(load, sessions=tuple(args.sessions), speed=())
     rounds, slo = args.rounds or study.rounds, fleet.slo or study.slo
     study = change(study, trace=trace, load=load, rounds=rounds, slo=slo)
-    return msgspec.convert(msgspec.to_builtins(study), Study)  # as strict as of a file
+    return msgspec.convert(msgspec.to_builtins(study), Study)  # validates it like a file
 
 
 def _chosen(arms: dict[str, Arm], pattern: str | None) -> dict[str, Arm]:
     try:
-        found = {name: arm for name, arm in arms.items() if re.search(pattern or "", name)}
+        matching = {name: arm for name, arm in arms.items() if re.search(pattern or "", name)}
     except re.error as error:
         raise ValueError(f"--arms {pattern!r} is not a pattern: {error}") from error
-    if not found:
+    if not matching:
         raise ValueError(f"--arms {pattern!r} matches none of {', '.join(arms)}")
-    return found
+    return matching
 
 
 def _described(trace: Trace) -> Any:
-    """As `run.json` has it, rounded, so that a page does not change when it is written again."""
+    """Return a trace's figures, rounded as in `run.json`, so that a repeated page is identical."""
     return plain(
         {
             "source": trace.source,
@@ -276,7 +278,7 @@ def _described(trace: Trace) -> Any:
 
 
 def write(run: Run, folder: Path, console: Console) -> None:
-    """Page, figures and numbers of a run."""
+    """Write page, figures and numbers of a run."""
     folder.mkdir(parents=True, exist_ok=True)
     write_summary(folder / "summary.json", summary(run))
     told = msgspec.json.decode((folder / "summary.json").read_bytes())
@@ -287,10 +289,12 @@ def write(run: Run, folder: Path, console: Console) -> None:
 
 @contextmanager
 def _progress(
-    console: Console, steps: int, each: int, before: int, done: Run
+    console: Console, steps: int, requests: int, before: int, done: Run
 ) -> Iterator[Callable[[Cell], None]]:
-    """A bar of ``steps`` loads, of about ``each`` requests; yields what moves it. ``before``: loads
-    of ``done`` that an earlier run measured."""
+    """Show a bar of ``steps`` loads with about ``requests`` requests each; provide its update.
+
+    ``before``: loads of ``done`` that an earlier run measured.
+    """
     began, failed = time.monotonic(), 0
     columns: tuple[TextColumn | BarColumn | TimeElapsedColumn, ...] = (
         TextColumn("{task.description}"),
@@ -299,7 +303,7 @@ def _progress(
         TimeElapsedColumn(),
         TextColumn("{task.fields[at]}"),
     )
-    # Rendering takes the interpreter from the event loop.
+    # Redraw only once a second, because rendering delays the event loop.
     with Progress(*columns, console=console, refresh_per_second=1) as progress:
         bar = progress.add_task("", total=steps, failed=0, at="")
 
@@ -307,7 +311,7 @@ def _progress(
             nonlocal failed
             failed += cell.outcomes[-1].error is not None
             text = f"round {cell.round + 1}, {done.titles[cell.arm]}, {cell.key[2].name}"
-            now = len(done.cells) - before + min(0.99, len(cell.outcomes) / each)
+            now = len(done.cells) - before + min(0.99, len(cell.outcomes) / requests)
             left_s = (time.monotonic() - began) * (steps - now) / now
             at = f"done at about {datetime.now() + timedelta(seconds=left_s):%a %H:%M}"
             progress.update(bar, description=escape(text), completed=now, failed=failed, at=at)

@@ -19,38 +19,38 @@ from benchmark.traces.sample import Plan, chosen, survey, window_and_thin
 from benchmark.traces.sessions import annotate
 
 SEED = 42
-"""Of generated traces, of sampling, and of the tokens of prompts."""
+"""Seed of generated traces, of sampling, and of the tokens of prompts."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What is replayed, and where it comes from."""
+    """The requests to replay, and their source."""
 
     source: str
     records: list[Record]
-    """Scaled, at the trace's own times."""
+    """Scaled to the fleet, at the trace's own times."""
     described: Description
     """The sampled records before they were scaled."""
     ratio: float
-    """Of the window's sessions, what thinning kept."""
+    """Share of the window's sessions that thinning kept."""
     left_out: int
-    """Requests that were longer than the fleet takes."""
+    """Requests that are too long for the fleet."""
     classes: Classes
     notes: tuple[str, ...] = ()
-    """What there is to tell: lines left out, requests asked for in vain."""
+    """Messages for the user: skipped lines, and too few requests."""
 
     def at(self, load: LoadSpec, level: float) -> list[Record]:
-        """The records of a level: their times at its speed."""
+        """Return the records of a level: at its speed, if the load sets one."""
         if load.sessions:
             return self.records
         return [msgspec.structs.replace(r, timestamp=r.timestamp / level) for r in self.records]
 
 
 def prepare(spec: TraceSpec, fleet: FleetFile) -> Trace:
-    """Reads the trace, or generates one.
+    """Read the trace, or generate one.
 
     Raises:
-        ValueError: the file is no trace, or nothing of it is left.
+        ValueError: the file is not a trace, or none of its requests fits.
     """
     path = Path(spec.file) if spec.file else None
     source = "a generated trace" if path is None else path.name
@@ -64,18 +64,18 @@ def prepare(spec: TraceSpec, fleet: FleetFile) -> Trace:
     sampled, ratio = whole, 1.0
     if spec.requests:
         sampled, ratio = sample(whole, spec, spec.requests)
-    sized, most = [_sized(record, fleet) for record in sampled], limit(fleet)
-    records = [r for r in sized if r.input_length + r.output_length <= most]
+    sized, max_tokens = [_sized(record, fleet) for record in sampled], limit(fleet)
+    records = [r for r in sized if r.input_length + r.output_length <= max_tokens]
     if not records:
-        raise ValueError(f"no request of {source} has at most {most} tokens")
+        raise ValueError(f"no request of {source} has at most {max_tokens} tokens")
     described = describe(survey(sampled))
     classes = Classes().scaled(fleet.block_tokens)
     notes = left_out(skipped)
     if spec.requests and len(records) != spec.requests:
         notes.append(
-            f"{len(records)} requests are sent where about {spec.requests} were asked for: "
+            f"{len(records)} requests are sent instead of about {spec.requests}: "
             f"sampling keeps whole sessions and gave {len(sized)}, and "
-            f"{len(sized) - len(records)} with more than {most:,} tokens are left out"
+            f"{len(sized) - len(records)} with more than {max_tokens:,} tokens are left out"
         )
     return Trace(
         source, records, described, ratio, len(sized) - len(records), classes, tuple(notes)
@@ -83,23 +83,23 @@ def prepare(spec: TraceSpec, fleet: FleetFile) -> Trace:
 
 
 def limit(fleet: FleetFile) -> int:
-    """Tokens of a request at most: half a pool."""
+    """Return the maximum tokens of a request: half a pool."""
     pool = fleet.rig.pool_tokens if fleet.rig is not None else fleet.pool_tokens
     return pool // 2 if pool else 1 << 60
 
 
 def sample(whole: Sequence[Record], spec: TraceSpec, requests: int) -> tuple[list[Record], float]:
-    """About so many requests in whole sessions, and the share of sessions kept.
+    """Return about ``requests`` requests in whole sessions, and the share of sessions kept.
 
     Raises:
-        ValueError: so few that no whole session is among them.
+        ValueError: ``requests`` is too small for one whole session.
     """
     plan = Plan(max_single_turn=spec.max_single_turn, seed=SEED)
-    found = survey(whole)
-    everything = window_and_thin(found, dataclasses.replace(plan, ratio=1.0))
+    trace_survey = survey(whole)
+    everything = window_and_thin(trace_survey, dataclasses.replace(plan, ratio=1.0))
     ratio = min(1.0, requests / everything.requests)
     try:
-        selection = window_and_thin(found, dataclasses.replace(plan, ratio=ratio))
+        selection = window_and_thin(trace_survey, dataclasses.replace(plan, ratio=ratio))
     except ValueError as error:
         raise ValueError(
             f"about {requests} requests of {len(whole):,} contain no whole session: use more "
@@ -109,10 +109,10 @@ def sample(whole: Sequence[Record], spec: TraceSpec, requests: int) -> tuple[lis
 
 
 def _sized(record: Record, fleet: FleetFile) -> Record:
-    """As the fleet file says."""
-    found = scaled(record, fleet.block_tokens)
-    tokens = found.output_length
+    """Return the record with the lengths that the fleet file sets."""
+    sized = scaled(record, fleet.block_tokens)
+    tokens = sized.output_length
     if fleet.answers is not None:
         tokens = max(1, round(record.output_length * fleet.answers))
     tokens = min(tokens, fleet.max_answer_tokens or tokens)
-    return msgspec.structs.replace(found, output_length=tokens)
+    return msgspec.structs.replace(sized, output_length=tokens)

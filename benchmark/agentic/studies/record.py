@@ -1,4 +1,4 @@
-"""A run's folder: ``run.json``, and ``requests.jsonl``, a line a request, written as it ends."""
+"""A run's folder: ``run.json``; and ``requests.jsonl``, one line a request, written as it ends."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from benchmark.agentic.load.outcome import Outcome
 from benchmark.agentic.studies.spec import Point, Study
 from benchmark.harness.report import write_summary
 
-RUN, REQUESTS = "run.json", "requests.jsonl"
+RUN = "run.json"
+REQUESTS = "requests.jsonl"
 
 
 class Where(msgspec.Struct):
-    """Of a line of ``requests.jsonl``; the outcome's fields stand beside these."""
+    """Cell of a line of ``requests.jsonl``; the line has the outcome's fields too."""
 
     arm: str
     round: int
     load: float
-    """Sessions at once, or the trace's speed."""
+    """Concurrent sessions, or the trace's speed."""
     over: tuple[tuple[str, float], ...] = ()
-    """Fields of ``made`` that a grid has otherwise."""
+    """Fields of ``made`` that the grid sets for this cell."""
 
     @property
     def key(self) -> tuple[str, int, Point]:
@@ -34,17 +35,17 @@ class Cell(Where):
     """One arm at one load in one round."""
 
     gained: dict[str, dict[str, float]] = {}
-    """By role: what the counters gained."""
+    """Role -> increase of the counters."""
     samples: list[float] = []
     """See ``Servers.sampled``."""
     loopback: float | None = None
-    """Bytes that the kernel carried over the loopback interface; by address not known."""
+    """Bytes that the kernel carried over the loopback interface; None for a fleet by address."""
     unflushed: list[str] = []
-    """Servers that did not empty their cache, and why."""
+    """Servers that failed to empty their cache, with the reason."""
     via: str = "directly"
     """How requests reached the servers."""
     window: tuple[float, float] | None = None
-    """Of a steady load: from when to when requests began that count; None: all count."""
+    """For a steady load: span in which requests that count began; None: all requests count."""
     outcomes: list[Outcome] = []
 
     @property
@@ -53,36 +54,36 @@ class Cell(Where):
 
     @property
     def span(self) -> tuple[float, float]:
-        """What rates are taken over: the window, or from the first request to the last answer."""
+        """Span for rates: the window, or from the first request to the last answer."""
         began = min((o.started_s for o in self.outcomes), default=0.0)
         return self.window or (began, max((o.finished_s for o in self.outcomes), default=0.0))
 
 
 class Run(msgspec.Struct):
-    """A study that was measured."""
+    """A measured study."""
 
     study: Study
     titles: dict[str, str]
-    """Of the arms that were measured, in their order."""
+    """Titles of the measured arms, in their order."""
     missing: list[str]
-    """Arms that the fleet did not have."""
+    """Arms that the fleet does not have."""
     fleet: dict[str, Any]
     environment: dict[str, str]
     command: str
     trace: dict[str, Any]
     cells: list[Cell] = []
     servers: dict[str, dict[str, int]] = {}
-    """By arm and role, how many; 0 of all behind a router that hides them."""
+    """Number of servers by arm and role; all 0 behind a router that hides them."""
 
     @property
     def points(self) -> list[Point]:
-        """The loads that were measured."""
+        """The measured loads."""
         return list(dict.fromkeys(cell.key[2] for cell in self.cells))
 
 
 def begin(folder: Path, earlier: Run | None) -> IO[bytes]:
-    """The file of requests, with those of a run that goes on and no others; what the folder says of
-    another run goes, as its requests do."""
+    """Open the file of requests. It keeps the requests of ``earlier``, a run to be continued, and
+    no others; without ``earlier`` the folder's previous run is removed."""
     if earlier is None:
         (folder / RUN).unlink(missing_ok=True)
     new = folder / f"{REQUESTS}.new"
@@ -90,14 +91,14 @@ def begin(folder: Path, earlier: Run | None) -> IO[bytes]:
         for cell in earlier.cells if earlier else ():
             for outcome in cell.outcomes:
                 append(out, cell, outcome)
-    new.replace(folder / REQUESTS)  # a kill before it loses nothing
+    new.replace(folder / REQUESTS)  # atomic, so that a kill loses nothing
     return (folder / REQUESTS).open("ab")
 
 
 def append(out: IO[bytes], cell: Cell, outcome: Outcome) -> None:
     line = {name: getattr(cell, name) for name in Where.__struct_fields__}
     out.write(msgspec.json.encode({**line, **msgspec.to_builtins(outcome)}) + b"\n")
-    out.flush()  # a run that is stopped keeps what it has
+    out.flush()  # keeps the request if the run is stopped
 
 
 def save(folder: Path, run: Run) -> None:
@@ -114,14 +115,14 @@ def save(folder: Path, run: Run) -> None:
         }
     new = folder / f"{RUN}.new"
     write_summary(new, content)
-    new.replace(folder / RUN)  # as above
+    new.replace(folder / RUN)  # atomic, as in ``begin``
 
 
 def load(folder: Path) -> Run:
-    """A run that was saved, with its requests.
+    """Return a saved run with its requests.
 
     Raises:
-        ValueError: the folder holds none; the message names the file.
+        ValueError: the folder contains none; the message names the file.
     """
     path = folder / RUN
     if not path.exists():
@@ -131,10 +132,10 @@ def load(folder: Path) -> Run:
         cells = {cell.key: cell for cell in run.cells}
         with (folder / REQUESTS).open("rb") as lines:
             for line in lines:
-                if not line.endswith(b"\n"):  # torn as the run was killed
+                if not line.endswith(b"\n"):  # incomplete because the run was killed
                     break
                 cell = cells.get(msgspec.json.decode(line, type=Where).key)
-                if cell is not None:  # else its load did not end
+                if cell is not None:  # None if its load did not end
                     cell.outcomes.append(msgspec.json.decode(line, type=Outcome))
     except msgspec.DecodeError as error:
         raise ValueError(f"{folder}: {error} is not a run of this version") from error

@@ -1,4 +1,4 @@
-"""Rounds of all arms, each at all loads, in turn."""
+"""Measure all arms at all loads, in rounds."""
 
 from __future__ import annotations
 
@@ -36,51 +36,53 @@ from benchmark.harness.models import random_qwen3
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be measured."""
+    """The measurements to take."""
 
     study: Study
     arms: dict[str, Arm]
     fleet: FleetFile
     trace: Trace | None
-    """None: sessions are made, or AIPerf reads the trace itself."""
+    """None: sessions are made from sizes, or AIPerf reads the trace itself."""
     out: Path
     aiperf: Program | None = None
-    """What sends, instead of our client."""
+    """AIPerf program that sends the load; None: our client does."""
 
 
-def cells(plan: Plan, told: Callable[[Cell], None], earlier: Run | None) -> Iterator[Cell]:
-    """Measures every arm at every load in every round; each cell as it ends. ``told``: after each
-    request of a cell. ``earlier``: a run that was stopped, whose loads are left out.
+def cells(plan: Plan, on_request: Callable[[Cell], None], earlier: Run | None) -> Iterator[Cell]:
+    """Measure every arm at every load in every round; yield each cell as it ends.
+
+    ``on_request``: called after each request of a cell. ``earlier``: a stopped run, whose loads
+    are skipped.
 
     Raises:
         ServerFailed: a server of the rig did not start, died, or failed its memory check.
-        RunFailed: a server by address cannot be reached, or did not answer a warm-up.
+        RunFailed: a server by address cannot be reached, or failed a warm-up request.
     """
     names, out = list(plan.arms), plan.out
     done = {cell.key for cell in (earlier.cells if earlier else ())}
     with record.begin(out, earlier) as lines:
         for number in range(plan.study.rounds):
             for name in order(names, number):
-                left = [at for at in plan.study.points if (name, number, at) not in done]
+                left = [point for point in plan.study.points if (name, number, point) not in done]
                 if not left:
                     continue
                 with _running(plan, name) as running:
                     running.warm_up()
                     running.check()
-                    for at in left:
-                        cell = Cell(name, number, at.load, at.over, via=running.via)
+                    for point in left:
+                        cell = Cell(name, number, point.load, point.over, via=running.via)
 
                         def ended(outcome: Outcome, cell: Cell = cell) -> None:
                             cell.outcomes.append(outcome)
                             record.append(lines, cell, outcome)
-                            told(cell)
+                            on_request(cell)
 
                         _measure(plan, cell, running, ended)
                         yield cell
 
 
 def order(names: list[str], number: int) -> list[str]:
-    """Of the arms in a round: two have the same, the second turned around."""
+    """Return the arms in the order of a round; each second round reverses the one before it."""
     turn = number // 2 % len(names)
     names = names[turn:] + names[:turn]
     return names[::-1] if number % 2 else names
@@ -92,12 +94,12 @@ def _running(plan: Plan, name: str) -> AbstractContextManager[Servers]:
         words = arm.routing(fleet.block_tokens)
         return servers.reach(fleet.named()[arm.setup or name], fleet, arm.policy, words)
     model = random_qwen3(plan.out / "model-random", **fleet.rig.shape)
-    doze = all(each.sleeps for each in plan.study.arms.values())
+    doze = all(arm.sleeps for arm in plan.study.arms.values())
     return rig.started(arm, fleet, fleet.rig, model, plan.out / "logs" / name, doze)
 
 
 def _measure(plan: Plan, cell: Cell, running: Servers, ended: Callable[[Outcome], None]) -> None:
-    """Fills the cell."""
+    """Measure one cell."""
     cell.unflushed = running.flush() if plan.fleet.flush else []
     before = running.counters()
     carried = loopback_bytes() if plan.fleet.rig else None
@@ -106,21 +108,21 @@ def _measure(plan: Plan, cell: Cell, running: Servers, ended: Callable[[Outcome]
         cell.window = send(plan, cell, running, ended)
     if carried is not None:
         cell.loopback = loopback_bytes() - carried
-    running.check()  # also lets the last transfers be counted
+    running.check()  # also gives the servers time to count the last transfers
     cell.gained = running.gained(before)
 
 
 def _send(
     plan: Plan, cell: Cell, running: Servers, ended: Callable[[Outcome], None]
 ) -> tuple[float, float] | None:
-    """By our client. Each round has sessions of its own, so that intervals over rounds are also
-    about which ones were sent: other seeds, or `_replayed`."""
-    study, how = plan.study, plan.study.load
+    """Send the load with our client. Each round has different sessions, by other seeds or by
+    ``_replayed``, so that intervals over rounds also cover the choice of sessions."""
+    study, load_spec = plan.study, plan.study.load
     settings = Settings(
         headers=running.about.all_headers,
-        think_s=how.think_s,
-        timeout_s=how.timeout_s,
-        sessions=int(cell.load) if how.sessions else None,
+        think_s=load_spec.think_s,
+        timeout_s=load_spec.timeout_s,
+        sessions=int(cell.load) if load_spec.sessions else None,
     )
     with ExitStack() as stack:
         if study.made is not None:
@@ -130,50 +132,50 @@ def _send(
             page = plan.fleet.block_tokens if plan.fleet.rig else 1
             sessions = made_sessions(made, running.vocabulary, settings.sessions or 0, page)
         else:
-            found, prompts = _replayed(plan, cell), running.prompts(SEED)
-            classes = list({turn.kind for session in found for turn in session})
-            if how.window and settings.sessions:
-                found = begun(found, len(found) // study.rounds, settings.sessions)
-            sessions = trace_sessions(found, stack.enter_context(Bodies(prompts)))
-        work = load(running.target, sessions, settings, ended, how.window, classes)
+            replayed, prompts = _replayed(plan, cell), running.prompts(SEED)
+            classes = list({turn.kind for session in replayed for turn in session})
+            if load_spec.window and settings.sessions:
+                replayed = begun(replayed, len(replayed) // study.rounds, settings.sessions)
+            sessions = trace_sessions(replayed, stack.enter_context(Bodies(prompts)))
+        work = load(running.target, sessions, settings, ended, load_spec.window, classes)
         return asyncio.run(work)
 
 
 def _replayed(plan: Plan, cell: Cell) -> list[list[Turn]]:
-    """The trace's sessions, a later part of them first in each round."""
+    """Return the trace's sessions; each round begins with a later part of them."""
     assert plan.trace is not None
-    how = plan.study.load
-    records, classes = plan.trace.at(how, cell.load), plan.trace.classes
-    found = by_session(turns(records, plan.fleet.block_tokens, classes))
-    first = cell.round * len(found) // plan.study.rounds if how.sessions else 0
-    return found[first:] + found[:first]
+    load_spec = plan.study.load
+    records, classes = plan.trace.at(load_spec, cell.load), plan.trace.classes
+    sessions = by_session(turns(records, plan.fleet.block_tokens, classes))
+    first = cell.round * len(sessions) // plan.study.rounds if load_spec.sessions else 0
+    return sessions[first:] + sessions[:first]
 
 
 def _profile(
     plan: Plan, cell: Cell, running: Servers, ended: Callable[[Outcome], None]
 ) -> tuple[float, float] | None:
-    """By AIPerf."""
-    about, how = running.about, plan.study.load
+    """Send the load with AIPerf."""
+    about, load_spec = running.about, plan.study.load
     assert plan.aiperf is not None
     if running.target.prefill_url is not None:
-        raise RunFailed("AIPerf knows no bootstrap rooms: give the pair's `router`")
+        raise RunFailed("AIPerf does not support bootstrap rooms: give the pair's `router`")
     cell.via += ", by AIPerf"
-    found, window = profile(
+    outcomes, window = profile(
         plan.aiperf,
         running.target.url,
         [turn for session in _replayed(plan, cell) for turn in session] if plan.trace else None,
         running.prompts(SEED),
         plan.out / "aiperf" / f"{cell.arm}-{cell.load:g}-{cell.round}",
-        how.window,
-        how.think_s or 0.0,
+        load_spec.window,
+        load_spec.think_s or 0.0,
         model=about.model,
         endpoint=about.endpoint,
         block_tokens=about.block_tokens,
-        sessions=int(cell.load) if how.sessions else None,
-        timeout_s=how.timeout_s,
+        sessions=int(cell.load) if load_spec.sessions else None,
+        timeout_s=load_spec.timeout_s,
         tokenizer=about.tokenizer,
         headers=about.all_headers,
     )
-    for outcome in found:
+    for outcome in outcomes:
         ended(outcome)
     return window

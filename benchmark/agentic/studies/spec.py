@@ -1,4 +1,4 @@
-"""A study as a file: arms, trace, loads, rounds, and what a request should take."""
+"""A study as a file: arms, trace, loads, rounds, and the SLO."""
 
 from __future__ import annotations
 
@@ -15,42 +15,44 @@ from benchmark.agentic.load.run import Window
 from benchmark.agentic.load.sessions import Made
 
 FOLDER = Path(__file__).parent
-START_S, TAIL_S = 25.0, 2.0
-"""Of an arm's servers on two cores, and of a load from the end of its window to the last answer."""
+START_S = 25.0
+"""Assumed time to start an arm's servers on two cores."""
+TAIL_S = 2.0
+"""Assumed time from the end of a window to the last answer."""
 
 
 class TraceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is sent."""
+    """The trace to send."""
 
     file: str | None = None
-    """In Mooncake's format; None: generated, with the shape of agentic traffic."""
+    """Path, in Mooncake's format; None: generated, with the shape of agentic traffic."""
     skip_invalid: bool = False
-    """Leave out lines of the file that cannot be read, and say how many."""
+    """Skip lines of the file that cannot be read, and report their number."""
     requests: Positive | None = 90
-    """About: sampling keeps whole sessions of its densest ten minutes. None: the whole trace."""
+    """Approximate number: sampling keeps whole sessions of the densest ten minutes. None: all."""
     max_single_turn: float = 0.3
-    """Most of the sessions that may have a single turn."""
+    """Maximum share of sessions with a single turn."""
     generated: Positive = 20_000
     """Requests of a generated trace, before it is sampled."""
     generated_per_s: Above | None = None
-    """Its rate; None: of the traffic that it resembles, about 29. More or fewer people, who are
-    as fast."""
+    """Its requests/s; None: about 29, as in the recorded traffic. Another rate changes the number
+    of users, not their speed."""
 
 
 class LoadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How it is sent; each entry is a load of its own."""
+    """The loads; each entry of ``sessions`` or ``speed`` is one."""
 
     sessions: tuple[Positive, ...] = ()
-    """So many sessions at once; each sends its next turn ``think_s`` after its answer."""
+    """Concurrent sessions; each sends its next turn ``think_s`` after its answer."""
     speed: tuple[Above, ...] = ()
-    """Or: the trace's own times, so many seconds of it in a second."""
+    """Or: the trace's own times, accelerated by this factor."""
     think_s: float | None = 0.2
     """None: the recorded gap, at the speed of the load."""
     timeout_s: float = 60.0
-    """Of a request; one that fails counts as taking so long."""
+    """Time limit of a request, and the time that a failed one counts as."""
     window: Window | None = None
-    """Of a steady load: what begins in it counts. None: the whole trace, from its first request to
-    its last answer."""
+    """Measured part of a steady load. None: the whole trace, from the first request to the last
+    answer."""
 
     def __post_init__(self) -> None:
         if bool(self.sessions) == bool(self.speed):
@@ -58,7 +60,7 @@ class LoadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def unit(self) -> str:
-        """What a level counts."""
+        """Unit of a level."""
         return "sessions at once" if self.sessions else "times the trace's speed"
 
 
@@ -67,7 +69,7 @@ QUANTITIES: tuple[str, ...] = get_args(Quantity)
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A load of a study: how much is sent, and which fields of ``made`` are otherwise."""
+    """A load of a study: its level, and the fields of ``made`` that the grid sets."""
 
     load: float
     over: tuple[tuple[str, float], ...] = ()
@@ -88,17 +90,17 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str
     arm: str
     of: Literal["ttft", "tpot", "e2e", "itl", "goodput", "requests", "computed"]
-    """``requests``: requests/s, in time or not. ``computed``: prompt tokens that servers computed
-    over new ones."""
+    """``requests``: requests/s, within the SLO or not. ``computed``: prompt tokens that servers
+    computed, over new tokens."""
     over: str | None = None
-    """The arm that it is divided by; None: the bound is on the number itself."""
+    """The arm to divide by; None: the bound is on the number itself."""
     at: float | None = None
-    """The load; None: each one."""
+    """The load; None: all loads."""
     at_most: float | None = None
     at_least: float | None = None
     request_class: str | None = msgspec.field(name="class", default=None)
     theirs: str = ""
-    """The number as published, and where."""
+    """The published number, and its source."""
 
 
 class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,23 +109,23 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     title: str
     question: str
     arms: dict[str, Arm]
-    """By name, in the page's order; the first is what the others are held against."""
+    """By name, in the page's order; the others are compared with the first."""
     load: LoadSpec
     trace: TraceSpec = TraceSpec()
     made: Made | None = None
-    """Sessions made of numbers, instead of the trace."""
+    """Sessions made from sizes, instead of the trace."""
     grid: dict[str, tuple[float, ...]] = {}
-    """Fields of ``made``: each combination of these values, at each load."""
+    """Fields of ``made``: all combinations of these values are measured, at each load."""
     claims: tuple[Claim, ...] = ()
     rounds: Positive = 3
-    """Of all arms, in turn. Fewer than three give no verdict."""
+    """Rounds of all arms. Fewer than three give no verdict."""
     by: Quantity = "e2e"
-    """The quantity by whose mean arms are ranked."""
+    """Quantity whose mean ranks the arms."""
     slo: Slo = Slo()
     rig: dict[str, Any] = {}
-    """Of the rig, instead of the fleet file's; see ``fleet.spec.Rig``."""
+    """Fields of the rig that replace those of the fleet file; see ``fleet.spec.Rig``."""
     every_setup: bool = False
-    """By address: also those setups of the fleet that no arm names."""
+    """In a fleet by address: measure also setups that no arm names."""
 
     def __post_init__(self) -> None:
         if not self.arms:
@@ -138,29 +140,29 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if claim.arm not in self.arms or claim.over not in (None, *self.arms):
                 raise ValueError(f"`claims`: no arm {claim.arm!r} or {claim.over!r}")
             if claim.request_class and claim.of not in QUANTITIES:
-                raise ValueError(f"`claims`: {claim.of} is of all requests, not of a class")
+                raise ValueError(f"`claims`: {claim.of} has no classes: it covers all requests")
             if claim.request_class and claim.over is None:
                 raise ValueError("`claims`: `class` needs `over`")
 
     @property
     def load_s(self) -> float:
-        """That each load takes at most, with its part of the start of servers; NaN without a
-        window, where it takes as long as the trace."""
+        """Maximum seconds of a load, with its part of the start of the servers; NaN without a
+        window, because the load then takes as long as the trace."""
         limit_s = self.load.window.limit_s if self.load.window else math.nan
         return START_S / len(self.points) + limit_s + TAIL_S
 
     @property
     def points(self) -> list[Point]:
-        """All loads, in the order in which they are sent."""
-        named = [[(name, float(value)) for value in of] for name, of in self.grid.items()]
+        """All loads, in the order of sending."""
+        named = [[(name, float(x)) for x in values] for name, values in self.grid.items()]
         levels = self.load.sessions or self.load.speed
-        return [Point(float(at), over) for over in product(*named) for at in levels]
+        return [Point(float(level), over) for over in product(*named) for level in levels]
 
     def at(self, setups: dict[str, Setup]) -> tuple[dict[str, Arm], list[str]]:
-        """Its arms with the servers of a fleet by address, and the names of those that it lacks.
+        """Return its arms with the servers of a fleet by address, and the names of missing arms.
 
         Raises:
-            ValueError: it has none.
+            ValueError: the fleet has none of its arms.
         """
         arms = {name: arm for name, arm in self.arms.items() if (arm.setup or name) in setups}
         missing = [name for name in self.arms if name not in arms]
@@ -180,14 +182,14 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def titles(arms: Mapping[str, Arm]) -> dict[str, str]:
-    """What each is called on the page; by name too where the servers of two read the same."""
+    """Return the arms' titles on the page, with the name appended to equal titles."""
     shown = {name: arm.shown for name, arm in arms.items()}
-    said = list(shown.values())
-    return {n: f"{text} ({n})" if said.count(text) > 1 else text for n, text in shown.items()}
+    texts = list(shown.values())
+    return {n: f"{text} ({n})" if texts.count(text) > 1 else text for n, text in shown.items()}
 
 
 def find(name: str) -> Path:
-    """A study by path, or by the name of one that comes with the suite."""
+    """Return the path of a study, given by path or by the name of a study of the suite."""
     path = Path(name)
     if path.exists():
         return path

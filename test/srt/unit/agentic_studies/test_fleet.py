@@ -102,7 +102,7 @@ def test_arms_of_the_rig_differ_only_where_declared() -> None:
             )
             for engine in engines:
                 command = " ".join(engine.command)
-                assert engine.command[: len(rig.BEHIND)] == rig.BEHIND
+                assert engine.command[: len(rig.LOW_PRIORITY)] == rig.LOW_PRIORITY
                 assert "--max-total-tokens 5000" in command
                 assert ("--sleep-on-idle" in command) == doze
                 is_decode, declared = (
@@ -120,7 +120,7 @@ def test_arms_of_the_rig_differ_only_where_declared() -> None:
                 )
                 assert arm.env.items() <= engine.env.items()
                 python = REPOSITORY / arm.venv / "bin/python" if arm.venv else sys.executable
-                assert engine.command[len(rig.BEHIND)] == str(python)
+                assert engine.command[len(rig.LOW_PRIORITY)] == str(python)
 
 
 @pytest.mark.parametrize("arms", ["ab", "abc", "abcde"])
