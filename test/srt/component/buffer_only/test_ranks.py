@@ -22,8 +22,8 @@ def ranks() -> Ranks:
 
 def hits(ranks: Ranks, pages: int) -> bool:
     """Whether the request is ready on all ranks, and finds so many pages."""
-    ready = ranks.each(lambda cache: cache.tree.check_prefetch_progress("r"))
-    return ready and ranks.each(lambda cache: len(cache.admit("r", PROMPT)[0])) == pages * PAGE
+    ready = ranks.on_all(lambda cache: cache.tree.check_prefetch_progress("r"))
+    return ready and ranks.on_all(lambda cache: len(cache.admit("r", PROMPT)[0])) == pages * PAGE
 
 
 @pytest.mark.hazard("partial-write-counts")
@@ -39,15 +39,15 @@ def test_a_page_that_only_one_rank_could_write(ranks: Ranks, rank: int, good: in
     other.store.content = writer.store.content if latent else other.store.content
     other.store.calls.clear()
     writer.store.answer("batch_set_v1", lambda r: [at != good for at in range(len(r))])
-    ranks.each(lambda cache: cache.compute(OTHER))
+    ranks.on_all(lambda cache: cache.compute(OTHER))
     ranks.live(5)
-    assert ranks.each(lambda cache: nodes(cache.tree)[0].stored) == good * PAGE
+    assert ranks.on_all(lambda cache: nodes(cache.tree)[0].stored) == good * PAGE
     assert bool(other.store.asked("batch_set_v1")) is not latent
     for cache in ranks.caches:
         cache.now += 2.0  # a store that took nothing is not tried again at once
-    ranks.each(lambda cache: cache.compute(OTHER))
+    ranks.on_all(lambda cache: cache.compute(OTHER))
     ranks.live(6)
-    assert ranks.each(lambda cache: nodes(cache.tree)[0].storage_backed)
+    assert ranks.on_all(lambda cache: nodes(cache.tree)[0].storage_backed)
 
 
 @pytest.mark.hazard("holes-in-answers")
@@ -57,12 +57,12 @@ def test_pages_that_only_one_rank_has(ranks: Ranks, pages: tuple[int, int], when
     """All ranks take as many as the one that has least, and give back the staging pages of the
     rest in the same step."""
     if when == "before the fetch":
-        ranks.each(lambda cache: cache.want("r", PROMPT))
+        ranks.on_all(lambda cache: cache.want("r", PROMPT))
         ranks.live(2)
     for cache, page in zip(ranks.caches, pages, strict=True):
         cache.store.drop(list(cache.store.content)[page])
     if when == "before the query":
-        ranks.each(lambda cache: cache.want("r", PROMPT))
+        ranks.on_all(lambda cache: cache.want("r", PROMPT))
     ranks.live(8)
     assert hits(ranks, min(4, *pages))
 
@@ -71,13 +71,13 @@ def test_pages_that_only_one_rank_has(ranks: Ranks, pages: tuple[int, int], when
 def test_a_clock_that_runs_ahead(ranks: Ranks):
     """The slowest clock counts: one rank that gives a request up by itself would compute what the
     other one waits for."""
-    ranks.each(lambda cache: cache.want("r", PROMPT))
+    ranks.on_all(lambda cache: cache.want("r", PROMPT))
     ranks.step()
     for cache, ready in [(None, False), (ranks.caches[0], False), (ranks.caches[1], True)]:
         if cache is not None:
             cache.now += 11
             ranks.step()
-        assert ranks.each(lambda cache: cache.tree.check_prefetch_progress("r")) is ready
+        assert ranks.on_all(lambda cache: cache.tree.check_prefetch_progress("r")) is ready
     assert hits(ranks, 0)
 
 
@@ -87,8 +87,8 @@ def test_one_collective_a_step(ranks: Ranks):
     before = len(ranks.group.log)
     for step in range(12):
         if step == 4:
-            ranks.each(lambda cache: cache.want("r", PROMPT))
-            ranks.each(lambda cache: cache.compute(prompt(2, 20)))
+            ranks.on_all(lambda cache: cache.want("r", PROMPT))
+            ranks.on_all(lambda cache: cache.compute(prompt(2, 20)))
         ranks.live()
     assert len(ranks.group.log) - before == 12
     assert hits(ranks, 4)

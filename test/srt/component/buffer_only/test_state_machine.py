@@ -25,7 +25,7 @@ METHODS = ("batch_exists", "batch_get_v1", "batch_set_v1")
 WEIGHTS = {
     "arrive": 8, "admit": 12, "abort": 2, "retract": 1, "reorder": 2, "compute": 4, "evict": 4,
     "split": 3, "step": 6, "live": 14, "work": 8, "slow": 2, "fast": 4, "fail": 2, "partly": 2,
-    "lose": 1, "hang": 0.5, "let_go": 1, "time": 2, "flush": 1, "clear": 0.3,
+    "lose": 1, "hang": 0.5, "open_gates": 1, "time": 2, "flush": 1, "clear": 0.3,
 }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ class Life:
         """Every request ends, however much the store had to say, and nothing is left."""
         for cache in self.ranks.caches:
             cache.slow = False
-            cache.let_go()
+            cache.open_gates()
         for _ in range(100):
             self._live_once()
             for cache in self.ranks.caches:
@@ -78,22 +78,22 @@ class Life:
         self._count += 1
         rid = f"r{self._count}"
         tokens, extra_key = self.requests[rid] = request(rng)
-        self.ranks.each(lambda cache: cache.want(rid, tokens, extra_key))
+        self.ranks.on_all(lambda cache: cache.want(rid, tokens, extra_key))
 
     def _admit(self, rng: random.Random) -> None:
         self._try(self._pick(rng))
 
     def _try(self, rid: str) -> None:
         """The scheduler looks at a request, and runs it if it can."""
-        if self.ranks.each(lambda cache: cache.tree.check_prefetch_progress(rid)):
+        if self.ranks.on_all(lambda cache: cache.tree.check_prefetch_progress(rid)):
             tokens, extra_key = self.requests[rid]
-            if self.ranks.each(lambda cache: run(cache, tokens, extra_key, rid)) < 0:
+            if self.ranks.on_all(lambda cache: run(cache, tokens, extra_key, rid)) < 0:
                 self.taken["no room"] += 1
                 if len(tokens) >= self.ranks.caches[0].device.size:
                     self._abort_one(rid)
                 return
             del self.requests[rid]
-            self.taken["from store"] += self.ranks.each(lambda c: c.tree.take_storage_hit(rid)) > 0
+            self.taken["from store"] += self.ranks.on_all(lambda c: c.tree.take_storage_hit(rid)) > 0
             self.taken["admitted"] += 1
 
     def _abort(self, rng: random.Random) -> None:
@@ -101,38 +101,38 @@ class Life:
 
     def _abort_one(self, rid: str) -> None:
         del self.requests[rid]
-        self.ranks.each(lambda cache: cache.tree.release_aborted_request(rid))
+        self.ranks.on_all(lambda cache: cache.tree.release_aborted_request(rid))
 
     def _reorder(self, rng: random.Random) -> None:
         """The scheduler's policy has another order."""
         rids = list(self.requests)
         rng.shuffle(rids)
         self.requests = {rid: self.requests[rid] for rid in rids}
-        self.ranks.each(lambda cache: cache.buffer.prefetches.in_line(rids))
+        self.ranks.on_all(lambda cache: cache.buffer.prefetches.in_line(rids))
 
     def _retract(self, rng: random.Random) -> None:
         """The same request asks again."""
         rid = self._pick(rng)
-        self.ranks.each(lambda cache: cache.want(rid, *self.requests[rid]))
+        self.ranks.on_all(lambda cache: cache.want(rid, *self.requests[rid]))
 
     def _compute(self, rng: random.Random) -> None:
         """A request that did not wait for anything."""
         tokens, extra_key = request(rng)
-        self.ranks.each(lambda cache: run(cache, tokens, extra_key))
+        self.ranks.on_all(lambda cache: run(cache, tokens, extra_key))
 
     # ---- the tree ----
 
     def _evict(self, rng: random.Random) -> None:
         pages = rng.randint(1, 12)
-        self.ranks.each(lambda cache: cache.evict(pages * PAGE))
+        self.ranks.on_all(lambda cache: cache.evict(pages * PAGE))
 
     def _split(self, rng: random.Random) -> None:
         (tokens, extra_key), pages = request(rng), rng.randint(1, 12)
-        self.ranks.each(lambda cache: cache.held_tokens(tokens[: pages * PAGE], extra_key))
+        self.ranks.on_all(lambda cache: cache.held_tokens(tokens[: pages * PAGE], extra_key))
 
     def _flush(self, rng: random.Random) -> None:
         """At any time: SGLang refuses it while something is under way, but others reset too."""
-        self.ranks.each(lambda cache: cache.flush())
+        self.ranks.on_all(lambda cache: cache.flush())
         self.requests.clear()
 
     # ---- time ----
@@ -173,8 +173,8 @@ class Life:
     def _hang(self, rng: random.Random) -> None:
         self._one(rng).store.hang(rng.choice(METHODS))
 
-    def _let_go(self, rng: random.Random) -> None:
-        self._one(rng).let_go()
+    def _open_gates(self, rng: random.Random) -> None:
+        self._one(rng).open_gates()
 
     def _partly(self, rng: random.Random) -> None:
         """A hole behind the first good pages, or fewer pages found."""
