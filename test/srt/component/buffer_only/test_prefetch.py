@@ -30,7 +30,7 @@ def pages_fetched(cache: Cache) -> list[str]:
 
 @pytest.mark.hazard("host-pool-size", "worthless-prefetch")
 @pytest.mark.parametrize(
-    ("in_store", "in_tree", "tokens", "threshold", "asked", "hit"),
+    ("in_store", "in_tree", "tokens", "threshold", "queried", "hit"),
     [
         (9, 0, PROMPT[: 8 * PAGE], 1, [1, 6], 7),  # at least one token is computed
         (9, 0, PROMPT[: 8 * PAGE + 1], 1, [1, 7], 8),

@@ -75,7 +75,7 @@ def test_a_host_pool_smaller_than_the_device_pool(
 
 @pytest.mark.hazard("host-pool-size")
 @pytest.mark.parametrize(
-    ("given", "threshold", "message"),
+    ("settings", "threshold", "message"),
     [
         ({"pages": 9}, 5, "--hicache-buffer-pages 9 is too small"),
         ({"pages": None, "hicache_size": 2e-7}, 1, "--hicache-size 2e-07 is too small"),
@@ -92,7 +92,7 @@ def test_a_stage_that_is_too_small(settings: dict[str, Any], threshold: int, mes
 
 @pytest.mark.hazard("wrong-gauges")
 @pytest.mark.parametrize(
-    ("given", "pages"),
+    ("settings", "pages"),
     [
         ({}, 40),  # five gigabytes, limited to the size of the device pool
         ({"hicache_ratio": 0.5}, 20),
