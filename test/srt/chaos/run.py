@@ -36,11 +36,11 @@ DOWN_EVERY_S = 1.5
 server is back."""
 SETTLE_S = HOLD_S + 30.0
 LAST_QUESTIONS = 6
-LEAST_READ_PAGES = 20
+MIN_READ_PAGES = 20
 """Minimum number of pages read from the store, if there is one; fewer would not exercise it."""
-LEAST_WRITTEN_PAGES = 20
+MIN_WRITTEN_PAGES = 20
 """Minimum number of pages that decode writes to the store, if it does."""
-LOCAL_SHARE = 0.1
+MIN_LOCAL_SHARE = 0.1
 """Minimum share of all turns that decode computes, if it may compute any."""
 
 
@@ -282,10 +282,10 @@ class Chaos:
         staged = self._servers.count_staged()
         self._note("staged", **staged)
         read = staged["prefill store_read_pages"]
-        if self._servers.master is not None and read < LEAST_READ_PAGES:
+        if self._servers.master is not None and read < MIN_READ_PAGES:
             self._problems.append(f"{read} pages came from the store")
         written = staged.get("decode store_written_pages")
-        if written is not None and written < LEAST_WRITTEN_PAGES:
+        if written is not None and written < MIN_WRITTEN_PAGES:
             self._problems.append(f"decode wrote {written} pages to the store")
 
     def _check_turns(self) -> None:
@@ -296,7 +296,7 @@ class Chaos:
             return
         self._note("turns", **{" ".join(key): count for key, count in turns.items()})
         local = sum(count for (where, _), count in turns.items() if where == "local")
-        if local < LOCAL_SHARE * sum(turns.values()):
+        if local < MIN_LOCAL_SHARE * sum(turns.values()):
             self._problems.append(f"decode computed {local} of {sum(turns.values())} turns")
 
     def _count_leaks(self, when: str) -> None:

@@ -180,7 +180,7 @@ class Life:
         assert not idle or self._nothing_can_be_hit()
 
     def update_weights(self, number: int) -> None:
-        """Update weights at any time, also while requests are in transfer."""
+        """Update weights at any time, whether the server is paused or not."""
         self.seen["updates_under_way"] += not self.decoder.is_fully_idle()
         self.seen["updates_while_held"] += bool(self.decoder.held)
         self.decoder.update_weights()

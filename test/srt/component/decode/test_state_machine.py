@@ -28,11 +28,11 @@ from component.decode.pair import Pair, RankGroup, ranks_reduce
 from effort import tries
 
 NUMBERS = st.integers(0, 2**30)
-#: Number of sequences for each setting, with one rank and with two.
+#: Minimum number of sequences, with this number of steps on average, for each server.
 SEQUENCES, STEPS = tries(32), 50
 #: Events that can happen at any time.
 TICKS = ["queues", "batch", "flush", "update_weights", "pause_and_update"]
-#: Hypothesis ends some sequences early; at least this share of all steps must be taken.
+#: Number of sequences to run: more, because Hypothesis ends some early.
 EXAMPLES = tries(48)
 
 
@@ -204,6 +204,6 @@ def test_any_sequence_of_events(server: type[DecodeServer]) -> None:
     )
     assert server.taken["sequences"] >= SEQUENCES
     assert server.taken["steps"] >= SEQUENCES * STEPS
-    if server is LocalServer:  # enough of both kinds, and some that prefill failed
+    if server is LocalServer:  # enough turns of both kinds, and some after a loss of prefill
         taken = server.taken
         assert min(taken["local"], taken["long"]) > 20 and taken["no_prefill"] > 0, taken

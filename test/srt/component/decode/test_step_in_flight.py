@@ -53,7 +53,7 @@ def one_ends_and_one_arrives(
     yield from until_idle(decoder)
 
 
-#: Page, tokens of the ended prompt, draft steps; memory that a late request needs free.
+#: Page, tokens of the ended prompt, draft steps; tokens of memory to leave for a late request.
 CASES = [(1, 40, 0, 2), (16, 40, 0, 32), (16, 39 + 16, 0, 32), (16, 16 * 3 - 9, 0, 32)]
 CASES += [(1, 40, 3, 64), (2, 40, 3, 64), (16, 40, 3, 64)]
 
