@@ -10,8 +10,10 @@ from benchmark.harness import metrics
 from benchmark.harness.servers import Sizes
 from component.buffer_only.masters import Master
 
-STAGE_PAGES, STAGE_TOKENS = 16, 512
-"""Minimum sizes of a stage. Some of the bank's prompts fit; longer ones are staged in rounds."""
+STAGE_PAGES = 16
+"""Minimum size of a stage in pages."""
+STAGE_TOKENS = 512
+"""Minimum size of a stage. Some of the bank's prompts fit; longer ones are staged in rounds."""
 PREFILL_TOKENS = 2048
 """Room for two of the bank's longest prompts, and for half of all its tokens, so that prefill's
 tree needs the store."""

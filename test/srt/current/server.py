@@ -26,7 +26,9 @@ ARGUMENTS = (
     *("--sampling-backend", "pytorch", "--page-size", str(PAGE), "--chunked-prefill-size", "1024"),
     *("--max-running-requests", "16", "--random-seed", "1", "--skip-server-warmup"),
 )
-HOST, PORT = "127.0.0.1", 8998
+#: Address of the prefill server.
+HOST = "127.0.0.1"
+PORT = 8998
 
 
 class Stepped(scheduler_module.Scheduler):

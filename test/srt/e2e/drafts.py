@@ -20,8 +20,11 @@ from benchmark.harness.models import REPOSITORY, TINY_ARITH
 
 ACCEPT_LENGTH = "sglang:spec_accept_length"
 Ids = list[int]
-#: Sessions, turns of each, and generated tokens of a turn.
-CHATS, TURNS, NEW = 5, 5, 60
+CHATS = 5
+#: Turns of a chat.
+TURNS = 5
+#: Generated tokens of a turn.
+NEW = 60
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,9 @@ from e2e.support import (
 from e2e.test_local_turns import LIMIT, local_config, turns
 from models import families
 
-TURNS, SHORT = 3, 21
+TURNS = 3
+SHORT = 21
+"""New tokens of a turn that decode computes."""
 NEEDS_ITS_PAGE = {"deepseek_v32": 64}
 """Page size of the reference, if not 1: SGLang's index supports only this size."""
 RECURRENT = ("qwen3_next", "falcon_h1", "nemotron_h")

@@ -28,7 +28,8 @@ from models import families
 
 ROUNDS = int(os.environ.get("LOCAL_DP_ROUNDS", "6"))
 """Number of rounds; in each, all talks send one turn at the same time."""
-TALKS, NEW_TOKENS = 8, 24
+TALKS = 8
+NEW_TOKENS = 24
 
 
 def config_of(model: Path, logs: Path) -> Any:

@@ -45,7 +45,8 @@ from unit.documents import alert_rules
 
 POOL_TOKENS = 3200
 """Decode's pool: a fraction of the scenarios' tokens, so that it evicts all the time."""
-NIXL, MOONCAKE = ("nixl", 16), ("mooncake", 1)
+NIXL = ("nixl", 16)
+MOONCAKE = ("mooncake", 1)
 EVERY_RUN = [pytest.param(served, id=f"{served[0]}-{served[1]}") for served in (NIXL, MOONCAKE)]
 OTHER_PAGES = [
     pytest.param(served, id=f"{served[0]}-{served[1]}", marks=pytest.mark.nightly)

@@ -32,7 +32,8 @@ from models import families
 
 FAMILY = "qwen3_next"
 REQUESTED_BYTES = "sglang:kv_transfer_requested_bytes_total"
-STATES, EXACT = SERVER_ARGS[FAMILY], SERVER_ENV[FAMILY]
+STATES = SERVER_ARGS[FAMILY]
+EXACT = SERVER_ENV[FAMILY]
 #: SGLang's tree with states has pages of one token; on a GPU --mamba-scheduler-strategy
 #: extra_buffer has others.
 NO_TREE = ("--disable-radix-cache",)

@@ -22,7 +22,8 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConf
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 from sglang.srt.patchset.combine import combine, mismatches
 
-LAYERS, PAGES = 3, 6
+LAYERS = 3
+PAGES = 6
 #: The only page size that NSA's pool supports.
 PAGE = 64
 

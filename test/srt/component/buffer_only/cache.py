@@ -42,7 +42,8 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
-PAGE, LAYERS = 4, 2
+PAGE = 4
+LAYERS = 2
 
 
 def server_arguments(**changes: Any) -> Any:

@@ -18,7 +18,8 @@ from sglang.srt.mem_cache.buffer_only.nodes import STUCK
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 from sglang.srt.mem_cache.buffer_only.stage import Direction
 
-PROMPT, OTHER = prompt(1, 5), prompt(2, 4)
+PROMPT = prompt(1, 5)
+OTHER = prompt(2, 4)
 
 
 @pytest.mark.hazard("staging-pages")

@@ -23,10 +23,16 @@ from sglang.srt.mem_cache.buffer_only.host_pool import staging_buffer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
-BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-PAGE, PAGES, STAGED = 64, 6, 4
+BF16 = torch.bfloat16
+FP8 = torch.float8_e4m3fn
+PAGE = 64
+PAGES = 6
+#: Pages of the staging buffer.
+STAGED = 4
 TOKENS = PAGE * PAGES
-LATENT, ROPE = 16, 4
+#: Elements of a token's latent, and of its rotary part.
+LATENT = 16
+ROPE = 4
 #: DSA stores a latent in fp8 with a scale for 128 of its elements, and the rotary part in bf16.
 PACKED = LATENT + 4 + 2 * ROPE
 

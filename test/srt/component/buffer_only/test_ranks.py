@@ -9,7 +9,8 @@ from component.buffer_only.checks import nodes
 from component.buffer_only.ranks import Ranks
 from sglang.srt.disaggregation.delta.rank_agreement import RanksDiverged
 
-PROMPT, OTHER = prompt(1, 5), prompt(2, 3)
+PROMPT = prompt(1, 5)
+OTHER = prompt(2, 3)
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ class Overlapped(Decoder):
             if pool is not None:
                 pool.get_cpu_copy = self._after_all_work(pool.get_cpu_copy)
                 pool.load_cpu_copy = self._after_all_work(pool.load_cpu_copy)
-        #: Number of announcements before the result of the step in flight, and of all announcements.
+        #: Number of announcements before the result of the step in flight, and number of all.
         self.at_once = self.told = 0
 
     def _after_all_work(self, copy: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,7 +26,8 @@ from sglang.srt.disaggregation.delta.peer_messages import find_frame
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
 
-ROOM, PAGE = 7, 8
+ROOM = 7
+PAGE = 8
 _PAGES = b"\x04\x00\x00\x00\x05\x00\x00\x00"
 _KV = b"\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00"
 _METADATA = b"\x09\x00\x00\x00\x00\x00\x00\x00"

@@ -31,8 +31,10 @@ from component.transfer.pair import ADDRESS, DONE, pages
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.pages import index_buffers, sources_of
 
-PROMPT, PREFIX = 11, 4
-"""Number of pages of a prompt, and of those that decode holds."""
+PROMPT = 11
+"""Pages of a prompt."""
+PREFIX = 4
+"""Pages of the prompt that decode holds."""
 BACKEND = sys.argv[1]
 Pair = importlib.import_module(f"component.{BACKEND}.pair").Pair
 #: Page size -> NIXL call that builds the descriptors.

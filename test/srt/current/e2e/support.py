@@ -13,7 +13,9 @@ from benchmark.harness.models import token_range
 from benchmark.harness.servers import Sizes
 from current.environment import MODEL, environment
 
-PAGE, NEW = 16, 16
+PAGE = 16
+#: Generated tokens of an answer.
+NEW = 16
 SIZES = Sizes(pool_tokens=16_000, page_size=PAGE, chunked_prefill_tokens=512)
 #: Every part of the group, on both servers. Decode computes every later turn, and prefill's half of
 #: it must end without an error, because otherwise the client takes the request for failed.
