@@ -40,7 +40,7 @@ class Addresses:
         return self.decode if role == "decode" else self.prefill
 
     def route(self) -> Json:
-        """The fields that bring a request's halves together, with a new room."""
+        """Return the fields that connect a request's halves, with a new room."""
         target = Target(self.decode, self.prefill, self.bootstrap_host, self.bootstrap_port)
         return target.route()
 
@@ -87,7 +87,7 @@ class Life:
 
 
 def new_life(addresses: Addresses, number: int, name: str, question: Question) -> Life:
-    """Return a request that has not been sent. ``name`` tells runs apart.
+    """Return a request that has not been sent. ``name`` distinguishes runs.
 
     Ids have equal lengths, because SGLang aborts every request whose id *starts* with the given id.
     """

@@ -99,9 +99,9 @@ class Chaos:
     def _now(self) -> float:
         return time.monotonic() - self._began
 
-    def _note(self, what: str, life: Life | None = None, **fields: Any) -> None:
+    def _note(self, event_name: str, life: Life | None = None, **fields: Any) -> None:
         """Log an event; ``at`` is seconds since the arm's first request."""
-        event: dict[str, Any] = {"what": what, "arm": self._name, "at": round(self._now(), 3)}
+        event: dict[str, Any] = {"what": event_name, "arm": self._name, "at": round(self._now(), 3)}
         if life is not None:
             event |= {"number": life.number, "rid": life.rid, "room": life.room}
         self._events.write(msgspec.json.encode(event | {"fields": fields}) + b"\n")

@@ -29,13 +29,13 @@ class Room(NixlKVReceiver):
     """SGLang's receiver of a request, which records messages instead of sending them."""
 
     #: All rooms of this process by number, and the frames sent to prefill.
-    made: dict[int, Room] = {}
+    rooms: dict[int, Room] = {}
     frames: list[list[bytes]] = []
     _wire = threading.Lock()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        Room.made[self.bootstrap_room] = self
+        Room.rooms[self.bootstrap_room] = self
         #: Announced pages and metadata slot, and the length of the prefix on decode.
         self.announced: dict[str, Any] | None = None
 
@@ -145,7 +145,7 @@ class Decode(Server):
 
     def room(self, rid: str) -> Room:
         """Return the receiver of a request, even if SGLang has released it."""
-        return Room.made[self.requests[rid].bootstrap_room]
+        return Room.rooms[self.requests[rid].bootstrap_room]
 
     def arriving(self) -> list[str]:
         """Return the announced requests without their KV, in queue order."""
@@ -160,7 +160,7 @@ class Decode(Server):
             self.call(lambda rid=rid: self._write(self.requests[rid]))
 
     def _write(self, req: Any) -> None:
-        room = Room.made[req.bootstrap_room]
+        room = Room.rooms[req.bootstrap_room]
         assert room.announced is not None, f"{req.rid} was not announced"
         first, layers = self._known[tuple(req.origin_input_ids)]
         prefix, pages = room.announced["prefix"], torch.as_tensor(room.announced["pages"])

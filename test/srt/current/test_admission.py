@@ -138,7 +138,7 @@ def test_the_pool_balances_after_each_step(decode: Decode, rounds: int) -> None:
 def held(decode: Decode) -> int:
     """Return the sum of free tokens, tokens in the tree, and requests' tokens outside the tree."""
     scheduler, transfer = decode.scheduler, decode.transfer
-    entries = [*transfer.queue, *(each[0] for each in transfer._deferred_releases)]
+    entries = [*transfer.queue, *(release[0] for release in transfer._deferred_releases)]
     reqs = {id(req): req for req in scheduler.running_batch.reqs + scheduler.waiting_queue}
     reqs |= {id(entry.req): entry.req for entry in entries}
     private_tokens = (

@@ -18,10 +18,10 @@ def pause_of_an_agent(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> int:
     """Return the progress delay in microseconds of an agent that this server creates."""
     from nixl import _api
 
-    made: list[Any] = []
+    settings_used: list[Any] = []
 
     def make(name: str, settings: Any) -> None:
-        made.append(settings)
+        settings_used.append(settings)
         raise ZeroDivisionError
 
     stock = _api.nixlBind.nixlAgentConfig
@@ -30,7 +30,7 @@ def pause_of_an_agent(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> int:
         decode.call(decode.prealloc._init_kv_manager)
     _kept.append(raised)
     assert _api.nixlBind.nixlAgentConfig is stock
-    return int(made[0].pthrDelay)
+    return int(settings_used[0].pthrDelay)
 
 
 @pytest.mark.server()

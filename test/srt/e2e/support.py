@@ -269,7 +269,7 @@ async def ask_decode(
     """
     server = prefill or pair.layout[0]
 
-    async def one(session: aiohttp.ClientSession, number: int) -> Result:
+    async def send_one(session: aiohttp.ClientSession, number: int) -> Result:
         extra = route(pair, server)
         to_prefill = Request(prompts[number], new_tokens, extra=extra)
         named = extra if rids is None else {**extra, "rid": rids[number]}
@@ -282,7 +282,7 @@ async def ask_decode(
             await asyncio.gather(half, return_exceptions=True)
 
     async with open_session() as session:
-        return list(await asyncio.gather(*(one(session, i) for i in range(len(prompts)))))
+        return list(await asyncio.gather(*(send_one(session, i) for i in range(len(prompts)))))
 
 
 def assert_right(results: Sequence[Result], expected: Sequence[Ids]) -> None:
@@ -298,7 +298,7 @@ def send_and_leave(
     """Send all requests at once. A client with a patience disconnects from both servers after
     it."""
 
-    async def one(
+    async def send_one(
         session: aiohttp.ClientSession, request: Request, patience: float | None
     ) -> Result | None:
         try:
@@ -309,7 +309,7 @@ def send_and_leave(
     async def send_requests() -> list[Result | None]:
         async with open_session() as session:
             clients = zip(asked, patience_s, strict=True)
-            return list(await asyncio.gather(*(one(session, *client) for client in clients)))
+            return list(await asyncio.gather(*(send_one(session, *client) for client in clients)))
 
     return asyncio.run(send_requests())
 

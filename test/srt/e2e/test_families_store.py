@@ -80,8 +80,8 @@ def test_another_server_finds_it(served: tuple[Path, Reference], run: Run, tmp_p
             kept = (stored_values(master) - began) / VALUES.get(run.family, 2 * ranks)
             # The last generated token has KV if the overlapped next step had begun.
             texts = [[*prompt, *more] for prompt, more in zip(asked, expected, strict=True)]
-            least, most = (whole_pages(texts, run.page, less) for less in (1, 0))
-            assert least <= kept <= most, f"{kept} pages are stored"
+            low, high = (whole_pages(texts, run.page, cut) for cut in (1, 0))
+            assert low <= kept <= high, f"{kept} pages are stored"
             answers = reader.answers(asked)
             output_ids = [answer["output_ids"] for answer in answers]
             assert shortened(output_ids) == shortened(expected)

@@ -109,7 +109,8 @@ def test_models_meet_when_their_weights_are_the_same(
     other_answers = reader.answers(prompts)
     assert not any(hicache.from_store(other_answers))
     assert all(
-        other["output_ids"] != one for other, one in zip(other_answers, expected, strict=True)
+        answer["output_ids"] != expected_ids
+        for answer, expected_ids in zip(other_answers, expected, strict=True)
     )
     reader.drained()
 
@@ -142,10 +143,10 @@ def test_two_ranks_and_one(
     prompts, expected = questions(one_head, one_head_reference, PAGE).some()
     alone = Backend("mooncake", master.extra_config, {"MC_FORCE_TCP": "1"})
     both = [replace(alone, ranks=2), alone]
-    with hicache.servers(one_head, tmp_path, PAGE, both, DEADLINE_S) as (two, one):
-        assert two.generated(prompts) == expected
-        two.flush()
-        for server, is_stored in ((two, True), (one, False)):
+    with hicache.servers(one_head, tmp_path, PAGE, both, DEADLINE_S) as (two_ranks, one_rank):
+        assert two_ranks.generated(prompts) == expected
+        two_ranks.flush()
+        for server, is_stored in ((two_ranks, True), (one_rank, False)):
             answers = server.answers(prompts)
             assert [answer["output_ids"] for answer in answers] == expected
             assert {stored > 0 for stored in hicache.from_store(answers)} == {is_stored}

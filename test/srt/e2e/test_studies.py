@@ -33,10 +33,10 @@ def test_a_study_of_a_fleet_by_address(endpoint: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with (
         Pair(pair, tmp_path / "pair") as pd,
-        Aggregated(TINY_ARITH, tmp_path / "one", SIZES, env={START_METHOD: "fork"}) as one,
+        Aggregated(TINY_ARITH, tmp_path / "one", SIZES, env={START_METHOD: "fork"}) as aggregated,
     ):
         (tmp_path / "fleet.yaml").write_text(
-            f"aggregated: [{one.config.url}]\ndecode: [{pd.decode_url}]\n"
+            f"aggregated: [{aggregated.config.url}]\ndecode: [{pd.decode_url}]\n"
             f"prefill: [{{url: {pd.prefill_url}, bootstrap_port: {pd.layout[0].bootstrap_port}}}]\n"
             f"endpoint: {endpoint}\nvocabulary: [16, 300]\n"
             f"block_tokens: {CHAT_BLOCK_TOKENS if endpoint == 'chat' else 16}\n"

@@ -100,21 +100,21 @@ class Stub:
             cached = len(ids) if tuple(ids) in self._asked else 0
         self._asked.add(tuple(ids))
 
-        def event(made: int) -> Json:
+        def event(tokens: int) -> Json:
             meta = {
                 "prompt_tokens": prompt,
                 "cached_tokens": cached,
-                "completion_tokens": made,
-                "finish_reason": {"type": "length", "length": count} if made == count else None,
+                "completion_tokens": tokens,
+                "finish_reason": {"type": "length", "length": count} if tokens == count else None,
             }
-            ids = list(range(made)) if self.cumulative else [made - 1]
-            return {"text": "x" * made, "output_ids": ids, "meta_info": meta}
+            ids = list(range(tokens)) if self.cumulative else [tokens - 1]
+            return {"text": "x" * tokens, "output_ids": ids, "meta_info": meta}
 
         if not body.get("stream"):
             for number in range(count):
                 await self.token(number)
             return web.json_response(event(count))
-        return await self._stream(request, [event(made + 1) for made in range(count)])
+        return await self._stream(request, [event(tokens + 1) for tokens in range(count)])
 
     async def openai(self, request: web.Request) -> web.StreamResponse:
         data = await request.read()

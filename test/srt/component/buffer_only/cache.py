@@ -73,7 +73,7 @@ class Cache:
     idle (``checks.end``)."""
 
     #: Caches and ``Ranks`` of the running test.
-    made: ClassVar[list[Any]] = []
+    instances: ClassVar[list[Any]] = []
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Cache:
         #: Copies to the device; those made while ``slow`` may still be running.
         self.loads: list[Later] = []
         if reduce_min is list:  # one of several ranks cannot step alone
-            self.made.append(self)
+            self.instances.append(self)
 
     def build_tree(self, args: Any, rank: int = 0) -> Any:
         """Build the tree as SGLang does."""

@@ -37,7 +37,7 @@ def _one_rank() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _all_end_idle() -> Iterator[None]:
     """Check after each test that its caches are idle once their requests are gone."""
-    Cache.made.clear()
+    Cache.instances.clear()
     yield
-    for made in list(Cache.made):
-        end(made) if isinstance(made, Cache) else made.end()
+    for cache in list(Cache.instances):
+        end(cache) if isinstance(cache, Cache) else cache.end()

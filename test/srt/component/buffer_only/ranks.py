@@ -45,7 +45,7 @@ class Ranks:
             Cache(reduce_min=self.group.of(rank), rank=rank, **changes) for rank in range(ranks)
         ]
         self._threads = ThreadPoolExecutor(ranks)
-        Cache.made.append(self)
+        Cache.instances.append(self)
 
     def on_all(self, action: Callable[[Cache], Any]) -> Any:
         """Run ``action`` on all ranks; return their common result."""
@@ -79,7 +79,7 @@ class Ranks:
 
     def end(self) -> None:
         """Disconnect all clients, let all stores answer, and check that all ranks are idle."""
-        Cache.made.remove(self)
+        Cache.instances.remove(self)
         for cache in self.caches:
             cache.slow = False
             cache.open_gates()

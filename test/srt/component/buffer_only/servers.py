@@ -109,7 +109,7 @@ class Stock(Scheduler):
     def init_req_max_new_tokens(self, req: Any) -> None: ...
 
     def update(self, recv_req: Any) -> Any:
-        """Stands for every update of the weights."""
+        """Update the weights, in place of SGLang's four methods."""
         with torch.no_grad():
             self.tp_worker.model_runner.model.weight += 1
         return recv_req

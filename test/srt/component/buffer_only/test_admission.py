@@ -78,7 +78,7 @@ def test_a_request_that_wants_logprobs_of_its_prompt(cache: Cache):
 def test_a_request_that_has_no_room_for_its_hit(cache: Cache, free: int):
     """Guards against pages taken from running requests, which would be retracted, or from the tree,
     by a request without enough room. Its hit stays in the stage until there is room."""
-    taken = cache.allocator.alloc(cache.allocator.available_size() - free * PAGE)
+    others_slots = cache.allocator.alloc(cache.allocator.available_size() - free * PAGE)
     for _ in range(3):
         assert add(cache, request()) is AddReqResult.NO_TOKEN
         assert cache.tree.ready_to_load_host_cache() == -1
@@ -86,7 +86,7 @@ def test_a_request_that_has_no_room_for_its_hit(cache: Cache, free: int):
         cache.step()
         cache.now += 20.0
         assert cache.state("r") is State.STAGED and cache.tree.protected_size() == 0
-    cache.allocator.free(taken)
+    cache.allocator.free(others_slots)
     check_admitted(cache, request())
 
 
@@ -120,11 +120,11 @@ def test_a_hit_loaded_ahead_takes_no_memory_from_running_requests(chunked: bool)
     """Guards against retractions for a request that cannot be admitted: a hit larger than the stage
     is copied in rounds, and each round would lock all earlier ones."""
     cache = stored(LONG, pages=8)
-    running, taken = request(new_tokens=8 * PAGE), cache.allocator.alloc(15 * PAGE)
+    running, others_slots = request(new_tokens=8 * PAGE), cache.allocator.alloc(15 * PAGE)
     server = Server(cache)
     server.running_batch.reqs = [] if chunked else [running]
     if chunked:  # seven pages of its prompt are not computed yet
-        running.prefix_indices = taken[: 2 * PAGE]
+        running.prefix_indices = others_slots[: 2 * PAGE]
         server.chunked_req = running
     server.run_event_loop()
     room = cache.tree.room()
@@ -137,7 +137,7 @@ def test_a_hit_loaded_ahead_takes_no_memory_from_running_requests(chunked: bool)
     server.running_batch.reqs, server.chunked_req = [], None
     while not cache.tree.check_prefetch_progress("r"):
         cache.step()
-    cache.allocator.free(taken)
+    cache.allocator.free(others_slots)
     assert cache.run("r", LONG) == 19 * PAGE
 
 
@@ -147,7 +147,7 @@ def test_a_hit_that_is_larger_than_the_stage_on_a_full_server(then: str):
     server. It blocks the queue, because requests behind it would take every freed page, and its
     time limit starts when there is room."""
     cache = stored(LONG, pages=8)
-    taken = cache.allocator.alloc(30 * PAGE)
+    others_slots = cache.allocator.alloc(30 * PAGE)
     cache.want("r", LONG)
     for second in range(60):
         # SGLang admits no request behind a ready one without room.
@@ -155,10 +155,10 @@ def test_a_hit_that_is_larger_than_the_stage_on_a_full_server(then: str):
         cache.step()
         cache.now += 1.0
     assert cache.buffer.context.counters["prefetch_timeouts"] == 0
-    cache.allocator.free(taken)
+    cache.allocator.free(others_slots)
     assert not cache.tree.check_prefetch_progress("r")
     if then == "full":  # other requests were faster
-        taken = cache.allocator.alloc(30 * PAGE)
+        others_slots = cache.allocator.alloc(30 * PAGE)
     for _ in range(40):
         if cache.tree.check_prefetch_progress("r"):
             break
@@ -167,5 +167,5 @@ def test_a_hit_that_is_larger_than_the_stage_on_a_full_server(then: str):
     assert cache.tree.check_prefetch_progress("r"), "it waits for ever"
     assert cache.buffer.context.counters["prefetch_timeouts"] == (then == "slow")
     if then == "full":
-        cache.allocator.free(taken)
+        cache.allocator.free(others_slots)
     assert (cache.compute(LONG, rid="r") == 19 * PAGE) is (then == "rounds")

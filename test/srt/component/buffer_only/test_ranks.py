@@ -101,4 +101,4 @@ def test_ranks_that_do_different_things_end(ranks: Ranks):
     ranks.step()
     with pytest.raises(RanksDiverged):
         ranks.step()
-    Cache.made.remove(ranks)
+    Cache.instances.remove(ranks)

@@ -447,7 +447,7 @@ def test_the_event_loop_freezes_objects_and_sets_the_forward_stream():
 @pytest.mark.hazard("copy-not-ordered")
 @pytest.mark.parametrize(("generates", "expected"), [(False, [2, -1]), (True, [])])
 def test_batches_wait_for_loaded_layers(generates: bool, expected: list[int]):
-    """Guards against an embedding computed before its KV is loaded: SGLang tells the layers which
+    """Guards against an embedding computed before its KV is loaded: SGLang gives layers the
     copy to wait for only if the model generates. Guards against a decode batch without CUDA graphs
     that waits for a later copy, because it keeps the layer events of its prefill. Slots written by
     a draft model are unknown, because its verification writes to more than the batch says."""

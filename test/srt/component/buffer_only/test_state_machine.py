@@ -231,7 +231,7 @@ def test_random_lives(ranks: int) -> None:
     """Guards against staging pages, device slots, locks or references that do not balance after
     every event on every rank, wrong content, requests that never end, and leftovers of an idle
     cache. The lives must include many hits and many faults."""
-    taken: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for seed in range(tries(25)):
         rng = random.Random(seed)
         life = Life(ranks, seed)
@@ -239,6 +239,6 @@ def test_random_lives(ranks: int) -> None:
             event = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
             life.take(event, rng.randrange(2**30))
         life.finish()
-        taken += life.taken
-    assert taken["admitted"] > 100 and taken["from store"] > 20 and taken["stranded"] > 20
-    assert all(taken[event] > 10 for event in WEIGHTS), taken
+        counts += life.taken
+    assert counts["admitted"] > 100 and counts["from store"] > 20 and counts["stranded"] > 20
+    assert all(counts[event] > 10 for event in WEIGHTS), counts

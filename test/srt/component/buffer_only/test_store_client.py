@@ -147,7 +147,7 @@ def test_a_hung_call_keeps_its_pages_until_it_returns(scene: Scene, method: str)
 
 
 def test_the_scripted_store_sees_pages_that_change_under_a_write(scene: Scene) -> None:
-    """The control for the tests that rely on ``disturbed``."""
+    """Guards against tests that cannot fail: they rely on ``disturbed``."""
     gate = scene.hang("batch_set_v1")
     outcome = scene.client.write(["9" * 64], slots(5))
     fill(scene.pool, seed=5)

@@ -49,7 +49,7 @@ class DecodeServer(RuleBasedStateMachine):
         steps=st.sampled_from([0, 0, 1, 3]),
     )
     def start(self, page: int, pages: int, steps: int) -> None:
-        """``steps``: of a draft model, 0 for none."""
+        """Build the server; ``steps``: draft steps, 0 without a draft model."""
         tokens = min(max(pages * page, 600), 2048) // page * page
         self.lives = self.build(page, tokens, steps)
         self.taken["sequences"] += 1

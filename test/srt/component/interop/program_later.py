@@ -53,8 +53,8 @@ def receiver_of(kind: Any) -> tuple[Any, list[list[bytes]]]:
     return receiver, sent
 
 
-def say(**what: Any) -> None:
-    print(json.dumps(what), flush=True)
+def say(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
 
 
 def main() -> None:

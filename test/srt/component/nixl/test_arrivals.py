@@ -136,9 +136,9 @@ def test_what_completes_a_room(
     "why", ["of another room", "announced without a slot", "not in host memory"]
 )
 def test_a_note_whose_metadata_go_nowhere(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against metadata in a slot of another room, against a stranger's note that completes a
-    room of a stock prefill server, and against a copy to a GPU address, which ends the process:
-    SGLang keeps the slots there for one kind of memory pool."""
+    """Guards against metadata in a slot of another room, against an unknown sender's note that
+    completes a room of a stock prefill server, and against a copy to a GPU address, which ends the
+    process: SGLang keeps the slots there for one kind of memory pool."""
     if why == "not in host memory":
         monkeypatch.setenv("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "INTRA_NODE_NVLINK")
         assert not Rank(announced=False).manager.expect_metadata(ROOM, SLOT)

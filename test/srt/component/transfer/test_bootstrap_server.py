@@ -33,8 +33,8 @@ class Rank(conn.CommonKVManager):
 
 
 def test_a_frame_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a stranger that makes a rank reserve memory without a limit. A frame of the
-    longest prompt is accepted, and other connections stay."""
+    """Guards against an unknown sender that makes a rank reserve memory without a limit. A frame of
+    the longest prompt is accepted, and other connections stay."""
     for name in ("tp_size", "tp_rank", "cp_size", "cp_rank", "dp_size", "dp_rank"):
         monkeypatch.setattr(conn, f"get_attention_{name}", lambda: 1)
     monkeypatch.setattr(conn, "get_local_ip_auto", lambda: "127.0.0.1")
