@@ -131,7 +131,7 @@ def test_parents_are_written_before_children():
 
 
 @pytest.mark.hazard("children-without-parents")
-def test_a_failed_parent_cancels_what_waits_below_it():
+def test_a_failed_parent_cancels_its_queued_children():
     """Guards against a child that is stored without its parent, where no query can reach it. Both
     are written when a request uses them again."""
     cache = Cache(pages=4)  # two pages of writes, one at a time
