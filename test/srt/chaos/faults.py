@@ -50,8 +50,7 @@ def wait_stopped(pids: Iterable[int], timeout_s: float = 5.0) -> None:
 
 
 def process_state(pid: int) -> str | None:
-    """Return the kernel's letter for the state of a process (R, S, T, ...), or None if it is
-    gone."""
+    """Return the kernel's letter for a process's state (R, S, T, ...), or None if it is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

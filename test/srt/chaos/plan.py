@@ -113,8 +113,7 @@ class Fault(msgspec.Struct, frozen=True, tag="fault"):
 
 
 class Faults(NamedTuple):
-    """Kinds of faults of an arm. Each interval has one heavy and one light fault, in random
-    order."""
+    """Kinds of faults of an arm; each interval has one heavy and one light fault."""
 
     heavy: tuple[FaultKind, ...] = HEAVY
     light: tuple[FaultKind, ...] = LIGHT

@@ -228,8 +228,7 @@ class Chaos:
             life.aborted_at = life.aborted_at or time.monotonic()
 
     async def _update(self) -> None:
-        """Update the weights between requests, so that no request is computed with both banks'
-        weights."""
+        """Update the weights between requests, so that no request is computed with both."""
         async with self._may_send:
             await asyncio.gather(*self._tasks)
             self._banks.append(self._banks.pop(0))
@@ -277,8 +276,7 @@ class Chaos:
             self._problems.append(f"{type(error).__name__}: {str(error)[:2000]}")
 
     def _check_staged(self) -> None:
-        """Record a problem if the store was hardly read or written, because then it was not
-        exercised."""
+        """Record a problem if the store was too little used for a test."""
         staged = self._servers.count_staged()
         self._note("staged", **staged)
         read = staged["prefill store_read_pages"]
@@ -289,8 +287,7 @@ class Chaos:
             self._problems.append(f"decode wrote {written} pages to the store")
 
     def _check_turns(self) -> None:
-        """Record a problem if decode computed few turns, because then local turns were not
-        exercised."""
+        """Record a problem if decode computed too few turns for a test."""
         turns = self._servers.count_turns()
         if turns is None:
             return

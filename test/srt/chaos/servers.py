@@ -320,8 +320,7 @@ class Servers:
         return Counter({key: int(count) for key, count in counts.items()})
 
     def count_turns(self) -> Counter[tuple[str, ...]] | None:
-        """Return the turns of all decode servers so far by side and reason; None if decode computes
-        none."""
+        """Return all decode servers' turns so far by side and reason; None if all are prefill's."""
         return self._turns + self._turns_of_decode() if self._computes_turns else None
 
     def wait_drained(self, timeout_s: float = 30.0) -> None:

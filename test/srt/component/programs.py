@@ -57,9 +57,8 @@ def run_scenarios(scenarios: Mapping[str, Callable[[], None]]) -> None:
     for name, scenario in scenarios.items():
         try:
             scenario()
-            print(
-                f"\nPASSED {name}\n", end="", flush=True
-            )  # one write, because libraries log in between
+            # One write, because libraries log in between.
+            print(f"\nPASSED {name}\n", end="", flush=True)
         except BaseException:
             print("FAILED", name, traceback.format_exc(), flush=True)
     os._exit(0)

@@ -72,8 +72,7 @@ def _receivers(backend: Any, kind: Any) -> Any:
 
 
 class Decode(Server):
-    """One rank of a decode server. Call ``learn`` for each prompt before it is sent or
-    delivered."""
+    """One rank of a decode server. Call ``learn`` for each prompt before using it."""
 
     def __init__(self, model: str, *arguments: str, tokens: int = 8000) -> None:
         decode_module.get_kv_class = _receivers

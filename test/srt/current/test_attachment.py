@@ -51,8 +51,7 @@ def test_with_nothing_set_no_method_differs(decode: Decode) -> None:
 
 @pytest.mark.server()
 def test_every_part_fits_this_release() -> None:
-    """Guards against a method of SGLang with another signature than a part expects; ``--check``
-    reports it."""
+    """Guards against a method of SGLang that does not fit a part, by the report of ``--check``."""
     text, status = report_current(check=True)
     assert status == 0, text
 

@@ -45,8 +45,7 @@ class Noted(Telemetry):
 
 
 class Bounded:
-    """Local turns of a decode server that expects prefill to be slow, with a clock that only steps
-    advance."""
+    """Local turns of a server that expects prefill to be slow, on a clock that steps advance."""
 
     def __init__(self, decode: Decode) -> None:
         from sglang.srt.disaggregation.lead.local import LocalTurns

@@ -205,8 +205,7 @@ def test_a_pause_in_place_goes_on_where_it_stopped(decode: Decode, steps: Steps)
 
 @short
 def test_a_long_turn_is_left_to_prefill(decode: Decode, steps: Steps) -> None:
-    """Guards against a long turn that is not announced as in stock SGLang; a short one is computed
-    here."""
+    """Guards against a long turn that is computed here, and a short one that is not."""
     first = [talk(200), talk(250, 2)]
     answers = decode.learn(first, 8)
     second = [[*p, *a, *talk(50, 3)] for p, a in zip(first, answers, strict=True)]
@@ -225,8 +224,7 @@ def test_a_long_turn_is_left_to_prefill(decode: Decode, steps: Steps) -> None:
 
 @short
 def test_beside_a_stock_prefill_server_everything_is_remote(decode: Decode, steps: Steps) -> None:
-    """Guards against local turns with a stock prefill server, which would answer its client with an
-    error."""
+    """Guards against local turns with stock prefill, which would answer with an error."""
     decode.scheduler.lead_turns.peers = Peers(known=False)
     prompt = talk(60)
     (answer,) = decode.learn([prompt], 8)

@@ -58,6 +58,5 @@ def test_stock_waits_for_memory_for_the_whole_text(decode: Decode) -> None:
 
 @pytest.mark.server(*SMALL, tokens=640, env=REMAINING)
 def test_a_retracted_request_shares_the_prefix_in_the_tree(decode: Decode) -> None:
-    """Guards against a resume that ignores the tree, or that writes to pages which other requests
-    read."""
+    """Guards against a resume that ignores the tree, or that writes to shared pages."""
     assert resumes_early(decode, spoil=True)

@@ -40,8 +40,7 @@ class Rates:
 
 
 def zeroing() -> Mapping[str, str]:
-    """Return the environment of a decode server that zeroes the draft KV of every prefix that it
-    shares."""
+    """Return a decode server's environment for zeroing the draft KV of every shared prefix."""
     tests = str(REPOSITORY / "test/srt")
     path = os.pathsep.join(filter(None, (tests, os.environ.get("PYTHONPATH"))))
     return {"SGLANG_EXTERNAL_MODEL_PACKAGE": "e2e.zeroed_drafts", "PYTHONPATH": path}
@@ -95,8 +94,7 @@ def drafting(model: Path, steps: int, algorithm: str = "EAGLE") -> tuple[str, ..
 
 
 class Conversations:
-    """Chats about the shipped model's held-out questions, as token ids. Each turn continues the
-    previous answer."""
+    """Chats about the shipped model's held-out questions; each turn continues the last answer."""
 
     def __init__(self, model: Path, count: int, turns: int) -> None:
         from transformers import AutoTokenizer

@@ -212,8 +212,7 @@ def questions(model: Path, reference: Reference, seed: int) -> Questions:
 
 
 def answers_are_right(writer: Server, reader: Server, asked: Questions, page: int) -> None:
-    """Check the answers of a cold server, after a flush, and of another process on the same
-    store."""
+    """Check the answers of a cold server, after a flush, and of another server of the store."""
     prompts, expected = asked.prompts, asked.expected
     assert writer.generated(prompts) == expected
     writer.flush()

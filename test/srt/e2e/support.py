@@ -295,8 +295,7 @@ def assert_right(results: Sequence[Result], expected: Sequence[Ids]) -> None:
 def send_and_leave(
     target: Target, asked: list[Request], patience_s: list[float | None]
 ) -> list[Result | None]:
-    """Send all requests at once. A client with a patience disconnects from both servers after
-    it."""
+    """Send all requests at once. A client disconnects from both servers after its patience."""
 
     async def send_one(
         session: aiohttp.ClientSession, request: Request, patience: float | None

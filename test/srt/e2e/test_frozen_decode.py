@@ -47,8 +47,7 @@ UNDER_WAY = "did not settle by its deadline"
 
 
 def given_up(pair: Pair, rooms: int) -> None:
-    """Wait until prefill has failed ``rooms`` rooms, and can be flushed because no request is
-    left."""
+    """Wait until prefill can be flushed, because no request is left, and check its failed rooms."""
 
     def flushed() -> bool:
         with suppress(RuntimeError):

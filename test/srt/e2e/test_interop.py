@@ -62,8 +62,7 @@ def log_shapes(pair: Pair) -> Mapping[str, set[str]]:
 
 
 def metric_names(pair: Pair) -> tuple[set[str], set[str]]:
-    """Return both servers' metric names, without the one that SGLang adds seconds after the
-    start."""
+    """Return both servers' metric names, without the one that SGLang adds with a delay."""
     late = {"sglang:process_cpu_seconds_total"}
     prefill, decode = pair.metrics()
     return set(prefill) - late, set(decode) - late

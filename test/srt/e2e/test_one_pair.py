@@ -70,8 +70,7 @@ class Served:
 def served(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """A pair with the backend and the page size of ``request.param``. Prefill's chunks are smaller
-    than prompts."""
+    """A pair with backend and page size ``request.param``. Prompts exceed prefill's chunks."""
     backend, page = request.param
     env = {}
     if backend == "mooncake":

@@ -56,8 +56,7 @@ class Worker(Stub):
         self.port = self._runner.addresses[0][1]
 
     async def kill(self) -> None:
-        """Stop listening and cut every connection, as the end of a process does. Does nothing the
-        second time."""
+        """Stop listening and cut every connection, as the end of a process does, once."""
         for site in list(self._runner.sites):
             await site.stop()
         server = self._runner.server

@@ -136,8 +136,7 @@ def test_a_prefill_that_dies_after_its_work_costs_nothing() -> None:
 
 
 def test_decodes_own_error_reaches_the_client() -> None:
-    """Guards against a lost text of a refusal, and against counting it as a failure of the
-    server."""
+    """Guards against a refusal without its text, or that counts as a failure of the server."""
     prefill, decode = pair()
 
     async def test(rig: Rig) -> None:
@@ -268,8 +267,7 @@ def test_every_decision_is_logged_with_its_terms(tmp_path: Path) -> None:
 
 
 def test_a_flush_clears_the_routers_indexes_and_readiness_needs_a_pair() -> None:
-    """Guards against warm indexes after a benchmark's flush, and against readiness without a
-    pair."""
+    """Guards against warm indexes after a benchmark's flush, and readiness without a pair."""
     prefill, decode = pair()
 
     async def test(rig: Rig) -> None:

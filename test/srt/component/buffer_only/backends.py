@@ -85,8 +85,7 @@ def hashes(count: int) -> list[str]:
 
 
 def combined(base: type, mixin: type) -> Any:
-    """Return SGLang's class with the mixin, unless the replacement table has combined them
-    already."""
+    """Return SGLang's class with the mixin, which the replacement table may have added already."""
     if issubclass(base, mixin):
         return base
     assert mismatches(base, mixin) == []

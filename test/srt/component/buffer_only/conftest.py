@@ -16,8 +16,7 @@ from sglang.srt.mem_cache import memory_pool_host
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip these tests beside a GPU: they build CPU pools under the stand-in, which is refused
-    there."""
+    """Skip these tests beside a GPU, where the CPU stand-in of their pools is refused."""
     if gpu_device_node() is None:
         return
     for item in items:

@@ -69,8 +69,7 @@ def until(condition: Callable[[], bool], description: str, seconds: float = 40.0
 
 
 def pages(master: Master, kind: str, layout: str, page: int) -> None:
-    """Check that a server reads another one's pages into its own memory, and misses a missing
-    page."""
+    """Check that a server reads another one's pages, and misses a missing page."""
     ours, theirs = (host_pool(kind, layout, page=page) for _ in range(2))
     fill(theirs, seed=3)
     tag = f"{kind}-{layout}-{page}"
@@ -166,9 +165,8 @@ def main() -> None:
         start = time.monotonic()
         try:
             scenario(master)
-            print(
-                f"\nPASSED {name}\n", end="", flush=True
-            )  # one write, because libraries log in between
+            # One write, because libraries log in between.
+            print(f"\nPASSED {name}\n", end="", flush=True)
         except Exception:
             print("FAILED", name, traceback.format_exc(), flush=True)
         finally:

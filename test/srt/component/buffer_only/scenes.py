@@ -23,8 +23,7 @@ def stored(*prompts: Sequence[int], **changes: Any) -> Cache:
 
 
 def measured(cache: Cache, call_seconds: float) -> None:
-    """Set the measured speeds: ``call_seconds`` for a store call, 1,000 computed tokens a
-    second."""
+    """Set the measured speeds: ``call_seconds`` a store call, 1,000 computed tokens a second."""
     cache.buffer.ran(1.0, 1000)
     cache.buffer.prefetches.calls.call_seconds.add(call_seconds)
     cache.buffer.prefetches.calls.call_bytes.add(1e6)

@@ -90,8 +90,7 @@ def test_what_a_flush_drops_is_counted(state: str, refusing: bool):
 
 @pytest.mark.hazard("pending-writes")
 def test_evicted_and_inserted_again_while_being_written():
-    """Guards against an acknowledgement of the first write that is taken for that of the second
-    node."""
+    """Guards against a first write's acknowledgement that is taken for the second node's."""
     cache = writing("writing")
     assert cache.evict(100) == 5 * PAGE
     cache.store.fail("batch_set_v1", call=2)
@@ -308,8 +307,7 @@ def test_a_store_that_takes_a_part_of_each_backup():
 
 
 def test_no_copy_for_a_store_that_is_down():
-    """Guards against copies for a store that is down. Queued writes stay until it answers a
-    probe."""
+    """Guards against copies for a store that is down. Writes stay queued until a probe succeeds."""
     cache = Cache()
     cache.store.hang("batch_exists")
     cache.client.query(["f" * 64])

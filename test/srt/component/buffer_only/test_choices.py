@@ -75,8 +75,7 @@ def test_one_in_sixteen_waits_for_a_slow_store(in_store: int):
 
 
 def test_a_slow_hit_comes_in_time_for_the_end_of_the_line():
-    """Guards against a missed hit of the last request: earlier ones compute for longer than its
-    call."""
+    """Guards against a missed hit of the last request, which has time while others compute."""
     prompts = {f"r{number}": prompt(number, 5) for number in range(4)}
     cache = stored(prompts["r3"])
     measured(cache, 0.05)

@@ -178,8 +178,7 @@ def test_a_shutdown_waits_for_all_threads_together(left_s: float, monkeypatch: p
 
 
 def test_a_shutdown_drops_queued_calls():
-    """Guards against queued calls of a slow store that keep the threads until the shutdown's
-    limit."""
+    """Guards against queued calls of a slow store that use up the shutdown's time."""
     cache = Cache()
     for number in range(5):
         cache.want(f"r{number}", prompt(number, 4))

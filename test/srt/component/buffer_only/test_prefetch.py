@@ -346,8 +346,7 @@ def test_only_leading_pages_count(lost: int, how: str):
 def test_how_long_a_request_waits_for_a_silent_store(
     settings: dict[str, Any], limit_s: float | None
 ):
-    """Guards against a wrong time limit, and against staging pages that are freed before the
-    answer."""
+    """Guards against a wrong time limit, and against staging pages freed before the answer."""
     cache = stored(PROMPT, settings=settings)
     cache.want("r", PROMPT)
     reach(cache, State.FETCHING)

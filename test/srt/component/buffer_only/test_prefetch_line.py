@@ -212,8 +212,7 @@ def test_a_polled_request_keeps_its_staged_pages():
 @pytest.mark.hazard("back-pressure-deadlock")
 @pytest.mark.parametrize("how", ["aborted", "gone", "out of time"])
 def test_the_next_request_follows_one_that_leaves_the_queue(how: str):
-    """Guards against requests that are never checked because the one before them waited and
-    left."""
+    """Guards against requests that are not checked because the one before them waited and left."""
     prompts = [prompt(3, 9), prompt(1, 9)]
     cache = stored(*prompts)
     cache.hog()

@@ -167,8 +167,7 @@ def test_namespaces_are_passed_to_the_request(
 
 @pytest.mark.hazard("tenants-meet-in-store")
 def test_images_are_part_of_a_requests_keys():
-    """Guards against keys without images for a multimodal model; other models' keys stay
-    unchanged."""
+    """Guards against keys without images for a multimodal model, or changed keys for others."""
     item = SimpleNamespace(pad_value=1_000_005, hash=5)
     req = request("r", [1, 1_000_005, 2], multimodal_inputs=SimpleNamespace(mm_items=[item]))
     server = Server(Cache())
@@ -238,8 +237,7 @@ def test_prefetches_follow_the_queue_and_end_with_their_request():
 
 
 def chunked(left: int, **changes: Any) -> dict[str, Any]:
-    """Return the settings of a server with a request of ``left`` more tokens, in chunks of
-    sixteen."""
+    """Return a server's settings with a request of ``left`` more tokens, in chunks of sixteen."""
     changes.setdefault("running", 1)
     req = request("long", [0] * (left + 19), prefix_indices=[0] * 20)
     req.output_ids = [0]

@@ -133,8 +133,7 @@ class Life:
         self.ranks.on_all(lambda cache: cache.held_tokens(tokens[: pages * PAGE], extra_key))
 
     def _flush(self, rng: random.Random) -> None:
-        """Flush at any time: SGLang refuses it while busy, but other code resets the tree as
-        well."""
+        """Flush at any time: SGLang refuses it while busy, but other code also resets the tree."""
         self.ranks.on_all(lambda cache: cache.flush())
         self.requests.clear()
 
@@ -196,8 +195,7 @@ class Life:
         store.drop(*rng.sample(keys, rng.randint(0, min(3, len(keys)))))
 
     def _clear(self, rng: random.Random) -> None:
-        """Clear the stores. One that is down keeps its pages, but all ranks forget which pages are
-        stored."""
+        """Clear the stores; all ranks forget the stored pages, even if one store is down."""
         for cache in self.ranks.caches:
             cache.tree.clear_storage_backend()
 

@@ -49,8 +49,7 @@ COMBINATIONS += [
 
 @pytest.fixture
 def make(tmp_path: Path) -> Any:
-    """Return a function that makes a backend by name; all those of one test share an empty
-    store."""
+    """Return a function that makes a backend by name; those of one test share an empty store."""
     client = backends.MooncakeClient()
 
     def build(backend: str, pool: Any) -> Any:

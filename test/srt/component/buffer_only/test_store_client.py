@@ -23,8 +23,7 @@ METHODS = ("batch_exists", "batch_get_v1", "batch_set_v1")
 
 
 class Scene:
-    """A store with three pages, its client, a clock, and deadlines that expire when a call
-    hangs."""
+    """A store with three pages, its client, a clock, and deadlines that a hanging call reaches."""
 
     def __init__(self, **settings: Any) -> None:
         self.pool = host_pool("mha", "page_first_direct")
@@ -339,8 +338,7 @@ def test_reads_go_on_after_evictions_of_the_store(scene: Scene) -> None:
 
 
 def test_a_store_that_hangs_while_its_reads_are_refused(scene: Scene) -> None:
-    """Guards against queries that all wait for a dead store, because only its reads were known to
-    be dead."""
+    """Guards against queries that all wait for a dead store whose reads were refused before."""
     scene.hang("batch_get_v1")
     assert scene.call("batch_get_v1").fault is Fault.DEADLINE
     scene.now += 1.0

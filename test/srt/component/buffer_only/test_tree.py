@@ -83,8 +83,7 @@ def test_a_host_pool_smaller_than_the_device_pool(
     ],
 )
 def test_a_stage_that_is_too_small(settings: dict[str, Any], threshold: int, message: str):
-    """Guards against a stage in which no transfer fits. A threshold from a file is known only
-    here."""
+    """Guards against a stage in which no transfer fits. Only here a file's threshold is known."""
     extra = json.dumps({"interface_v1": 1, "prefetch_threshold": threshold * PAGE})
     with pytest.raises(ValueError, match=message):
         Cache(**settings, hicache_storage_backend_extra_config=extra)
@@ -232,8 +231,7 @@ def test_without_the_mode_sglangs_own_cache_is_used():
     ],
 )
 def test_variables_are_refused_at_start(monkeypatch: pytest.MonkeyPatch, name: str, value: str):
-    """Guards against an invalid value that raises when the store first hangs, or sets a wrong
-    limit."""
+    """Guards against an invalid value that raises when the store hangs, or sets a wrong limit."""
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"{name} must be"):
         Cache()

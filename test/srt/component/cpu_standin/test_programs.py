@@ -63,8 +63,7 @@ def test_nixl_moves_cpu_tensors() -> None:
 
 
 def test_without_the_patch_set() -> None:
-    """Guards against a stand-in that only works beside the patch set: results are compared with
-    stock servers."""
+    """Guards against a stand-in that needs the patch set: stock servers are the baseline."""
     done = run(
         "-c",
         "import sglang.srt.mem_cache.allocator as a; print(type(a.alloc_extend_kernel).__name__)",

@@ -215,8 +215,7 @@ def _drafts_fit(decoder: Any, found: list[int], right: list[int | None]) -> bool
 
 
 def _of_tree(tree: Any) -> Iterator[Expected]:
-    """Yield the tree's KV: of the current weights, or of the node's own if it cannot be hit any
-    more."""
+    """Yield the tree's KV: of the current weights, or of a retired node's own."""
     stack = [(node, 0) for node in tree.root_node.children.values()]
     while stack:
         node, start = stack.pop()

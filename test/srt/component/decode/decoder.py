@@ -393,8 +393,7 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
     # ---- the scheduler ----
 
     def tick_queues(self) -> None:
-        """Run the first half of a turn of the loop: resume, admit, collect; ``tick_batch`` is the
-        second."""
+        """Run the first half of a turn (resume, admit, collect); ``tick_batch`` is the second."""
         self.process_decode_queue()
 
     def retract(self) -> None:

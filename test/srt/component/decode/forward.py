@@ -84,8 +84,7 @@ class ForwardPasses:
                 self.finished_texts.append(req.origin_input_ids + req.output_ids)
 
     def chunk_of(self, batch: Any) -> Callable[[], None]:
-        """Launch a chunk; the returned call ends it by filling the slots of each request's row, and
-        no others."""
+        """Launch a chunk; the returned call fills only the slots of its requests' rows."""
         found, ends, at = [], {}, 0
         self.chunks.append(batch.extend_num_tokens)
         for req, start, length in zip(

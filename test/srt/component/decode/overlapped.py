@@ -83,8 +83,7 @@ class Overlapped(Decoder):
             self.event_loop_overlap_disagg_decode()
 
     def check_now(self) -> None:
-        """Check invariants between two turns, unless a step is in flight and has not written
-        yet."""
+        """Check invariants between two turns, if no step is in flight whose writes are missing."""
         if not self.result_queue:
             check(self)
 
@@ -225,9 +224,7 @@ class Ahead(Overlapped):
         check(self)
 
     def run_batch(self, batch: ScheduleBatch, *arguments: Any) -> Any:
-        with (
-            pytest.MonkeyPatch.context() as patch
-        ):  # SGLang's own method, without the package's mixins
+        with pytest.MonkeyPatch.context() as patch:  # SGLang's own method, without mixins
             patch.setattr(_STOCK, "run_batch", lambda self, batch, *_: self.launch(batch))
             return super(Overlapped, self).run_batch(batch)  # Overlapped's is another device
 

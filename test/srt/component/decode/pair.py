@@ -161,8 +161,7 @@ class Pair:
         return self.call(on_rank)
 
     def collectives(self) -> list[int]:
-        """Return the number of values of each collective since the last call, equal on both
-        ranks."""
+        """Return the number of values of each collective since the last call, equal on both."""
         ours, theirs = (list(group.collectives) for group in self.groups)
         assert ours == theirs
         for group in self.groups:

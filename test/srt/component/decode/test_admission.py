@@ -134,8 +134,7 @@ def test_locked_tree_is_no_room(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def blocked_decoder() -> tuple[Decoder, Any, Any]:
-    """Return a server with a pool that one running request uses, and a request that does not
-    fit."""
+    """Return a server with a pool in use by one request, and a request that does not fit."""
     decoder = Decoder(16, 640)
     (running,) = run(decoder, ids(1, 400))
     return decoder, running, decoder.submit(ids(2, 300), new=4)

@@ -61,8 +61,7 @@ class Rank(Overlapped):
         )
 
     def gather(self, into: torch.Tensor, own: torch.Tensor) -> None:
-        """Gather as ``all_gather_into_tensor`` does. Both ranks are in the same turn of their
-        loops."""
+        """Gather as ``all_gather_into_tensor`` does. Both ranks are in the same turn."""
         both = self.exchange.meet(self.rank, f"sync in turn {self.turns}", own.clone())
         into.copy_(torch.cat(both))
 
@@ -71,8 +70,7 @@ class Rank(Overlapped):
         return super().enqueue(req, **options)
 
     def watched(self, choose: Callable[[], Any]) -> Any:
-        """Run ``choose`` as a rank's ``get_next_disagg_decode_batch_to_run``, and record its
-        batch."""
+        """Run ``choose`` as ``get_next_disagg_decode_batch_to_run``, and record its batch."""
         batch = choose()
         kind = agreed = None
         if batch is not None:

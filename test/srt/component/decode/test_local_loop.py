@@ -317,8 +317,7 @@ def test_adapters(page: int) -> None:
 
 @PAGES
 def test_adapters_of_what_prefill_sends(page: int) -> None:
-    """Guards against the same if prefill computes every prompt, and decode resumes some
-    requests."""
+    """Guards against the same if prefill computes every prompt, and decode resumes requests."""
     decoder = Adapted(page, 1024)
     reqs = [
         decoder.submit(ids(number, 20), new=12, lora_id=of)

@@ -274,9 +274,7 @@ def test_a_server_that_cannot_be_reached(unreachable: Decoder, before: bool) -> 
         seconds(unreachable, 9)
         assert req.output_ids == [2] * 8
         room = unreachable.rooms[-1]
-        assert room.cleared and not (
-            room.yielded or room.withdrawn
-        )  # there was no server to notify
+        assert room.cleared and not (room.yielded or room.withdrawn)  # no server to notify
     req = arrive(unreachable, [7] * (LOST + 1))
     seconds(unreachable, 5)
     assert not req.finished()
@@ -301,8 +299,7 @@ def test_a_long_turn_waits_for_the_server(unreachable: Decoder) -> None:
 
 
 class NumberedRoom(Room):
-    """A room with an entry in the manager's table until it is cleared, as a backend's receiver
-    has."""
+    """A room with an entry in the manager's table until it is cleared, as real receivers have."""
 
     def __init__(self, rooms: dict[int, int], number: int) -> None:
         super().__init__()

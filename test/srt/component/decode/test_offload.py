@@ -180,8 +180,7 @@ def test_a_flush_names_no_keys() -> None:
 def test_a_store_in_trouble_costs_nothing_but_its_pages(
     monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    """Guards against requests that wait for the store, and against a server that never becomes
-    idle."""
+    """Guards against requests that wait for the store, and a server that never becomes idle."""
     monkeypatch.setenv("SGLANG_HICACHE_STORE_DEADLINE", "0.1")
     decoder = Offloader(PAGE, 640)
     if trouble == "fails":

@@ -187,8 +187,7 @@ def test_ranks_with_recurrent_state(two_ranks: None) -> None:
 
 @pytest.mark.parametrize(("seed", "draft_steps"), [(1, 0), (2, 0), (3, 3)])
 def test_ranks_that_measure(two_ranks: None, seed: int, draft_steps: int) -> None:
-    """Guards against ranks that choose by their own measurements, and then run different
-    batches."""
+    """Guards against ranks that choose by their own measurements, and then run other batches."""
     limits = Limits(tokens=60, chunk=24, share=0.3)
     sides = live(seed, limits=limits, draft_steps=draft_steps, batch=44)
     ours, theirs = (life.decoder.local_turns for life in sides)

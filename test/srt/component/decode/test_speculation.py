@@ -115,8 +115,7 @@ def test_who_is_let_in_finds_room_for_the_first_step() -> None:
     ],
 )
 def test_pools_of_other_slots_are_refused(unlike: dict[str, Any], told: str) -> None:
-    """Guards against a draft model with other pages than the target: its KV would be written
-    anywhere."""
+    """Guards against a draft model with other pages than the target's, and so misplaced KV."""
     decoder = Decoder(16, 640, steps=1)
     speculation.check_draft_pool(decoder.pool, decoder.draft_pool)
     with pytest.raises(ValueError, match=told):

@@ -306,8 +306,7 @@ def test_a_buffer_only_server_refuses_wrong_ids(
 
 
 def test_what_sglang_raises_at_leaves_nothing() -> None:
-    """Guards against the same on a server outside a pair, on which SGLang gets the parameters
-    unchanged."""
+    """Guards against the same outside a pair, where SGLang gets the parameters unchanged."""
     tokenizer = Tokenizer("null")
     with pytest.raises(AttributeError):
         answer(tokenizer, GenerateReqInput(sampling_params=[{}], **FIELDS))
@@ -322,8 +321,7 @@ def test_samples_leave_nothing() -> None:
 
 
 def test_an_id_that_is_in_use() -> None:
-    """Guards against a refused request that removes the state of the running request with the same
-    id."""
+    """Guards against a refused request that removes the state of a running one with its id."""
     earlier = GenerateReqInput(sampling_params={}, **FIELDS)
     tokenizer, first = Tokenizer(), {"a": SimpleNamespace(obj=earlier)}
     tokenizer.rid_to_state = dict(first)
@@ -433,8 +431,7 @@ class Grammars(BaseGrammarBackend):
 
 
 def test_a_grammar_that_raises() -> None:
-    """Guards against a scheduler that ends with the error when it takes the result of the
-    thread."""
+    """Guards against a scheduler that ends when it takes the result of the grammar's thread."""
     value, _ = Grammars().get_cached_or_future_value(("structural_tag", "{}"), False)
     invalid = value.result()
     assert isinstance(invalid, InvalidGrammarObject) and "format" in invalid.error_message

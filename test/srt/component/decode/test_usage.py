@@ -121,8 +121,7 @@ def test_reasoning_tokens_of_a_remote_turn(first: int, counted: int) -> None:
 def test_the_event_log_names_admitted_requests(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Guards against ids of a type that the log's encoder does not know: every event of decode was
-    lost."""
+    """Guards against ids unknown to the log's encoder: every event of decode was lost."""
     monkeypatch.setenv(EVENT_LOG.name, str(tmp_path))
     event_log.cache_clear()
     decoder = Decoder(16, 640)

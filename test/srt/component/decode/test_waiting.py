@@ -69,8 +69,7 @@ def test_the_deadline_is_told_in_words(full: Decoder) -> None:
 
 @pytest.mark.parametrize("full", [{TIMEOUT: "5"}], indirect=True)
 def test_the_deadline_counts_from_the_handshake(full: Decoder) -> None:
-    """Guards against a slow prefill server that uses up the time for memory, and against a setting
-    without effect."""
+    """Guards against a slow prefill server that uses up the time, and a setting without effect."""
     (req,) = admit(full, ids(2, 200), new=4, ready=False)
     at(full, 200.0)
     full.room(req).state = KVPoll.WaitingForInput

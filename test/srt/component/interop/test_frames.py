@@ -135,8 +135,7 @@ def test_a_rank_that_sends_nothing(say: Dialect, kind: str) -> None:
 
 
 def test_the_rank_that_sends_latent_kv() -> None:
-    """Guards against a full hit that counts as nothing to send, on the rank that sends latent
-    KV."""
+    """Guards against a full hit that counts as nothing to send, on the rank that sends."""
     prefill = Prefill(NIXL, is_mla_backend=True, attn_tp_size=2, attn_tp_rank=0)
     assert not NIXL.is_dummy(prefill.announced("full hit"))
 

@@ -149,8 +149,7 @@ def test_a_note_whose_metadata_go_nowhere(why: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("lengths", [(), (64,), (8, 64), (64, 8, 8), (64, 9), (63, 8)])
 def test_metadata_that_do_not_fit(lengths: tuple[int, ...]) -> None:
-    """Guards against bytes beyond a slot, and against a room that is complete without its
-    metadata."""
+    """Guards against bytes beyond a slot, and a room that is complete without its metadata."""
     rank = Rank()
     assert not rank.take(note(lengths=lengths)) and rank.slots() == EMPTY
     text = rank.manager.failure_records[ROOM]

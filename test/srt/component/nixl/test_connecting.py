@@ -37,8 +37,7 @@ class Hangs(BaseException):
 
 
 class Network:
-    """HTTP of prefill servers' bootstrap servers; and the pool that queries them in the
-    background."""
+    """HTTP of prefill's bootstrap servers; and the pool that queries them in the background."""
 
     def __init__(self) -> None:
         self.is_step = False

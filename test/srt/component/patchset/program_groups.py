@@ -57,8 +57,7 @@ def spoil(table: Any, misfits: dict[str, str]) -> None:
 
 
 def mixed_in(table: Any) -> dict[str, list[str]]:
-    """Return for each group the targets that have its mixins, on the class or optionally on
-    objects."""
+    """Return for each group the targets that have its mixins, or get them on objects."""
     from sglang.srt.patchset import status
 
     assert status.attachment is not None

@@ -113,8 +113,7 @@ def test_a_misfit_leaves_its_group_stock(
 
 
 def test_an_older_nixl_leaves_its_group_stock(model_config: Any, tmp_path: Path) -> None:
-    """Guards against NIXL servers that do not start with an older NIXL, although no flag needs
-    it."""
+    """Guards against servers that refuse to start with an older NIXL without any flag."""
     (tmp_path / "nixl-1.2.0.dist-info").mkdir()
     metadata = tmp_path / "nixl-1.2.0.dist-info/METADATA"
     metadata.write_text("Metadata-Version: 2.1\nName: nixl\nVersion: 1.2.0\n")
@@ -179,8 +178,7 @@ def test_a_group_is_switched_off_by_name(
 
 
 def started(start: str) -> str:
-    """Return the result of a start that reaches SGLang's constructor with only its flags'
-    mixins."""
+    """Return the result of a start that reaches SGLang's constructor, with its flags' mixins."""
     return f"StartedError: {OPTIONAL.get(start, '')}"
 
 

@@ -81,8 +81,7 @@ def test_one_line_a_server_and_no_metric_where_there_are_none(
 
 
 def test_unused_groups_are_not_examined(args: ServerArgs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a server that imports NIXL, or complains that it is missing, only to identify
-    the package."""
+    """Guards against a server that imports NIXL, or reports it missing, to identify the package."""
     monkeypatch.setattr(status.attachment, "examine", lambda name: pytest.fail(f"examined {name}"))
     args.disaggregation_mode, args.disaggregation_decode_enable_radix_cache = "null", False
     scheduler = Scheduler(args, 0, False)

@@ -59,8 +59,7 @@ def test_without_the_flag_arguments_are_stock(model_config, caplog, mode):
 @pytest.mark.parametrize("mode", ["null", "prefill", "decode"])
 @pytest.mark.parametrize("value", ["0", "soon"])
 def test_a_wrong_variable_is_refused_on_every_server(monkeypatch, mode, value):
-    """Guards against an invalid value that is refused on decode only, or by the thread that reads
-    it."""
+    """Guards against an invalid value that is refused on decode only, or only when it is read."""
     monkeypatch.setenv("SGLANG_DISAGGREGATION_HANDSHAKE_TIMEOUT", value)
     with pytest.raises(ValueError, match="HANDSHAKE_TIMEOUT must be a number of seconds from 0.1"):
         ServerArgs(model_path="dummy", disaggregation_mode=mode, **CPU)
@@ -194,8 +193,7 @@ FP4 = {"kv_cache_dtype": "fp4_e2m1"}
     ids=str,
 )
 def test_refusals_reach_the_user(model_config, model, changes, named):
-    """Guards against a refusal that SGLang's class skips, or that comes after the weights are
-    loaded."""
+    """Guards against a refusal that SGLang's class skips, or that comes after the weights."""
     path = model if model == "dummy" else model_config(**model)
     with pytest.raises(ValueError, match=named):
         ServerArgs(**{"model_path": path, **CPU, **DECODE, FIELD: True, **changes})

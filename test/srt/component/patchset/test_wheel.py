@@ -22,8 +22,7 @@ OURS = "sglang_disagg_patchset"
 
 @dataclass
 class Environment:
-    """A virtual environment with SGLang, its dependencies and no editable installation of this
-    package."""
+    """A virtual environment with SGLang and its dependencies, without this package."""
 
     folder: Path
 

@@ -53,8 +53,7 @@ def mla(page: int, dtype: torch.dtype) -> Any:
 
 
 def nsa(page: int) -> Any:
-    """Return a latent pool with an index of sparse attention, which SGLang has only for pages of
-    64."""
+    """Return a latent pool with a sparse attention's index, which SGLang has for pages of 64."""
     size, width = (PAGES - 1) * page, {"index_head_dim": 128, "kv_cache_dim": 20}
     return NSATokenToKVPool(
         size, page, 16, torch.bfloat16, 4, LAYERS, "cpu", enable_memory_saver=False, **width

@@ -85,8 +85,7 @@ class Prefiller(SchedulerDisaggregationPrefillMixin, SchedulerPPMixin):  # type:
     # ---- a request ----
 
     def prefill(self, room: int, tokens: int, target: list[int], slot: int = 0) -> Any:
-        """Compute and queue a request of ``tokens`` tokens; decode announces the pages
-        ``target``."""
+        """Compute and queue a request of ``tokens`` tokens; decode announces ``target``."""
         req = self.request(room, tokens)
         req.metadata_buffer_index = self.req_to_metadata_buffer_idx_allocator.alloc()
         self.rank.announce(room, target, slot=slot)
@@ -151,8 +150,7 @@ class Prefiller(SchedulerDisaggregationPrefillMixin, SchedulerPPMixin):  # type:
         return [req.bootstrap_room for req in self.process_disagg_prefill_inflight_queue(ended)]
 
     def overwrite_what_is_free(self) -> None:
-        """Overwrite all free or evictable pages and free metadata slots, as other requests
-        would."""
+        """Overwrite all free or evictable pages and metadata slots, as other requests would."""
         self.tree_cache.evict(EvictParams(num_tokens=PAGES * PAGE))
         allocator = self.token_to_kv_pool_allocator
         slots = allocator.alloc(allocator.available_size())
@@ -164,8 +162,7 @@ class Prefiller(SchedulerDisaggregationPrefillMixin, SchedulerPPMixin):  # type:
             view[list(self.req_to_metadata_buffer_idx_allocator.free_slots)] = GARBAGE
 
     def free(self) -> tuple[int, int, int]:
-        """Return free and evictable tokens, free rows and metadata slots: always equal on all
-        ranks."""
+        """Return free and evictable tokens, free rows and metadata slots: equal on all ranks."""
         return (
             self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size(),
             self.req_to_token_pool.available_size(),

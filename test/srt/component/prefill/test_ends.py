@@ -120,8 +120,7 @@ TEXTS = {
 
 
 def test_the_other_rank_never_settles(server: Server) -> None:
-    """Guards against a request that is held for ever because one rank's writes hang: their deadline
-    limits it."""
+    """Guards against a request that is held for ever by one rank's hung writes, with a deadline."""
     server.prefill(withdrawn=[0])
     assert server.turn() == []
     server.tick(TRANSFER_TIMEOUT_S)

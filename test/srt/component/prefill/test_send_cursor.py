@@ -41,8 +41,7 @@ class Scenario:
 
 @st.composite
 def scenarios(draw: st.DrawFn) -> Scenario:
-    """Draw any prompt, prefix and chunking; prefixes at, inside and beyond chunks, and full
-    hits."""
+    """Draw any prompt and chunking, with prefixes at, inside and beyond chunks, and full hits."""
     page = draw(st.sampled_from([1, 4, 16, 64]))
     prompt = draw(st.integers(1, MAX_PROMPT))
     prefix = page_floor(draw(st.one_of(st.integers(0, prompt), st.just(prompt))), page)

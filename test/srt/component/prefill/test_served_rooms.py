@@ -16,8 +16,7 @@ ADDRESS, ROOM = "10.0.0.1:8998", 7
 
 
 class Bootstrap:
-    """The bootstrap server. The scheduler's thread is answered at once, others after
-    ``answers``."""
+    """The bootstrap server, which answers other threads than the scheduler's only on command."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.scheduler = threading.current_thread()

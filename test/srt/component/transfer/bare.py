@@ -204,8 +204,7 @@ class Receiver(RoomReceiver, DeltaReceiver):
 
 
 def announced(manager: Any, room: int, address: str = ADDRESS, writers: int = 1) -> Any:
-    """Return decode's end of a room that ``writers`` ranks of the server at ``address`` may write
-    to."""
+    """Return decode's end of a room that ``writers`` ranks at ``address`` may write to."""
     made: Any = Receiver.__new__(Receiver)
     made.__dict__.update(
         kv_mgr=manager, bootstrap_addr=address, bootstrap_room=room, announced=True,

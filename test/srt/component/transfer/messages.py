@@ -70,8 +70,7 @@ class Dialect:
 
     @staticmethod
     def is_dummy(info: Any) -> bool:
-        """Return True if this prefill rank sends nothing to the announcing rank, not even
-        metadata."""
+        """Return True if the announcing rank gets nothing from prefill, not even metadata."""
         return bool(info.is_dummy)
 
     def _registration(
@@ -83,8 +82,7 @@ class Dialect:
         raise NotImplementedError
 
     def listener(self, *clock: Any, **own: Any) -> tuple[Any, MessageReader]:
-        """Return a prefill rank's manager with ``own`` attributes, and the reader that its thread
-        runs."""
+        """Return a prefill rank's manager with ``own`` attributes, and its thread's reader."""
         manager = bare.prefill(self.backend, **own)
         take = manager.announcements().take
         return manager, MessageReader(manager.decode_ranks.take, take, *clock)

@@ -285,8 +285,7 @@ def test_a_dummy_is_what_says_so(say: Dialect, says: bool | None, pages: tuple[i
 
 @both
 def test_a_damaged_frame_is_kept_for_its_room(say: Dialect) -> None:
-    """Guards against a bad announcement that counts as a dummy, which would be skipped without an
-    error."""
+    """Guards against a bad announcement that counts as a dummy, and is skipped silently."""
     manager, reader = say.acquainted()
     reader.handle([*say.announcement(ours=False), b"sglang-delta:\xc1"])
     (info,) = bare.destinations(manager, 7)

@@ -182,8 +182,7 @@ def test_a_stock_prefill_server(servers: Servers, talks: Talks) -> None:
 
 
 def test_a_stock_decode_server(talks: Talks, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Guards against a prefill server with the lead that a stock decode server does not
-    understand."""
+    """Guards against a prefill server with the lead that stock decode does not understand."""
     config = PairConfig(
         talks.model,
         radix=True,
