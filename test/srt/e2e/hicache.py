@@ -86,7 +86,7 @@ class Server:
         """Return the stage's metrics, without their common prefix."""
         return store.stage(self.url)
 
-    def drained(self, timeout_s: float = 60.0) -> dict[str, float]:
+    def wait_drained(self, timeout_s: float = 60.0) -> dict[str, float]:
         """Wait until the server is idle and nothing is staged or queued to be written.
 
         Check its health and memory. Return the stage's metrics.
@@ -158,7 +158,7 @@ def from_store(answers: Sequence[dict[str, Any]]) -> list[int]:
     return [int(detail.get("storage", 0)) for detail in details]
 
 
-def works_again(server: Server, prompts: list[Ids], expected: list[Ids]) -> None:
+def wait_used_again(server: Server, prompts: list[Ids], expected: list[Ids]) -> None:
     """Wait until a recovered store is used again for writes and for reads.
 
     That takes until the next probe, which requests start.
@@ -211,15 +211,15 @@ def questions(model: Path, reference: Reference, seed: int) -> Questions:
     return Questions(prompts, answers[:16], list(zip(spare, answers[16:], strict=True)))
 
 
-def answers_are_right(writer: Server, reader: Server, asked: Questions, page: int) -> None:
+def check_answers(writer: Server, reader: Server, asked: Questions, page: int) -> None:
     """Check the answers of a cold server, after a flush, and of another server of the store."""
     prompts, expected = asked.prompts, asked.expected
     assert writer.generated(prompts) == expected
     writer.flush()
     again = writer.answers(prompts)
     assert [answer["output_ids"] for answer in again] == expected
-    all_from_store(prompts, again, page)
-    after = writer.drained()
+    check_all_from_store(prompts, again, page)
+    after = writer.wait_drained()
     assert 0 < after["peak_pages"] <= STAGE_PAGES
     unique = {tuple(p[: end * page]) for p in prompts for end in _whole(p, page)}
     assert after["store_written_pages_total"] >= len(unique)
@@ -228,11 +228,11 @@ def answers_are_right(writer: Server, reader: Server, asked: Questions, page: in
 
     elsewhere = reader.answers(prompts)
     assert [answer["output_ids"] for answer in elsewhere] == expected
-    all_from_store(prompts, elsewhere, page)
-    reader.drained()
+    check_all_from_store(prompts, elsewhere, page)
+    reader.wait_drained()
 
 
-def clients_leave(server: Server, asked: Questions) -> None:
+def check_disconnects(server: Server, asked: Questions) -> None:
     """Send 16 prompts at once and disconnect their clients during reads and writes: half of the
     prompts are in the store, the other half is new."""
     rng = random.Random(1)
@@ -245,10 +245,10 @@ def clients_leave(server: Server, asked: Questions) -> None:
     server.flush()
     prompts, expected = asked.some()
     assert server.generated(prompts) == expected
-    server.drained()
+    server.wait_drained()
 
 
-def all_from_store(prompts: list[Ids], answers: list[dict[str, Any]], page: int) -> None:
+def check_all_from_store(prompts: list[Ids], answers: list[dict[str, Any]], page: int) -> None:
     """Check that all whole pages of each prompt were hits, and some of them in the store."""
     for prompt, answer, stored in zip(prompts, answers, from_store(answers), strict=True):
         meta = answer["meta_info"]

@@ -19,7 +19,7 @@ from e2e.drafts import drafting
 from e2e.families import NEW_TOKENS, STORED, WHOLE, Run
 from e2e.support import Ids, Reference, dp_attention, prompt_maker
 from e2e.test_families import SERVER_ARGS, common_args, marked, prepare
-from e2e.test_whole_system import Shape, answer_is_found_again, running
+from e2e.test_whole_system import Shape, check_answer_is_found, running
 
 DEADLINE_S = 4.0
 VALUES = {"deepseek_v3": 1, "deepseek_v3_nextn": 1, "deepseek_v32": 2}
@@ -85,9 +85,9 @@ def test_another_server_finds_it(served: tuple[Path, Reference], run: Run, tmp_p
             answers = reader.answers(asked)
             output_ids = [answer["output_ids"] for answer in answers]
             assert shortened(output_ids) == shortened(expected)
-            hicache.all_from_store(asked, answers, run.page)
+            hicache.check_all_from_store(asked, answers, run.page)
             for server in (writer, reader):
-                assert server.drained().get("dropped_tokens_total", 0) == 0
+                assert server.wait_drained().get("dropped_tokens_total", 0) == 0
     finally:
         master.kill()
 
@@ -121,4 +121,4 @@ def test_prefill_finds_what_decode_wrote(
     shape = Shape(run.backend, run.page)
     new_tokens = NEW_TOKENS.get(run.family, hicache.NEW_TOKENS)
     with running(shape, model, reference, logs, common_args(run), new_tokens) as system:
-        answer_is_found_again(system)
+        check_answer_is_found(system)

@@ -90,7 +90,7 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
             cluster.second.process.stop()
 
 
-def failed(results: list[Result], bound_s: float, *texts: str) -> None:
+def check_failed(results: list[Result], bound_s: float, *texts: str) -> None:
     """Check that each request got one error, in time, with one of ``texts``."""
     for result in results:
         assert result.error is not None and not result.output_ids, result
@@ -112,7 +112,7 @@ def test_a_prefill_server_that_hangs(cluster: Cluster, model: Path, reference: R
     assert_right(other, expected_more[1:2])
     with frozen(cluster.first.process):
         lost, served = asyncio.run(cluster.ask(prompts, more))
-    failed(lost, BOUND_S + 2, "lost prefill server")
+    check_failed(lost, BOUND_S + 2, "lost prefill server")
     assert_right(served, expected_more)
     back, _ = asyncio.run(cluster.ask(prompts, []))
     assert_right(back, expected)
@@ -152,7 +152,7 @@ def test_a_prefill_server_that_dies(cluster: Cluster, model: Path, reference: Re
     assert_right(ended_early, [expected[lost.index(result)] for result in ended_early])
     late = [result for result in lost if result.error is not None]
     assert late, "all requests ended before the server was killed"
-    failed(late, BOUND_S + 2, "lost prefill server", "Could not fetch", "connect")
+    check_failed(late, BOUND_S + 2, "lost prefill server", "Could not fetch", "connect")
     cluster.first.restart()
     cluster.pair.processes["prefill"] = cluster.first.process
     back, _ = asyncio.run(cluster.ask(prompts, []))

@@ -46,7 +46,7 @@ ENV = {
 UNDER_WAY = "did not settle by its deadline"
 
 
-def given_up(pair: Pair, rooms: int) -> None:
+def wait_given_up(pair: Pair, rooms: int) -> None:
     """Wait until prefill can be flushed, because no request is left, and check its failed rooms."""
 
     def flushed() -> bool:
@@ -67,7 +67,7 @@ def overwrite(pair: Pair, prompts: list[Ids]) -> None:
     assert not [result.error for result in results if result.error]
 
 
-def served_again(pair: Pair, prompts: list[Ids], answers: list[Ids]) -> None:
+def wait_served_again(pair: Pair, prompts: list[Ids], answers: list[Ids]) -> None:
     """Send the prompts until all are answered. No answer may be wrong; requests may fail first,
     because Mooncake's decode rank registers again only with a room that fails."""
 
@@ -108,13 +108,13 @@ def test_decode_wakes_after_prefill_gave_its_rooms_up(
                 asked = pool.submit(asyncio.run, ask_decode(pair, prompts, NEW_TOKENS))
                 events.wait_admitted(len(prompts))
                 decode_frozen.enter_context(frozen(pair.processes["decode"]))
-            given_up(pair, len(prompts))
+            wait_given_up(pair, len(prompts))
             assert UNDER_WAY in pair.processes["prefill"].log_text(), "nothing was written"
             overwrite(pair, others)
         results: list[Result] = asked.result(timeout=120)
         for result in results:
             assert result.error is not None and result.output_ids == [], result
         answers = reference.answers(prompts, NEW_TOKENS)
-        served_again(pair, prompts, answers)
+        wait_served_again(pair, prompts, answers)
         assert pair.generate(prompts, NEW_TOKENS) == answers, "wrong answers from decode's tree"
         settle(pair)

@@ -12,7 +12,7 @@ import requests
 
 from benchmark.harness import checks
 from e2e import hicache
-from e2e.hicache import Backend, Questions, Server, answers_are_right, clients_leave, questions
+from e2e.hicache import Backend, Questions, Server, check_answers, check_disconnects, questions
 from e2e.steered_file import METHODS, Gates, SteeredFile
 from e2e.support import Reference, until
 
@@ -64,12 +64,12 @@ def test_cold_from_the_store_and_in_another_process(
     servers: list[Server], asked: Questions
 ) -> None:
     """Guards against the same faults as over Mooncake, with another page size and layout."""
-    answers_are_right(*servers, asked, PAGE)
+    check_answers(*servers, asked, PAGE)
 
 
 def test_clients_that_leave(reader: Server, asked: Questions) -> None:
     """Guards against pages of disconnected clients that stay in the stage."""
-    clients_leave(reader, asked)
+    check_disconnects(reader, asked)
 
 
 def test_calls_that_hang(reader: Server, gates: Gates, asked: Questions) -> None:
@@ -85,8 +85,8 @@ def test_calls_that_hang(reader: Server, gates: Gates, asked: Questions) -> None
             assert reader.generated(prompts) == expected
             if method in HELD_PAGES:
                 until(lambda pages=HELD_PAGES[method]: reader.stage()[pages] > 0)
-        hicache.works_again(reader, prompts, expected)
-    reader.drained()
+        hicache.wait_used_again(reader, prompts, expected)
+    reader.wait_drained()
 
 
 @pytest.mark.hazard("flush-or-detach-under-way")
@@ -107,8 +107,8 @@ def test_a_store_that_takes_nothing(
         updated = requests.post(f"{reader.url}/update_weights_from_disk", json=body, timeout=120)
         assert updated.json()["success"], updated.text
         assert reader.generated(prompts) == expected
-    hicache.works_again(reader, prompts, expected)
-    reader.drained()
+    hicache.wait_used_again(reader, prompts, expected)
+    reader.wait_drained()
 
 
 def test_keys_that_are_lost_and_data_that_is_short(
@@ -121,5 +121,5 @@ def test_keys_that_are_lost_and_data_that_is_short(
         elif number % 3 == 1:
             os.truncate(file, file.stat().st_size // 2)
     assert reader.generated(asked.prompts) == asked.expected
-    hicache.works_again(reader, *asked.some())
-    reader.drained()
+    hicache.wait_used_again(reader, *asked.some())
+    reader.wait_drained()

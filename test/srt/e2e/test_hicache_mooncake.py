@@ -12,7 +12,7 @@ import requests
 
 from component.buffer_only.masters import Master
 from e2e import hicache
-from e2e.hicache import Backend, Questions, Server, answers_are_right, questions
+from e2e.hicache import Backend, Questions, Server, check_answers, questions
 from e2e.support import Reference
 from models.random_qwen3 import build
 
@@ -50,7 +50,7 @@ def test_cold_from_the_store_and_in_another_process(
     """Guards against pages under a wrong key, a stage page that is reused before the store or the
     device has copied it, and a prefix published at the wrong place. 16 requests at once share 32
     staging pages, a small part of the pages that they write and read."""
-    answers_are_right(*servers, asked, PAGE)
+    check_answers(*servers, asked, PAGE)
 
 
 def test_a_master_that_stops_and_goes_on(
@@ -66,8 +66,8 @@ def test_a_master_that_stops_and_goes_on(
         assert reader.generated(prompts) == expected
     finally:
         master.thaw()
-    hicache.works_again(reader, prompts, expected)
-    reader.drained()
+    hicache.wait_used_again(reader, prompts, expected)
+    reader.wait_drained()
 
 
 def test_a_master_that_loses_everything(
@@ -83,15 +83,15 @@ def test_a_master_that_loses_everything(
     assert reader.generated(prompts) == expected
     master.start()
     assert reader.generated(prompts) == expected
-    hicache.works_again(reader, prompts, expected)
+    hicache.wait_used_again(reader, prompts, expected)
     # The reader finds new pages of the writer.
     prompts, expected = asked.others()
-    hicache.works_again(writer, prompts, expected)
+    hicache.wait_used_again(writer, prompts, expected)
     answers = reader.answers(prompts)
     assert [answer["output_ids"] for answer in answers] == expected
     assert all(hicache.from_store(answers))
-    writer.drained()
-    reader.drained()
+    writer.wait_drained()
+    reader.wait_drained()
 
 
 @pytest.mark.hazard("tenants-meet-in-store")
@@ -103,7 +103,7 @@ def test_models_meet_when_their_weights_are_the_same(
     not be found, although the store is not cleared; and a server with the old weights must not find
     those stored with the new ones."""
     writer, reader = servers
-    hicache.works_again(writer, *asked.some())
+    hicache.wait_used_again(writer, *asked.some())
     _update(reader, build(tmp_path / "other", seed=1))
     prompts, expected = asked.fresh()  # two stored prompts, and a new one
     other_answers = reader.answers(prompts)
@@ -112,19 +112,19 @@ def test_models_meet_when_their_weights_are_the_same(
         answer["output_ids"] != expected_ids
         for answer, expected_ids in zip(other_answers, expected, strict=True)
     )
-    reader.drained()
+    reader.wait_drained()
 
     writer.flush()
     answers = writer.answers(prompts)
     assert [answer["output_ids"] for answer in answers] == expected
     assert [stored > 0 for stored in hicache.from_store(answers)] == [True, True, False]
-    writer.drained()
+    writer.wait_drained()
 
     _update(reader, model)
     answers = reader.answers(prompts)
     assert [answer["output_ids"] for answer in answers] == expected
     assert all(hicache.from_store(answers))
-    reader.drained()
+    reader.wait_drained()
 
 
 def _update(server: Server, model: Path) -> None:
@@ -150,4 +150,4 @@ def test_two_ranks_and_one(
             answers = server.answers(prompts)
             assert [answer["output_ids"] for answer in answers] == expected
             assert {stored > 0 for stored in hicache.from_store(answers)} == {is_stored}
-            server.drained()
+            server.wait_drained()

@@ -54,7 +54,7 @@ class Scene:
     tokens: Any
     _lost: Iterator[int] = field(default_factory=itertools.count)
 
-    def right(self, name: str) -> None:
+    def check_right(self, name: str) -> None:
         """Check the answers for these weights, twice, so that the second come from the tree."""
         for _ in range(2):
             assert self.pair.generate(self.prompts, NEW_TOKENS) == self.answers[name]
@@ -108,14 +108,14 @@ def scene(
 def test_weights_from_disk(scene: Scene) -> None:
     """Guards against SGLang's assertion that decode can flush, which would end the server. No KV of
     the old weights may be hit, and the held pages are freed, and intact, once prefill has woken."""
-    scene.right("old")
+    scene.check_right("old")
     with frozen(scene.pair.processes["prefill"]):
         scene.lose()
         scene.update(scene.pair.decode_url, "new")
         assert checks.load(scene.pair.decode_url).tokens > 0, "held pages were freed"
     settle(scene.pair)
     scene.update(scene.pair.prefill_url, "new")
-    scene.right("new")
+    scene.check_right("new")
     settle(scene.pair)
 
 
@@ -125,7 +125,7 @@ def test_release_and_resume_of_memory(scene: Scene) -> None:
     that prefill may still write to is kept until prefill has stopped; the answer comes then."""
     scene.update(scene.pair.prefill_url, "new")
     scene.update(scene.pair.decode_url, "new")
-    scene.right("new")
+    scene.check_right("new")
     done = threading.Event()
 
     def release() -> None:
@@ -141,7 +141,7 @@ def test_release_and_resume_of_memory(scene: Scene) -> None:
             assert "release of memory waits until nothing owns any" in log
         released.result(timeout=60)
     post(scene.pair.decode_url, "/resume_memory_occupation")
-    scene.right("new")
+    scene.check_right("new")
     settle(scene.pair)
 
 
@@ -151,7 +151,7 @@ def test_weights_of_a_paused_server(scene: Scene, reference: Reference) -> None:
     resume from their copies to their full length, and leave nothing of their KV in the tree."""
     for url in (scene.pair.prefill_url, scene.pair.decode_url):
         scene.update(url, "new")
-    scene.right("new")
+    scene.check_right("new")
     length = 400
     with ThreadPoolExecutor(2) as pool:
         running = pool.submit(scene.pair.generate, scene.prompts[:2], length)
@@ -168,7 +168,7 @@ def test_weights_of_a_paused_server(scene: Scene, reference: Reference) -> None:
     assert "Cache flushed. Not freed" in log
     settle(scene.pair)
     scene.update(scene.pair.prefill_url, "old")
-    scene.right("old")
+    scene.check_right("old")
     follow = [[*p, *answer] for p, answer in zip(scene.prompts[:2], answers, strict=True)]
     # These prompts would hit KV that the other weights computed.
     assert scene.pair.generate(follow, NEW_TOKENS) == reference.answers(follow, NEW_TOKENS)

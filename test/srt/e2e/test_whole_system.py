@@ -121,7 +121,7 @@ class System:
             post(url, "/update_weights_from_disk", model_path=str(model))
 
 
-def answer_is_found_again(system: System) -> None:
+def check_answer_is_found(system: System) -> None:
     """Send two turns, the second computed by decode. With both trees empty, the third turn must
     find their KV in the store."""
     pair, tokens = system.pair, system.tokens
@@ -223,7 +223,7 @@ def test_talks_on_pools_that_evict(system: System) -> None:
 def test_the_store_has_what_was_computed(system: System) -> None:
     """Guards against tokens that are recomputed although a server of the system has computed them:
     both trees are empty, and the next turn must find its history in the store."""
-    answer_is_found_again(system)
+    check_answer_is_found(system)
 
 
 def test_a_master_that_dies_and_comes_back(system: System) -> None:

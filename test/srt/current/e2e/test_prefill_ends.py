@@ -76,7 +76,7 @@ class Servers(Pair):
         page = metrics.page(self.decode_url)
         return metrics.by_labels(page, metrics.TURNS, "where", "reason")
 
-    def decode_is_empty(self) -> None:
+    def check_decode_empty(self) -> None:
         """Check that decode passes SGLang's memory check, holds no tokens, and can be flushed."""
         checks.wait_idle(self.processes["decode"], self.decode_url)
         until(lambda: not checks.load(self.decode_url).tokens)
@@ -100,12 +100,12 @@ def until(reached: Callable[[], bool], limit_s: float = 30.0) -> None:
         time.sleep(0.01)
 
 
-def right(results: Sequence[Result], answers: Sequence[Ids]) -> None:
+def check_right(results: Sequence[Result], answers: Sequence[Ids]) -> None:
     assert [result.error for result in results] == [None] * len(results)
     assert [result.output_ids for result in results] == list(answers)
 
 
-def lost(result: Result) -> None:
+def check_lost(result: Result) -> None:
     """Check that a request failed in time, with an error that names the loss."""
     assert result.error is not None and "no prefill server" in result.error, result.error
     assert result.latency_s < STOCK_S
@@ -130,15 +130,15 @@ def test_killed_while_idle(servers: Servers, talks: Talks) -> None:
     """Guards against later turns that fail with a prefill server that they do not need, and against
     long prompts that wait longer than on stock. Decode does not know of the loss in the first turn
     after it, and knows in the next one."""
-    right(servers.ask(talks.prompts[0]), talks.answers[0])
+    check_right(servers.ask(talks.prompts[0]), talks.answers[0])
     servers.kill_prefill()
-    right(servers.ask(talks.prompts[1]), talks.answers[1])
+    check_right(servers.ask(talks.prompts[1]), talks.answers[1])
     until(lambda: "Lost connection with prefill" in servers.processes["decode"].log_text())
     *short, long = servers.ask([*talks.prompts[2], talks.prompts[3][-1]])
-    right(short, talks.answers[2])
-    lost(long)
+    check_right(short, talks.answers[2])
+    check_lost(long)
     assert servers.turns()["local", "no_prefill"] >= len(short)
-    servers.decode_is_empty()
+    servers.check_decode_empty()
 
 
 def test_killed_in_the_middle_of_a_transfer(servers: Servers, talks: Talks) -> None:
@@ -146,8 +146,8 @@ def test_killed_in_the_middle_of_a_transfer(servers: Servers, talks: Talks) -> N
     prompt: short prompts are recomputed, the long one fails, nothing is leaked."""
     servers.start_prefill(stock=False)
     *short, long = talks.prompts[3]
-    right(servers.ask([long]), talks.answers[3][-1:])  # too long for decode
-    servers.decode_is_empty()
+    check_right(servers.ask([long]), talks.answers[3][-1:])  # too long for decode
+    servers.check_decode_empty()
     checks.wait_idle(servers.processes["prefill"], servers.prefill_url)
     checks.flush(servers.prefill_url)  # so that it recomputes the long prompt
     log = servers.processes["prefill"].log
@@ -162,10 +162,10 @@ def test_killed_in_the_middle_of_a_transfer(servers: Servers, talks: Talks) -> N
         return [*await rest, *await first]
 
     *results, last = asyncio.run(kill())
-    right(results, talks.answers[3][:-1])
-    lost(last)
+    check_right(results, talks.answers[3][:-1])
+    check_lost(last)
     assert servers.turns()["local", "transfer_failed"] >= len(short)
-    servers.decode_is_empty()
+    servers.check_decode_empty()
 
 
 def test_a_stock_prefill_server(servers: Servers, talks: Talks) -> None:
@@ -174,10 +174,10 @@ def test_a_stock_prefill_server(servers: Servers, talks: Talks) -> None:
     servers.start_prefill(stock=True)
     before = servers.turns()
     for turn in range(3):
-        right(servers.ask(talks.prompts[turn]), talks.answers[turn])
+        check_right(servers.ask(talks.prompts[turn]), talks.answers[turn])
     gained = metrics.gained(before, servers.turns())
     assert {key for key, count in gained.items() if count} == {("remote", "peer")}
-    servers.decode_is_empty()
+    servers.check_decode_empty()
     servers.check()
 
 
