@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sglang.srt.mem_cache.buffer_only.stage import Direction, Stage
+from sglang.srt.mem_cache.buffer_only.staging import Direction, StagingPool
 
 
-def check_books(stage: Stage) -> None:
+def check_books(stage: StagingPool) -> None:
     """Every page is free or lent once, and the sums are those of what is lent."""
     numbers = [*stage.free, *(page for one in stage.allocated for page in one.pages)]
     assert sorted(numbers) == list(range(stage.pages)), "staging pages lost or allocated twice"

@@ -83,7 +83,7 @@ class Ranks:
         for cache in self.caches:
             cache.slow = False
             cache.let_go()
-        self.each(lambda cache: cache.buffer.prefetches.in_line([]))
+        self.each(lambda cache: cache.buffer.prefetches.set_queue([]))
         for _ in range(200):
             self.live()
             if not self.caches[0].buffer.busy and not self.caches[0].stage.used():

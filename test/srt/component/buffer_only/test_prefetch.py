@@ -11,12 +11,12 @@ import pytest
 from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import check, nodes
 from component.buffer_only.scenes import reach, steps, stored
-from sglang.srt.mem_cache.buffer_only.prefetch import State
-from sglang.srt.mem_cache.buffer_only.prefetch_line import MOST_ANEW
-from sglang.srt.mem_cache.buffer_only.stage import Direction
+from sglang.srt.mem_cache.buffer_only.prefetch import PrefetchState
+from sglang.srt.mem_cache.buffer_only.prefetch_line import MAX_REQUERIES
+from sglang.srt.mem_cache.buffer_only.staging import Direction
 
 PROMPT = prompt(1, 9)
-STATES = list(State)[:5]
+STATES = list(PrefetchState)[:5]
 #: Staging pages in each of them.
 HELD = dict(zip(STATES, (0, 0, 0, 8, 8), strict=True))
 
@@ -54,7 +54,7 @@ def test_how_much_is_asked_for(
     cache.compute(PROMPT[: in_tree * PAGE])
     cache.want("r", tokens)
     if len(asked) == 2:
-        reach(cache, State.FETCHING)
+        reach(cache, PrefetchState.FETCHING)
         assert cache.stage.used(Direction.PREFETCH) == hit - in_tree
     assert cache.run("r", tokens) == hit * PAGE
     assert list(map(len, cache.store.asked("batch_exists"))) == asked
@@ -146,7 +146,9 @@ def happen(cache: Cache, what: str) -> None:
         ("another computes half of it", 8),
     ],
 )
-def test_what_may_happen_in_each_state(state: State, what: str, hit: int | None, answered: bool):
+def test_what_may_happen_in_each_state(
+    state: PrefetchState, what: str, hit: int | None, answered: bool
+):
     """Staging pages go when the store has let go of them, nothing of the device is held, an answer
     that comes too late changes nothing, and a new tree has nothing of the old one."""
     cache = stored(PROMPT, tokens=80 * PAGE)
@@ -161,18 +163,18 @@ def test_what_may_happen_in_each_state(state: State, what: str, hit: int | None,
     if hit is None:
         assert cache.prefetch("r") is None and nodes(cache.tree) == []
         cache.compute(PROMPT)
-        cache.buffer.prefetches.in_line([])
+        cache.buffer.prefetches.set_queue([])
         cache.settle()
         assert len(cache.store.content) == 9 and all(n.storage_backed for n in nodes(cache.tree))
         return
-    late = what == "its time is over" and (state is State.STAGED or answered)
+    late = what == "its time is over" and (state is PrefetchState.STAGED or answered)
     assert late or cache.run("r", PROMPT) == hit * PAGE
 
 
 @pytest.mark.hazard("prefix-under-prefetch")
 @pytest.mark.parametrize("state", STATES[1:])
 @pytest.mark.parametrize(("how", "evicted"), [("split", 0), ("half evicted", 2), ("evicted", 4)])
-def test_what_the_tree_held_may_go_or_be_split(state: State, how: str, evicted: int):
+def test_what_the_tree_held_may_go_or_be_split(state: PrefetchState, how: str, evicted: int):
     """Nothing keeps it, so that nobody's hit is in the way of those who run. It comes from the
     store then, like the rest, and what is in the stage already is not fetched again."""
     cache = stored(PROMPT)
@@ -219,10 +221,10 @@ def test_what_the_tree_held_goes_again_and_again():
         if not ready:
             cache.want("r", PROMPT)
         steps(cache, 6)
-        assert cache.state("r") is State.STAGED
+        assert cache.state("r") is PrefetchState.STAGED
         assert cache.evict(1000) == 4 * PAGE
         ready.append(cache.tree.check_prefetch_progress("r"))
-    assert ready == [False] * MOST_ANEW + [True]
+    assert ready == [False] * MAX_REQUERIES + [True]
     assert cache.compute(PROMPT, rid="r") == 0
 
 
@@ -233,7 +235,7 @@ def test_another_request_computes_it_meanwhile(pages: int):
     still missing is loaded."""
     cache = stored(PROMPT, pages=32, tokens=80 * PAGE)
     cache.want("r", PROMPT)
-    reach(cache, State.FETCHING)
+    reach(cache, PrefetchState.FETCHING)
     cache.work()
     cache.compute(PROMPT[: pages * PAGE])
     assert cache.run("r", PROMPT) == 8 * PAGE
@@ -246,7 +248,7 @@ def test_pages_on_their_way_to_the_device_are_kept():
     back, the staging pages would be filled with something else while they are read."""
     cache = stored(PROMPT, pages=32, tokens=80 * PAGE)
     cache.want("r", PROMPT)
-    reach(cache, State.STAGED)
+    reach(cache, PrefetchState.STAGED)
     cache.slow = True
     _, node = cache.buffer.prefetches.load("r", 0, 8 * PAGE)
     cache.buffer.prefetches.load_backs.launch()
@@ -270,7 +272,7 @@ def test_batches_wait_for_the_copy(with_batch: bool):
     cache = stored(PROMPT)
     cache.want("r", PROMPT)
     assert cache.tree.ready_to_load_host_cache() == -1
-    reach(cache, State.STAGED)
+    reach(cache, PrefetchState.STAGED)
     assert cache.tree.ready_to_load_host_cache() == -1
     cache.slow = True
     cache.buffer.prefetches.load("r", 0, 8 * PAGE)
@@ -313,7 +315,7 @@ def test_only_leading_pages_count(lost: int, how: str):
     behind it."""
     cache = stored(PROMPT, pages=32, tokens=80 * PAGE)
     cache.want("r", PROMPT)
-    reach(cache, State.QUERYING)
+    reach(cache, PrefetchState.QUERYING)
     cache.threads["query"].run()
     key = list(cache.store.content)[lost]
     if how == "drop":
@@ -349,7 +351,7 @@ def test_how_long_a_request_waits_for_a_silent_store(
     """And the staging pages stay with the store until it answers."""
     cache = stored(PROMPT, settings=settings)
     cache.want("r", PROMPT)
-    reach(cache, State.FETCHING)
+    reach(cache, PrefetchState.FETCHING)
     if limit_s is not None:
         assert not cache.tree.check_prefetch_progress("r")
         cache.now += limit_s - 0.005
@@ -367,13 +369,13 @@ def test_the_time_of_a_full_server_does_not_count():
     long prompt lost their hits."""
     cache = stored(PROMPT)
     cache.want("r", PROMPT)
-    reach(cache, State.FETCHING)
+    reach(cache, PrefetchState.FETCHING)
     for seconds, full in ((6.0, False), (60.0, True), (4.0, False), (0.1, False)):
-        cache.buffer.prefetches.in_line(["r"], full)
+        cache.buffer.prefetches.set_queue(["r"], full)
         cache.step(work=False)
         assert full or not cache.tree.check_prefetch_progress("r")
         cache.now += seconds
-    cache.buffer.prefetches.in_line(["r"])
+    cache.buffer.prefetches.set_queue(["r"])
     cache.step(work=False)
     assert cache.tree.check_prefetch_progress("r")
     assert cache.buffer.context.counters["prefetch_timeouts"] == 1
@@ -386,7 +388,7 @@ def test_what_had_arrived_is_used(policy: str, first: bool):
     use."""
     cache = stored(PROMPT, settings={"policy": policy})
     cache.want("r", PROMPT)
-    reach(cache, State.FETCHING)
+    reach(cache, PrefetchState.FETCHING)
     assert cache.tree.check_prefetch_progress("r") is (policy == "best_effort")
     if not first:
         cache.threads["fetch"].jobs.rotate(-1)
@@ -405,7 +407,7 @@ def test_a_parked_prefix_does_not_expire(asked: bool):
     scheduler has waited for it before it was there."""
     cache = stored(PROMPT)
     cache.want("r", PROMPT)
-    reach(cache, State.FETCHING)
+    reach(cache, PrefetchState.FETCHING)
     assert not (asked and cache.tree.check_prefetch_progress("r"))
     for _ in range(5):
         cache.step()

@@ -9,8 +9,8 @@ from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import nodes
 from component.buffer_only.scenes import admit_in_line, steps, stored
 from component.buffer_only.test_prefetch import pages_fetched
-from sglang.srt.mem_cache.buffer_only.prefetch import State
-from sglang.srt.mem_cache.buffer_only.stage import Direction
+from sglang.srt.mem_cache.buffer_only.prefetch import PrefetchState
+from sglang.srt.mem_cache.buffer_only.staging import Direction
 
 #: More in front than are looked at in a step.
 SKIPPED = [f"skipped {number}" for number in range(20)]
@@ -60,7 +60,7 @@ def test_first_in_line_is_fetched_first(late: bool):
     if late:
         steps(cache, 6)
         assert states(cache, order) == ["FOUND", "STAGED", "STAGED", "STAGED"]
-    cache.buffer.prefetches.in_line(order)
+    cache.buffer.prefetches.set_queue(order)
     assert not cache.tree.check_prefetch_progress("r3")
     steps(cache, 1, work=not late)
     steps(cache, 0 if late else 5)
@@ -88,7 +88,7 @@ def test_a_burst_whose_first_read_fails():
     steps(cache, 2)
     cache.store.fail("batch_get_v1")
     steps(cache, 8)
-    assert cache.state("r0") is State.MISSED and cache.tree.check_prefetch_progress("r1")
+    assert cache.state("r0") is PrefetchState.MISSED and cache.tree.check_prefetch_progress("r1")
     assert not cache.tree.check_prefetch_progress("r2"), "it waits for the one before it"
     for rid in ("r1", "r2"):
         assert cache.tree.check_prefetch_progress(rid)
@@ -152,7 +152,7 @@ def loop(cache: Cache, line: dict[str, list[int]], skipped: list[str]) -> str | 
     """Steps of SGLang's scheduler, which asks for no prefetch of a request that it passes over; the
     first request that it could run, which hits all its pages but the last."""
     for _ in range(20):
-        cache.buffer.prefetches.in_line(line)
+        cache.buffer.prefetches.set_queue(line)
         steps(cache, 1)
         for rid in line:
             if rid not in skipped and cache.tree.check_prefetch_progress(rid):
@@ -178,7 +178,7 @@ def test_who_is_passed_over_keeps_nobody_waiting(skipped: list[str], pages: int)
         assert not cache.tree.check_prefetch_progress(*skipped)
     else:
         for _ in range(8):
-            cache.buffer.prefetches.in_line(line)
+            cache.buffer.prefetches.set_queue(line)
             steps(cache, 1)
         assert cache.stage.capacity(Direction.PREFETCH) == 0
     for rid in ("r1", "r2"):
@@ -198,7 +198,7 @@ def test_who_is_asked_for_keeps_what_it_has():
     steps(cache, 2)
     cache.threads["fetch"].run(1)
     for _ in range(4):
-        cache.buffer.prefetches.in_line(line)
+        cache.buffer.prefetches.set_queue(line)
         steps(cache, 1, work=False)
         assert not any(cache.tree.check_prefetch_progress(rid) for rid in line)
         assert cache.buffer.prefetches.loadable("r0", 0, 1000) == 6 * PAGE
@@ -219,7 +219,7 @@ def test_who_waited_for_the_stage_waits_no_more(how: str):
     if how == "aborted":
         cache.tree.release_aborted_request("r0")
     elif how == "gone":
-        cache.buffer.prefetches.in_line(["r1"])
+        cache.buffer.prefetches.set_queue(["r1"])
     else:
         assert not cache.tree.check_prefetch_progress("r0")
         steps(cache, 1)

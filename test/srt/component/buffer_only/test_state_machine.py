@@ -108,7 +108,7 @@ class Life:
         rids = list(self.requests)
         rng.shuffle(rids)
         self.requests = {rid: self.requests[rid] for rid in rids}
-        self.ranks.each(lambda cache: cache.buffer.prefetches.in_line(rids))
+        self.ranks.each(lambda cache: cache.buffer.prefetches.set_queue(rids))
 
     def _retract(self, rng: random.Random) -> None:
         """The same request asks again."""
