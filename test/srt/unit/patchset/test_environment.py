@@ -135,8 +135,8 @@ def test_each_is_listed_once() -> None:
     """Guards against two variables of one name, and one that is in no table."""
     names = [each.name for each in VARIABLES]
     assert len(set(names)) == len(names) > 20
-    assert {each.group for each in VARIABLES} == set(environment.GROUPS)
-    printed = "".join(map(environment.table, environment.GROUPS))
+    assert {each.group for each in VARIABLES} == set(environment.VARIABLE_GROUPS)
+    printed = "".join(map(environment.table, environment.VARIABLE_GROUPS))
     assert printed.count("\n| `SGLANG_") == len(VARIABLES)
 
 

@@ -287,7 +287,7 @@ def test_what_is_only_warned_of(caplog, given, line):
 
 # ---- local turns ----
 
-LOCAL_TURN_FLAGS = (flags.LOCAL, flags.LOCAL_WHEN_LOST, flags.LOCAL_SHARE, flags.LOCAL_MAX_ITL)
+LOCAL_TURN_FLAGS = (flags.LOCAL, flags.LOCAL_WHEN_LOST, flags.LOCAL_TIME_RATIO, flags.LOCAL_MAX_ITL)
 LOCAL_TURNS = {"disaggregation_decode_local_tokens": 512}
 
 
