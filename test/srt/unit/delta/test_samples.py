@@ -70,7 +70,7 @@ def test_prompt_and_samples_have_rooms_of_their_own(
     assert decode[0] == room and len(set(decode)) == different
 
 
-@given(st.integers(0, 2**63 - 1), st.integers(0, unserved.MOST_SAMPLES))
+@given(st.integers(0, 2**63 - 1), st.integers(0, unserved.MAX_SAMPLES))
 def test_a_sample_stays_a_room_on_its_data_parallel_rank(room: int, index: int) -> None:
     """SGLang takes 63 bits, and chooses the rank by the remainder."""
     found = unserved.room_of_sample(room, index)

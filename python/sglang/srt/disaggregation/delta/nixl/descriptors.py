@@ -28,7 +28,7 @@ Rows = npt.NDArray[np.uint64]
 #: Indices into a prepared list, 1-D.
 Selectors = npt.NDArray[np.int32]
 
-_MOST_SELECTORS = 2**31
+_MAX_SELECTORS = 2**31
 _ADDRESSES = 2**64
 
 
@@ -271,7 +271,7 @@ def select(pool: Pool, pages: Pages) -> Selectors:
 
 
 def _check_selectable(pool: Pool) -> None:
-    if pool.entries > _MOST_SELECTORS or pool.slots >= _MOST_SELECTORS:
+    if pool.entries > _MAX_SELECTORS or pool.slots >= _MAX_SELECTORS:
         raise SelectorOverflow(
             f"{len(pool.bases)} buffers of {pool.slots} slots are {pool.entries} entries, and "
             f"selectors have 32 bits"
