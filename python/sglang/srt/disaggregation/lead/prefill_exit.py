@@ -111,10 +111,10 @@ def release_room(receiver: Any) -> None:
                 socket.send_multipart(message)
         except Exception as error:
             logger.warning(
-                "prefill rank %s was not notified that decode computes room %s (%s); its half "
+                "room %s: prefill rank %s was not notified that decode computes it (%s); its half "
                 "ends by its bootstrap timeout",
-                info.get("rank_ip"),
                 receiver.bootstrap_room,
+                info.get("rank_ip"),
                 error,
             )
     receiver.clear()
