@@ -184,7 +184,7 @@ def index_buffers(pool: KVCache) -> Sequence[torch.Tensor]:
 
 
 def has_other_state(pool: KVCache) -> bool:
-    """True if ``pool`` has state that is neither an index of its pages nor recurrent."""
+    """Return True if ``pool`` has state that is neither an index of its pages nor recurrent."""
     return hasattr(pool, "get_state_buf_infos") and not (
         index_buffers(pool) or hasattr(pool, RECURRENT)
     )

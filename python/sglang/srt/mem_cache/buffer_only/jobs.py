@@ -155,7 +155,7 @@ class BackOff:
         self._next = min(2 * self._next, self._longest)
 
     def waits(self, now: float) -> bool:
-        """True if the next attempt is not due yet."""
+        """Return True if the next attempt is not due yet."""
         return self.failing and now < self._due
 
     def worked(self) -> None:

@@ -349,14 +349,14 @@ class PrefetchLine:
                 self._update_state(other, 0)
 
     def _is_passed_over(self, prefetch: Prefetch) -> bool:
-        """True if the scheduler checked a later request in the last step and not this one, which
-        then cannot run yet (for example, its LoRA adapter has no slot)."""
+        """Return True if the scheduler checked a later request in the last step and not this one,
+        which then cannot run yet (for example, its LoRA adapter has no slot)."""
         checked = self._checked_before
         last = next(reversed(checked), None)
         return last is not None and prefetch not in checked and prefetch.place < last.place
 
     def _is_next(self, prefetch: Prefetch) -> bool:
-        """True if the scheduler checked it in this step or the last one."""
+        """Return True if the scheduler checked it in this step or the last one."""
         return prefetch in self._checked_before or prefetch in self._checked
 
     # ---- into the tree ----

@@ -105,9 +105,9 @@ class _PeerQueue:
 
 
 class Callers:
-    """At least two threads that make blocking calls. They are daemons, because an executor would
-    wait at exit for a hung call. Decode ranks take turns, each with at most ``at_once`` calls (also
-    after it registers again), and never with a call on every thread.
+    """At least two daemon threads that make blocking calls (an executor would wait at exit for a
+    hung call). Decode ranks take turns, each with at most ``at_once`` calls (also after it
+    registers again), and never with a call on every thread.
 
     The thread of a hung call is replaced, because otherwise the ranks of one stopped decode server
     could take all threads.
@@ -124,7 +124,7 @@ class Callers:
         self._lock = threading.Lock()
         self._queues: dict[str, _PeerQueue] = {}
         self._turns: SimpleQueue[str] = SimpleQueue()
-        #: Call in flight -> its start time; without hung calls whose threads were replaced.
+        #: Call in flight -> its start time. A hung call is removed when its thread is replaced.
         self._began: dict[Future[State], float] = {}
         for _ in range(threads):
             threading.Thread(target=self._run, name="kv-mooncake", daemon=True).start()
@@ -209,8 +209,8 @@ class MooncakeBackend:
         self._lock = threading.Lock()
 
     def post(self, chunk: Chunk, peer: str) -> list[_Call]:
-        """Queue KV, state and metadata of one chunk to one peer, in this order. They are described
-        when the call begins, so that only page indices are kept while a hung call delays it."""
+        """Queue KV, state and metadata of one chunk to one peer, in this order. The memory is
+        described when the call begins, so that a queued call keeps only page indices."""
         rank = self._ranks.get(peer)
         if rank is None or rank.has_failed:
             raise TransferError(Reason.PEER_LOST, _UNREGISTERED.format(peer))

@@ -57,8 +57,8 @@ def configured_agents(workers: int = 0) -> Iterator[None]:
     holding the GIL. Give each thread a UCX worker, because posts over one worker would wait for
     each other.
 
-    NIXL's own progress thread never sleeps, because its Python binding sets a pause of zero. With
-    any other pause it waits for the transport's events and polls once per pause.
+    NIXL's own progress thread never sleeps, because its Python binding sets a pause of zero; with
+    any other pause the thread waits for the transport's events and polls once per pause.
 
     Raises:
         ValueError: ``SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY`` is not a number.

@@ -89,7 +89,7 @@ class Pool:
     and V of every layer).
 
     The destination's numbers come from the peer's registration and announcement, never from ours,
-    because it may have another number of slots. Its buffers are in the order of ours.
+    because the peer may have another number of slots. Buffers have the same order on both sides.
     """
 
     #: Address of slot 0, by buffer.
@@ -189,8 +189,8 @@ class Runs:
 
 
 def runs_of(source_pages: Pages, destination_pages: Pages, heads: Heads | None = None) -> Runs:
-    """Return the pages as runs, in order. Pages that increase by one on *both* sides are merged.
-    With ``heads``, each token is a run.
+    """Return the pages as runs, in order: pages that increase by one on *both* sides are merged, or
+    with ``heads`` each token is a run.
 
     Neither side is sorted in general, and pages may repeat, because of the radix tree.
 
