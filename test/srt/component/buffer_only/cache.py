@@ -32,11 +32,12 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.buffer_only.context import Context
 from sglang.srt.mem_cache.buffer_only.nodes import page_hashes
+from sglang.srt.mem_cache.buffer_only.page_store import PageStore
 from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines
 from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, PrefetchState
 from sglang.srt.mem_cache.buffer_only.settings import BATCH_PAGES, StoreClientSettings
 from sglang.srt.mem_cache.buffer_only.staging import Copier, Direction, StagingPages
-from sglang.srt.mem_cache.buffer_only.store_client import PageStore, StoreClient
+from sglang.srt.mem_cache.buffer_only.store_client import StoreClient
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixKey

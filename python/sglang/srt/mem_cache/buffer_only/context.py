@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from sglang.srt.disaggregation.delta.rank_agreement import Checksum
 from sglang.srt.mem_cache.buffer_only.jobs import Threads
 from sglang.srt.mem_cache.buffer_only.nodes import page_hashes
+from sglang.srt.mem_cache.buffer_only.page_store import PageStore
 from sglang.srt.mem_cache.buffer_only.settings import BufferSettings
 from sglang.srt.mem_cache.buffer_only.staging import Copier, StagingPool
-from sglang.srt.mem_cache.buffer_only.store_client import PageStore
 from sglang.srt.mem_cache.buffer_only.worth import FetchChoice
 
 if TYPE_CHECKING:

@@ -18,10 +18,11 @@ from sglang.srt.mem_cache.buffer_only.context import Context
 from sglang.srt.mem_cache.buffer_only.metrics import BufferMetrics
 from sglang.srt.mem_cache.buffer_only.namespaces import Namespace, pool_identity
 from sglang.srt.mem_cache.buffer_only.nodes import split_marks
+from sglang.srt.mem_cache.buffer_only.page_store import PageStore
 from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines
 from sglang.srt.mem_cache.buffer_only.settings import BufferSettings, call_pages
 from sglang.srt.mem_cache.buffer_only.staging import Copier, StagingPool
-from sglang.srt.mem_cache.buffer_only.store_client import PageStore, StoreClient
+from sglang.srt.mem_cache.buffer_only.store_client import StoreClient
 
 if TYPE_CHECKING:
     from torch import Stream
