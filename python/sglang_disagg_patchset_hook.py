@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     _Path = Sequence[str] | None
 
 _STANDIN = "sglang.srt.hardware_backend.cpu_standin"
-_ON, _OFF = ("1", "true", "yes", "y", "on"), ("0", "false", "no", "n", "off", "")
+# Spellings of switches; equal to those of ``patchset.environment``.
+_ON = ("1", "true", "yes", "y", "on")
+_OFF = ("0", "false", "no", "n", "off", "")
 # SGLang, and the modules before which the stand-in must start.
 _EARLY = frozenset(("sglang", "sgl_kernel", "torch", "nixl", "vllm", "triton", "mooncake"))
 

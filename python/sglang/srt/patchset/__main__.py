@@ -20,8 +20,10 @@ from sglang.srt.patchset.status import (
 )
 from sglang.srt.patchset.table import CURRENT_VERSION, LEAD
 
-#: SGLang's entry point group for plugins, and our entry point in it (``pyproject.toml``).
-PLUGINS, NAME = "sglang.srt.plugins", "disagg_lead"
+#: SGLang's entry point group for plugins.
+PLUGINS = "sglang.srt.plugins"
+#: Our entry point in it (``pyproject.toml``).
+NAME = "disagg_lead"
 REFUSES = "\na server does not start: {}\n"
 
 

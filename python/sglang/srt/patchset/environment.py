@@ -84,10 +84,9 @@ def _integer(
     return Variable(name, group, text, default, allowed, _number(int, least, most), shown)
 
 
-_ON, _OFF = (
-    ("1", "true", "yes", "y", "on"),
-    ("0", "false", "no", "n", "off", ""),
-)  # as the start-up hook
+# Spellings of switches; equal to those of the start-up hook, which can import nothing.
+_ON = ("1", "true", "yes", "y", "on")
+_OFF = ("0", "false", "no", "n", "off", "")
 _SPELLINGS = "`1`, `true`, `yes`, `y`, `on`, or `0`, `false`, `no`, `n`, `off`"
 
 

@@ -54,9 +54,16 @@ class RefusedSetting:
 
 # ---- the rows ----
 
-RADIX, TURNS, BUFFER = (FLAG,), (LOCAL, LOCAL_WHEN_LOST), (ON,)
-FP4, HICACHE = ("--kv-cache-dtype fp4_e2m1",), ("--enable-hierarchical-cache",)
-_BACKENDS, _DRAFTS, _STORES = map(", ".join, (DELTA_BACKENDS, DRAFTING, STORES))
+# Values of ``RefusedSetting.flags``.
+RADIX = (FLAG,)
+TURNS = (LOCAL, LOCAL_WHEN_LOST)
+BUFFER = (ON,)
+FP4 = ("--kv-cache-dtype fp4_e2m1",)
+HICACHE = ("--enable-hierarchical-cache",)
+# Lists in texts.
+_BACKENDS = ", ".join(DELTA_BACKENDS)
+_DRAFTS = ", ".join(DRAFTING)
+_STORES = ", ".join(STORES)
 
 #: Refused as the user gave them, and again after SGLang has filled in the rest.
 ALWAYS: tuple[RefusedSetting, ...] = (

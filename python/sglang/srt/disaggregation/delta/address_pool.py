@@ -20,10 +20,14 @@ from typing import Any, TypeVar  # Any: arguments and answers
 
 T = TypeVar("T")
 
-#: Maximum queries of one address in flight, and queued.
-_MAX_RUNNING, _MAX_QUEUED = 2, 4096
-#: Time from which an answer is slow, and number of addresses for which that is remembered.
-_SLOW_S, _MAX_KNOWN = 1.0, 4096
+#: Maximum queries in flight to one address.
+_MAX_RUNNING = 2
+#: Maximum queued queries of one address.
+_MAX_QUEUED = 4096
+#: Time from which an answer is slow.
+_SLOW_S = 1.0
+#: Maximum addresses whose last answer time is remembered.
+_MAX_KNOWN = 4096
 
 
 class AddressPool:

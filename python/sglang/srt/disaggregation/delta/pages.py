@@ -174,8 +174,10 @@ def of_one_shape(item_lens: Sequence[int], *, latent: bool) -> bool:
 INDEX = "index_k_with_scale_buffer"
 #: Attribute of SGLang's pools with recurrent state: the pool of states.
 RECURRENT = "mamba_pool"
-#: Values of ``KVArgs.state_type`` for them.
-INDEX_TYPE, RECURRENT_TYPE = "nsa", "mamba"
+#: Value of ``KVArgs.state_type`` for an index.
+INDEX_TYPE = "nsa"
+#: Value of ``KVArgs.state_type`` for recurrent state.
+RECURRENT_TYPE = "mamba"
 
 
 def index_buffers(pool: KVCache) -> Sequence[torch.Tensor]:

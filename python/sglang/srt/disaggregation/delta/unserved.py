@@ -44,9 +44,11 @@ else:
     BaseGrammarBackend = GuidanceGrammar = SamplingBatchInfo = TokenizerManager = object
     SchedulerOutputProcessorMixin = object
 
-#: Limits of SGLang's metadata buffers: the largest room number (more raises, although they have 64
-#: unsigned bits), and the number of top log probabilities of the first token.
-_MAX_ROOM, _MAX_TOP_LOGPROBS = 2**63 - 1, 128
+#: Maximum room number in SGLang's metadata buffers (more raises, although they have 64 unsigned
+#: bits).
+_MAX_ROOM = 2**63 - 1
+#: Maximum top log probabilities of the first token in these buffers.
+_MAX_TOP_LOGPROBS = 128
 
 #: Position of the sample's index in the 63 bits of a room: the upper bits, because the
 #: data-parallel rank is derived from the lower ones. So all samples of a prompt have the same rank,

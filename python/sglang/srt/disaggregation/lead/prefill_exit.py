@@ -25,9 +25,10 @@ from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)
 
-#: SGLang's ``ABORT_TAG``, and the third frame of the message, which means that decode computes the
-#: request.
-ABORT, LOCAL = b"ABORT", b"LOCAL"
+#: SGLang's ``ABORT_TAG``.
+ABORT = b"ABORT"
+#: Third frame of that message: decode computes the request.
+LOCAL = b"LOCAL"
 #: Route of the bootstrap server that answers 200 if the prefill server reads ``LOCAL``.
 RELEASES_ROUTE = "/releases_local_prefill"
 #: Maximum rooms remembered, the newest ones. Bounded, because any peer can send room numbers.

@@ -167,10 +167,8 @@ class Backups:
         """Start the backups that staging pages and slots allow, with one copy for all of them."""
         if not self.queue:
             return
-        stranded, pool = (
-            sum(backup.staging.stranded for backup in self.running),
-            self._context.staging_pool,
-        )
+        stranded = sum(backup.staging.stranded for backup in self.running)
+        pool = self._context.staging_pool
         if stranded >= BACKUP_SLOTS or not pool.capacity(Direction.BACKUP, eventually=True):
             self.queue.clear(STUCK)  # because nothing can be written until an overdue call returns
         single = self._refused.failing

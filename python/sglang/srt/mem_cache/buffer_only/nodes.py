@@ -34,8 +34,13 @@ if TYPE_CHECKING:
 else:
     TreeNode = object
 
-#: Reasons why tokens were not written: label values of the counter ``dropped_tokens``.
-EVICTED, UNCOVERED, FLUSHED = "evicted", "parent_failed", "flushed"
+# Reasons why tokens were not written: label values of the counter ``dropped_tokens``.
+#: The node was evicted while queued.
+EVICTED = "evicted"
+#: The parent is not stored, or was matched with another image.
+UNCOVERED = "parent_failed"
+#: The tree was emptied.
+FLUSHED = "flushed"
 #: Overdue store calls may still use every staging page that backups may have.
 STUCK = "store_stuck"
 #: The store did not take the tokens; the next request on the path queues them again.

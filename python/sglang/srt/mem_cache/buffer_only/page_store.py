@@ -72,11 +72,8 @@ class PageStore:
         """
         from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
-        page, done, max_batch = (
-            self.page_size,
-            0,
-            BATCH_PAGES if slots is None else self.batch_pages,
-        )
+        page, done = self.page_size, 0
+        max_batch = BATCH_PAGES if slots is None else self.batch_pages
         while done < len(keys) and not job.cancelled:
             batch = list(keys[done : done + max_batch])
             # A new list for each call, because some backends extend it.

@@ -15,14 +15,17 @@ RATIO_FLAG = "--hicache-ratio"
 
 #: SGLang's default for ``--hicache-ratio``. Sized for a cache, so that it counts as not given.
 CACHE_RATIO = 2.0
-#: The default staging buffer holds the store's rate (bytes per second and rank: 100 Gbit/s) times
-#: the stay of a page (seconds: the call, and the wait for a batch), in each direction.
-STORE_RATE, STAY_S = 12.5e9, 0.2
+# The default staging buffer holds the store's rate times the stay of a page, in each direction.
+#: Bytes per second and rank: 100 Gbit/s.
+STORE_RATE = 12.5e9
+#: Seconds of a store call and of the wait for a batch.
+STAY_S = 0.2
 
-
-#: Maximum bytes and pages of one store call, because a larger one would delay the calls behind it
-#: and miss its deadline: 32 MiB meet it from 4 MB/s on.
-CALL_BYTES, BATCH_PAGES = 32 << 20, 128
+#: Maximum bytes of a store call, because a larger one would delay later calls and miss its
+#: deadline: 32 MiB meet it from 4 MB/s on.
+CALL_BYTES = 32 << 20
+#: Maximum pages of a store call, for the same reason, and of a query.
+BATCH_PAGES = 128
 
 
 def call_pages(page_bytes: int) -> int:

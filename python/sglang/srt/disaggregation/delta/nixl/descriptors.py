@@ -284,11 +284,13 @@ def _check_selectable(pool: Pool) -> None:
 # ---- choice of the form ----
 
 
-#: Cost in microseconds of a chunk as ranges and as a selection: a fixed part, and a part per
-#: descriptor. Covers building, posting and the wire time that depends on the number of descriptors.
-#: Fitted once, on a 2-core CPU. NIXL merges consecutive entries of a selection itself, so that the
-#: same is posted in both forms; but it checks every page for that, and of ranges only every run.
-RANGES_US, SELECTED_US = (75.0, 0.064), (15.0, 0.0028)
+# Cost of a chunk in microseconds: (fixed, per descriptor). Covers building, posting and the wire
+# time that depends on the number of descriptors. Fitted once, on a 2-core CPU. NIXL merges
+# consecutive entries of a selection itself, so that the same is posted in both forms.
+#: As ranges, one descriptor per run.
+RANGES_US = (75.0, 0.064)
+#: As a selection, one descriptor per page.
+SELECTED_US = (15.0, 0.0028)
 
 
 def is_selected_faster(buffers: int, pages: int, runs: int) -> bool:
