@@ -61,23 +61,23 @@ def separate(base: type, combined: type) -> None:
 
 def mismatches(base: type, mixin: type) -> list[str]:
     """Return all reasons why ``mixin`` does not fit ``base``; empty if it fits."""
-    found: list[str] = []
-    for name, member in [each for cls in mixin.__mro__[:-1] for each in vars(cls).items()]:
+    problems: list[str] = []
+    for name, member in [item for cls in mixin.__mro__[:-1] for item in vars(cls).items()]:
         stock, function = inspect.getattr_static(base, name, _ABSENT), _function(member)
         if function is None:
             continue
         if any(getattr(part, "__override__", False) for part in (member, function)):
-            found.extend(_differences(base, name, stock, member))
+            problems.extend(_differences(base, name, stock, member))
         elif stock is not _ABSENT and not (name.startswith("__") and name.endswith("__")):
-            found.append(f"{name} exists in {base.__name__} but is not marked as an override")
+            problems.append(f"{name} exists in {base.__name__} but is not marked as an override")
     if dataclasses.is_dataclass(mixin):
         if not dataclasses.is_dataclass(base):
-            return [*found, f"{base.__name__} is not a dataclass, its mixin is"]
+            return [*problems, f"{base.__name__} is not a dataclass, its mixin is"]
         fields = {field.name for field in dataclasses.fields(base)}
         for field in dataclasses.fields(mixin):
             if field.name in fields:
-                found.append(f"field {field.name} already exists in {base.__name__}")
-    return found
+                problems.append(f"field {field.name} already exists in {base.__name__}")
+    return problems
 
 
 def _differences(base: type, name: str, stock: Any, member: Any) -> Iterator[str]:
@@ -88,11 +88,11 @@ def _differences(base: type, name: str, stock: Any, member: Any) -> Iterator[str
     elif _function(stock) is None or _kind(stock) != _kind(member):
         yield f"{label} is a {_kind(stock)}, the override a {_kind(member)}"
     else:
-        actual, expected = (inspect.signature(_function(each)) for each in (stock, member))
+        actual, expected = (inspect.signature(_function(side)) for side in (stock, member))
         # Defaults are compared by ``repr``, because ``==`` of a tensor has no truth value.
         shapes = [
-            [(p.name, p.kind, repr(p.default)) for p in each.parameters.values()]
-            for each in (actual, expected)
+            [(p.name, p.kind, repr(p.default)) for p in signature.parameters.values()]
+            for signature in (actual, expected)
         ]
         if shapes[0] != shapes[1]:
             yield f"{label}{_bare(actual)} was expected to be {_bare(expected)}"

@@ -327,7 +327,7 @@ START_METHOD: Variable[str] = Variable(
 )  # fmt: skip
 
 VARIABLES: tuple[Variable[Any], ...] = tuple(
-    each for each in list(globals().values()) if isinstance(each, Variable)
+    value for value in list(globals().values()) if isinstance(value, Variable)
 )
 
 

@@ -247,11 +247,11 @@ class Backups:
             values.append(node.value[start:stop])
         if not context.skip_backup:
             pairs.append((slots, torch.cat(values)))
-        before = context.prefix_keys(segments[0].node)
-        if before is not None:
-            before = before[: len(before) - segments[0].start // page]
+        prefix_keys = context.prefix_keys(segments[0].node)
+        if prefix_keys is not None:
+            prefix_keys = prefix_keys[: len(prefix_keys) - segments[0].start // page]
         namespace = context.store.namespace
-        backup = Backup(tuple(segments), parts, namespace, before, staging, slots)
+        backup = Backup(tuple(segments), parts, namespace, prefix_keys, staging, slots)
         context.checksum.note("write", len(staging.pages), parts[0][0][0], parts[-1][0][-1])
         self.running.append(backup)
         return backup

@@ -100,10 +100,10 @@ def _sized(
 ) -> tuple[KVCache | _Sized, float, float]:
     """Return the device pool (or a view of it), ratio and size from which SGLang computes the
     number of host pages."""
-    wanted = _WANTED.get()
-    if wanted is None:
+    size = _WANTED.get()
+    if size is None:
         return pool, ratio, gigabytes
-    pages, gigabytes = wanted
+    pages, gigabytes = size
     if gigabytes:  # SGLang computes the pages; a device size of 0 passes its size check
         return _Sized(pool, 0), ratio, gigabytes
     # At least a page per layer, because SGLang's page-first layouts index the page axis by layer
@@ -112,15 +112,15 @@ def _sized(
 
 
 def _finish(host: HostKVCache, device_pool: KVCache) -> None:
-    wanted = _WANTED.get()
-    if wanted is None:
+    size = _WANTED.get()
+    if size is None:
         return
     host.device_pool = device_pool
     host.is_staging = True  # read by the storage backends
     logger.info(
         "HiCache host memory is a staging buffer of %d pages of %d tokens (%.1f MB of host "
         "memory; the device pool has %d tokens)",
-        wanted[0] or host.page_num,
+        size[0] or host.page_num,
         host.page_size,
         host.size * host.size_per_token / 1e6,
         device_pool.size,
@@ -135,10 +135,10 @@ class _StagingHostPool(_Pool):
 
     @override
     def init_kv_buffer(self) -> Any:
-        wanted = _WANTED.get()
-        if wanted is not None and wanted[1]:
+        size = _WANTED.get()
+        if size is not None and size[1]:
             # Before the allocation, because page-first layouts need at least a page per layer.
-            check_size(wanted[1], self.page_num, self.page_size, self.layer_num)
+            check_size(size[1], self.page_num, self.page_size, self.layer_num)
         return super().init_kv_buffer()
 
     @override

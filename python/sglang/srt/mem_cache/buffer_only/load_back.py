@@ -52,14 +52,14 @@ class LoadBacks:
     def __len__(self) -> int:
         return len(self.queued) + len(self.copies.launches)
 
-    def has_room(self, prefetch: Prefetch, held: int, node: TreeNode) -> bool:
-        """Return True if the request could be admitted with its ``held`` pages, which end in
-        ``node``, locked. Checked because a copy locks them: without room, running requests would be
-        retracted for pages of a waiting one."""
+    def has_room(self, prefetch: Prefetch, tree_pages: int, node: TreeNode) -> bool:
+        """Return True if the request could be admitted while its ``tree_pages``, which end in
+        ``node``, are locked. Checked because a copy locks them: without room, running requests
+        would be retracted for pages of a waiting one."""
         tree = self._context.tree
         tree.inc_lock_ref(node)
         try:
-            return len(prefetch.key) - held * self._context.page_size <= tree.room()
+            return len(prefetch.key) - tree_pages * self._context.page_size <= tree.room()
         finally:
             tree.dec_lock_ref(node)
 
@@ -78,8 +78,8 @@ class LoadBacks:
         context, tree, page = self._context, self._context.tree, self._context.page_size
         key, pages = prefetch.key[: stop * page], prefetch.staging_of(start, stop)
         values, above = tree._match_prefix_helper(tree.root_node, key)
-        held, new = sum(map(len, values)), len(pages) * page
-        if held + new != len(key):
+        tree_tokens, new = sum(map(len, values)), len(pages) * page
+        if tree_tokens + new != len(key):
             return None
         allocator = tree.token_to_kv_pool_allocator
         short = new - allocator.available_size()
@@ -92,7 +92,7 @@ class LoadBacks:
             return None
         # A new leaf, already stored.
         node = type(tree.root_node)(priority=above.priority if above.parent is not None else 0)
-        node.parent, node.key, node.value = above, key[held:], slots.clone()
+        node.parent, node.key, node.value = above, key[tree_tokens:], slots.clone()
         node.hash_value = prefetch.hashes[start - prefetch.begin : stop - prefetch.begin]
         node.stored = node.launched = new
         node.touch_after_ms = context.now_ms + context.settings.touch_ms

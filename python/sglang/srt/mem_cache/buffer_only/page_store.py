@@ -77,9 +77,9 @@ class PageStore:
         while done < len(keys) and not job.cancelled:
             batch = list(keys[done : done + max_batch])
             # A new list for each call, because some backends extend it.
-            before = None if prefix_keys is None else [*prefix_keys, *keys[:done]]
+            earlier_keys = None if prefix_keys is None else [*prefix_keys, *keys[:done]]
             part = () if slots is None else (slots[done * page : (done + len(batch)) * page],)
-            outcome = call(batch, *part, HiCacheStorageExtraInfo(prefix_keys=before))
+            outcome = call(batch, *part, HiCacheStorageExtraInfo(prefix_keys=earlier_keys))
             done += outcome.pages
             if outcome.overdue is not None:
                 job.overdue_calls.append(outcome.overdue)
@@ -114,8 +114,8 @@ class PageStore:
                 stop = start + pages * page
                 hashes = hashes_of(tokens[start:stop], last, page)
                 keys = self.keys(hashes, extra_key, begin + len(found_keys), namespace)
-                before = None if prefix_keys is None else [*prefix_keys, *found_keys]
-                good = self.call(job, self.client.query, keys, before)
+                earlier_keys = None if prefix_keys is None else [*prefix_keys, *found_keys]
+                good = self.call(job, self.client.query, keys, earlier_keys)
                 found_hashes += hashes[:good]
                 found_keys += keys[:good]
                 if good < len(hashes):

@@ -118,8 +118,8 @@ class Prefetch:
     #: ``Calls.withdrawals`` when every missing page was being fetched, by this prefetch or by an
     #: earlier one. While the number is the same, nothing needs to be fetched for this prefetch.
     covered_at: int | None = None
-    #: State of the last check that was not ready: ``inserts`` of the tree, pages of the prompt that
-    #: the tree held, and their last node.
+    #: State of the last check that was not ready: ``inserts`` of the tree, pages of the prompt in
+    #: the tree, and their last node.
     unready: tuple[int, int, TreeNode] | None = None
 
     def enter(self, state: PrefetchState, now_ms: int) -> None:
@@ -132,23 +132,23 @@ class Prefetch:
         """Index after the last page of the hit."""
         return self.begin + len(self.keys)
 
-    def staged_from(self, held: int) -> int:
-        """Return the number of staged pages that follow the tree's ``held`` pages without a gap."""
-        if held < self.begin:
+    def staged_from(self, tree_pages: int) -> int:
+        """Return the number of staged pages that follow the tree's ``tree_pages`` without a gap."""
+        if tree_pages < self.begin:
             return 0  # the pages between tree and hit were evicted
-        index = held
+        index = tree_pages
         for piece in self.pieces:
             if piece.staged and piece.start <= index < piece.stop:
                 index = piece.stop
-        return max(0, min(index, self.end) - held)
+        return max(0, min(index, self.end) - tree_pages)
 
     def missing(
-        self, held: int, max_pages: int, fetched_by: Mapping[str, Prefetch]
+        self, tree_pages: int, max_pages: int, fetched_by: Mapping[str, Prefetch]
     ) -> tuple[int, int] | None:
         """Return the first gap to fetch as (first page, page after the last), or None.
 
         Args:
-            held: pages that the tree has.
+            tree_pages: pages of the prompt in the tree.
             max_pages: maximum length of the gap.
             fetched_by: page key -> the prefetch that fetches it. A page of an earlier request is
                 not missing, or a burst of requests with one prefix would fetch it once each.
@@ -158,7 +158,7 @@ class Prefetch:
             other = fetched_by.get(self.keys[page - self.begin])
             return other is not None and other.place < self.place
 
-        start = held
+        start = tree_pages
         while start < self.end:
             stops = [piece.stop for piece in self.pieces if piece.start <= start < piece.stop]
             if stops:
@@ -231,12 +231,12 @@ class WaitingLine:
         if queue == self._queue:
             return [], False
         self._queue = queue
-        here = {rid: self._by_rid[rid] for rid in queue if rid in self._by_rid}
-        gone = [prefetch for rid, prefetch in self._by_rid.items() if rid not in here]
-        before = [rid for rid in self._by_rid if rid in here] if gone else list(self._by_rid)
-        moved = before != list(here)
+        waiting = {rid: self._by_rid[rid] for rid in queue if rid in self._by_rid}
+        gone = [prefetch for rid, prefetch in self._by_rid.items() if rid not in waiting]
+        old_order = [rid for rid in self._by_rid if rid in waiting] if gone else list(self._by_rid)
+        moved = old_order != list(waiting)
         if moved:
-            self._by_rid = here | {prefetch.rid: prefetch for prefetch in gone}
+            self._by_rid = waiting | {prefetch.rid: prefetch for prefetch in gone}
             for prefetch in self._by_rid.values():
                 self._last_place += 1
                 prefetch.place = self._last_place

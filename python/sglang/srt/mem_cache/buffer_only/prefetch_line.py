@@ -116,9 +116,9 @@ class PrefetchLine:
             self._settle(prefetch)
             return True
         if len(prefetch.keys) > calls.max_capacity:
-            held, node = self._context.match(prefetch.key)
-            is_long = prefetch.end - held > calls.max_capacity
-            if is_long and not self.load_backs.has_room(prefetch, held, node):
+            tree_pages, node = self._context.match(prefetch.key)
+            is_long = prefetch.end - tree_pages > calls.max_capacity
+            if is_long and not self.load_backs.has_room(prefetch, tree_pages, node):
                 # The next round has no room. The scheduler finds no room for the request either and
                 # admits none behind it, because those would take every page that is freed.
                 prefetch.waited_ms = None
@@ -132,25 +132,31 @@ class PrefetchLine:
         self._settle(prefetch)
         return True
 
-    def loadable(self, rid: str, held: int, max_tokens: int) -> int:
-        """Return the number of staged tokens that continue the tree's ``held`` tokens, within the
+    def loadable(self, rid: str, tree_tokens: int, max_tokens: int) -> int:
+        """Return the number of staged tokens that follow the tree's ``tree_tokens``, within the
         first ``max_tokens`` tokens of the prompt."""
         prefetch, page = self.line.get(rid), self._context.page_size
         # Nothing on a full server, because SGLang also loads for a request that then does not fit.
         if prefetch is None or self._full:
             return 0
-        return max(0, min(prefetch.staged_from(held // page), (max_tokens - held) // page)) * page
+        return (
+            max(
+                0,
+                min(prefetch.staged_from(tree_tokens // page), (max_tokens - tree_tokens) // page),
+            )
+            * page
+        )
 
-    def load(self, rid: str, held: int, tokens: int) -> tuple[torch.Tensor, TreeNode] | None:
-        """Insert ``tokens`` staged tokens of an admitted request into the tree, after the ``held``
-        tokens that it has. They are copied under the batch that is being formed.
+    def load(self, rid: str, tree_tokens: int, tokens: int) -> tuple[torch.Tensor, TreeNode] | None:
+        """Insert ``tokens`` staged tokens of an admitted request after its ``tree_tokens`` in the
+        tree. They are copied under the batch that is being formed.
 
         Returns:
             The device slots and the last node; None if the device has no room.
         """
         prefetch, page = self.line.get(rid), self._context.page_size
         assert prefetch is not None, "a request with staged pages has a prefetch"
-        loaded = self.load_backs.add(prefetch, held // page, (held + tokens) // page)
+        loaded = self.load_backs.add(prefetch, tree_tokens // page, (tree_tokens + tokens) // page)
         if loaded is not None:
             self._end(prefetch)
         return loaded
@@ -289,24 +295,26 @@ class PrefetchLine:
         """Fetch missing pages of ``prefetch`` while slots and staging pages last. Return False if
         they ran out. ``ahead``: the pass's iterator of ``WaitingLine.ahead``."""
         calls = self.calls
-        held, _ = self._context.match(prefetch.key)
-        if held < prefetch.begin:
+        tree_pages, _ = self._context.match(prefetch.key)
+        if tree_pages < prefetch.begin:
             self._query_again(prefetch)
             return True
-        calls.drop(prefetch, [p for p in prefetch.pieces if p.staged and p.stop <= held])
-        if prefetch.choice is None and calls.can_fetch and held < prefetch.end:
+        calls.drop(prefetch, [p for p in prefetch.pieces if p.staged and p.stop <= tree_pages])
+        if prefetch.choice is None and calls.can_fetch and tree_pages < prefetch.end:
             tokens_ahead = 0
             if not self._is_next(prefetch):
                 tokens_ahead = next(tokens for other, tokens in ahead if other is prefetch)
             prefetch.choice = self._chooser.choose(
-                prefetch.end - held, calls.running, tokens_ahead, prefetch.trial
+                prefetch.end - tree_pages, calls.running, tokens_ahead, prefetch.trial
             )
             prefetch.trial = False
         if prefetch.choice is FetchChoice.SLOWER:
             self._settle(prefetch)
             return True
         is_covered = True
-        while (gap := prefetch.missing(held, calls.piece_pages, calls.fetched_by)) is not None:
+        while (
+            gap := prefetch.missing(tree_pages, calls.piece_pages, calls.fetched_by)
+        ) is not None:
             start, stop = gap
             min_pages = min(stop - start, calls.min_call_pages)
             if calls.capacity < min_pages and self._is_next(prefetch):
@@ -315,7 +323,7 @@ class PrefetchLine:
                 is_covered = False
                 break
             calls.fetch(prefetch, start, min(stop, start + calls.capacity))
-        self._update_state(prefetch, held)
+        self._update_state(prefetch, tree_pages)
         if is_covered:
             prefetch.covered_at = calls.withdrawals
         elif not prefetch.deferred:
@@ -324,9 +332,9 @@ class PrefetchLine:
             self._context.counters["prefetch_deferred_tokens"] += tokens
         return is_covered
 
-    def _update_state(self, prefetch: Prefetch, held: int) -> None:
+    def _update_state(self, prefetch: Prefetch, tree_pages: int) -> None:
         """Enter STAGED, FETCHING or FOUND by the pieces of ``prefetch``."""
-        is_complete = held + prefetch.staged_from(held) >= prefetch.end
+        is_complete = tree_pages + prefetch.staged_from(tree_pages) >= prefetch.end
         state = PrefetchState.STAGED if is_complete else PrefetchState.FOUND
         if any(not piece.staged for piece in prefetch.pieces):
             state = PrefetchState.FETCHING
@@ -375,12 +383,12 @@ class PrefetchLine:
             return
         if len(prefetch.keys) <= capacity:
             return
-        held, node = self._context.match(prefetch.key)
-        pages = prefetch.staged_from(held)
-        if prefetch.end - held <= capacity or pages < max(1, capacity // 2):
+        tree_pages, node = self._context.match(prefetch.key)
+        pages = prefetch.staged_from(tree_pages)
+        if prefetch.end - tree_pages <= capacity or pages < max(1, capacity // 2):
             return
-        has_room = self.load_backs.has_room(prefetch, held, node)
-        if has_room and self.load_backs.add(prefetch, held, held + pages) is None:
+        has_room = self.load_backs.has_room(prefetch, tree_pages, node)
+        if has_room and self.load_backs.add(prefetch, tree_pages, tree_pages + pages) is None:
             self._settle(prefetch)  # it is admitted with its staged pages once there is room
 
     def _ready(self, prefetch: Prefetch) -> bool:
@@ -388,28 +396,28 @@ class PrefetchLine:
         if prefetch.state in (PrefetchState.WAITING, PrefetchState.QUERYING):
             return False
         if prefetch.state is PrefetchState.MISSED:
-            held, _ = self._context.match(prefetch.key)
-            return held >= prefetch.begin or not self._query_again(prefetch)
+            tree_pages, _ = self._context.match(prefetch.key)
+            return tree_pages >= prefetch.begin or not self._query_again(prefetch)
         inserts = self._context.tree.inserts  # nothing else makes the tree grow
         if prefetch.unready is not None and prefetch.state is not PrefetchState.STAGED:
-            before, held, node = prefetch.unready
-            if before == inserts or self._match_is_unchanged(prefetch, held, node):
-                prefetch.unready = inserts, held, node
+            before, tree_pages, node = prefetch.unready
+            if before == inserts or self._match_is_unchanged(prefetch, tree_pages, node):
+                prefetch.unready = inserts, tree_pages, node
                 return False
-        held, node = self._context.match(prefetch.key)
-        if held + prefetch.staged_from(held) >= prefetch.end:
+        tree_pages, node = self._context.match(prefetch.key)
+        if tree_pages + prefetch.staged_from(tree_pages) >= prefetch.end:
             prefetch.unready = None
             return True
-        prefetch.unready = inserts, held, node
+        prefetch.unready = inserts, tree_pages, node
         return prefetch.state is PrefetchState.STAGED and not self._query_again(prefetch)
 
-    def _match_is_unchanged(self, prefetch: Prefetch, held: int, node: TreeNode) -> bool:
-        """Return True if a match of ``prefetch`` would again end in ``node``, after ``held`` pages.
+    def _match_is_unchanged(self, prefetch: Prefetch, tree_pages: int, node: TreeNode) -> bool:
+        """Return True if a match of ``prefetch`` would again end in ``node``, after ``tree_pages``.
         Used instead of a match, because matching every waiting prompt after each insert may take
         longer than a step."""
         page, now = self._context.page_size, time.monotonic()
         child_key = self._context.tree.get_child_key_fn
-        if child_key(prefetch.key[held * page : (held + 1) * page]) in node.children:
+        if child_key(prefetch.key[tree_pages * page : (tree_pages + 1) * page]) in node.children:
             return False
         if node.parent is not None and node.parent.children.get(child_key(node.key)) is not node:
             return False  # ``node`` was evicted
@@ -440,10 +448,10 @@ class PrefetchLine:
 
     def _settle(self, prefetch: Prefetch) -> None:
         """Stop fetching: the request runs with the pages that are staged."""
-        held, _ = self._context.match(prefetch.key)
-        staged = prefetch.staged_from(held)
+        tree_pages, _ = self._context.match(prefetch.key)
+        staged = prefetch.staged_from(tree_pages)
         self._stop_waiting(prefetch)
-        self.calls.truncate(prefetch, held + staged if staged else prefetch.begin)
+        self.calls.truncate(prefetch, tree_pages + staged if staged else prefetch.begin)
         prefetch.requeries = MAX_REQUERIES
         prefetch.enter(
             PrefetchState.STAGED if staged else PrefetchState.MISSED, self._context.now_ms

@@ -123,7 +123,7 @@ class BufferOnlyScheduler(NamespacedScheduler, Scheduler):
         batch = super().get_new_batch_prefill()
         if batch is None and running.reqs is not before:
             # SGLang queues preempted requests again only if it admits another one.
-            for req in [one for one in before if one not in running.reqs]:
+            for req in [req for req in before if req not in running.reqs]:
                 self._add_request_to_queue(req)
         if batch is not None:
             for req in batch.reqs:

@@ -157,17 +157,17 @@ class BufferOnlyTree(StoredTree, HiRadixCache):
         # The request is about to be admitted. Report staged tokens as a host hit, because SGLang
         # then reserves device memory for them, does not compute them and calls ``init_load_back``.
         key, _ = self.maybe_bigram_convert(params.key)
-        held = len(match.device_indices)
-        staged = self.buffer.prefetches.loadable(params.req.rid, held, len(key))
+        tree_tokens = len(match.device_indices)
+        staged = self.buffer.prefetches.loadable(params.req.rid, tree_tokens, len(key))
         return match._replace(host_hit_length=staged)
 
     @override
     def init_load_back(self, params: Any) -> Any:
         req: Req = params.req
-        held, tokens = len(req.prefix_indices), params.host_hit_length
+        tree_tokens, tokens = len(req.prefix_indices), params.host_hit_length
         # Reset, because the scheduler reports it as a storage hit.
         req.host_hit_length = 0
-        loaded = self.buffer.prefetches.load(req.rid, held, tokens)
+        loaded = self.buffer.prefetches.load(req.rid, tree_tokens, tokens)
         return loaded or (req.prefix_indices[:0], req.last_node)
 
     @override
