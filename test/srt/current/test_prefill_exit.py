@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from current.prefill import Prefill
-from sglang.srt.disaggregation.lead.prefill_exit import ABORT, LOCAL
+from sglang.srt.disaggregation.lead.prefill_exit import ABORT, LOCAL_NOTICE
 
 LEAD = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "512"}
 ROOM = 78
@@ -18,7 +18,7 @@ def test_it_ends_with_an_empty_answer_and_no_error(prefill: Prefill, early: bool
     """Also where decode was faster than the request. A router gives an error of this half to the
     client, whatever decode answers."""
     room = ROOM + early
-    message = [ABORT, str(room).encode(), LOCAL]
+    message = [ABORT, str(room).encode(), LOCAL_NOTICE]
     if early:
         prefill.hear(message)
     rid = prefill.ask(PROMPT, 4, bootstrap_room=room, return_logprob=True)
@@ -42,7 +42,7 @@ def test_it_ends_its_prefetch_from_a_store(
     monkeypatch.setattr(prefill.scheduler.tree_cache, "release_aborted_request", released.append)
     rid = prefill.ask(PROMPT, 4, bootstrap_room=ROOM + 2)
     prefill.step(3)
-    prefill.hear([ABORT, str(ROOM + 2).encode(), LOCAL])
+    prefill.hear([ABORT, str(ROOM + 2).encode(), LOCAL_NOTICE])
     prefill.step(2)
     assert prefill.ended(rid)
     assert released == [prefill.requests[rid].cache_request_handle]
@@ -52,7 +52,7 @@ def test_it_ends_its_prefetch_from_a_store(
 def test_a_room_that_was_released_can_be_asked_again(prefill: Prefill) -> None:
     """As after a pause: decode asks for it anew under the same number. What other messages say of
     the room that is over, as that its transfer was aborted, is not for the new request."""
-    message = [ABORT, str(ROOM).encode(), LOCAL]
+    message = [ABORT, str(ROOM).encode(), LOCAL_NOTICE]
     rid = prefill.ask(PROMPT, 4, bootstrap_room=ROOM)
     prefill.step(3)
     prefill.hear(message)

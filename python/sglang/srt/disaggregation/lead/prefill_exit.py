@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 #: SGLang's ``ABORT_TAG``.
 ABORT = b"ABORT"
 #: Third frame of that message: decode computes the request.
-LOCAL = b"LOCAL"
+LOCAL_NOTICE = b"LOCAL"
 #: Route of the bootstrap server that answers 200 if the prefill server reads ``LOCAL``.
 RELEASES_ROUTE = "/releases_local_prefill"
 #: Maximum rooms remembered, the newest ones. Bounded, because any peer can send room numbers.
@@ -102,7 +102,7 @@ class ReleasingServers:
 def release_room(receiver: Any) -> None:
     """End the request of ``receiver``. Rank 0 notifies one connected prefill rank that decode
     computes it; prefill's ranks agree on notices of any rank."""
-    message = [ABORT, str(receiver.bootstrap_room).encode("ascii"), LOCAL]
+    message = [ABORT, str(receiver.bootstrap_room).encode("ascii"), LOCAL_NOTICE]
     for info in receiver.bootstrap_infos[:1]:
         if receiver.kv_mgr.attn_tp_rank != 0:
             continue
@@ -133,7 +133,7 @@ def install(wrap: Wraps) -> None:
     def note(stock: Function, self: Any, msg: list[bytes]) -> Any:
         notice = conn.AbortNotification.from_zmq(msg) if msg[:1] == [ABORT] else None
         if notice is not None:
-            rooms, is_local = Rooms.of(self), msg[2:] == [LOCAL]
+            rooms, is_local = Rooms.of(self), msg[2:] == [LOCAL_NOTICE]
             if notice.room not in rooms or (is_local and notice.room in self.request_status):
                 rooms.note(notice.room, is_local)
         return stock(msg)

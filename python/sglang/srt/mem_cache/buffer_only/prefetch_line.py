@@ -119,8 +119,8 @@ class PrefetchLine:
             tree_pages, node = self._context.match(prefetch.key)
             is_long = prefetch.end - tree_pages > calls.max_capacity
             if is_long and not self.load_backs.has_room(prefetch, tree_pages, node):
-                # The next round has no room. The scheduler finds no room for the request either and
-                # admits none behind it, because those would take every page that is freed.
+                # True, because the next round has no room: the scheduler then finds none for the
+                # request either, and admits no later one, which would take each freed page.
                 prefetch.waited_ms = None
                 return True
         if prefetch.waited_ms is None:
@@ -139,13 +139,8 @@ class PrefetchLine:
         # Nothing on a full server, because SGLang also loads for a request that then does not fit.
         if prefetch is None or self._full:
             return 0
-        return (
-            max(
-                0,
-                min(prefetch.staged_from(tree_tokens // page), (max_tokens - tree_tokens) // page),
-            )
-            * page
-        )
+        staged_pages = prefetch.staged_from(tree_tokens // page)
+        return max(0, min(staged_pages, (max_tokens - tree_tokens) // page)) * page
 
     def load(self, rid: str, tree_tokens: int, tokens: int) -> tuple[torch.Tensor, TreeNode] | None:
         """Insert ``tokens`` staged tokens of an admitted request after its ``tree_tokens`` in the

@@ -96,7 +96,7 @@ class Registered:
 
 
 @dataclass
-class _PeerQueue:
+class _CallQueue:
     """Queued calls to one decode rank."""
 
     waiting: deque[tuple[Future[State], Callable[[], State]]] = field(default_factory=deque)
@@ -122,7 +122,7 @@ class Callers:
         self._at_once = min(at_once, threads - 1)
         self._hangs_s, self._spare = hangs_s, spare
         self._lock = threading.Lock()
-        self._queues: dict[str, _PeerQueue] = {}
+        self._queues: dict[str, _CallQueue] = {}
         self._turns: SimpleQueue[str] = SimpleQueue()
         #: Call in flight -> its start time. A hung call is removed when its thread is replaced.
         self._began: dict[Future[State], float] = {}
@@ -144,7 +144,7 @@ class Callers:
         """Queue a call for ``peer``. Return its future."""
         future: Future[State] = Future()
         with self._lock:
-            queue = self._queues.setdefault(peer, _PeerQueue())
+            queue = self._queues.setdefault(peer, _CallQueue())
             queue.waiting.append((future, partial(call, *arguments)))
             if queue.turns < self._at_once:
                 queue.turns += 1
