@@ -229,7 +229,7 @@ class PrefetchLine:
         pages = len(prefetch.key) // context.page_size - begin
         queries = len(calls.queries) // QUERY_THREADS + 1
         if not prefetch.pieces and not chooser.asks(pages, calls.running, tokens_ahead, queries):
-            # A trial needs idle query threads, or it would measure the wait for other queries.
+            # A trial needs idle query threads, or its request would also wait for other queries.
             if calls.queries or not chooser.trial_is_due:
                 # No query, because waiting for its answer takes a step, which may be a long batch.
                 prefetch.choice = chooser.chosen(FetchChoice.UNASKED)
