@@ -139,7 +139,7 @@ def progress_delay() -> str:
 
 def variables(group: str) -> str:
     """Return the environment variables of a group, for docs/."""
-    return f"{environment.GROUPS[group]}:\n\n{environment.table(group)}"
+    return f"{environment.VARIABLE_GROUPS[group]}:\n\n{environment.table(group)}"
 
 
 def refused() -> str:
@@ -203,7 +203,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "refused-buffer": partial(refused_with, flags.ON),
     "refused-lead-both": partial(refused_by, settings.ON_BOTH),
     "refused-lead-decode": partial(refused_by, settings.ON_DECODE),
-    **{f"variables-{group}": partial(variables, group) for group in environment.GROUPS},
+    **{f"variables-{group}": partial(variables, group) for group in environment.VARIABLE_GROUPS},
     **{f"replaced-{g.name.replace('_', '-')}": partial(replaced.table, g.name) for g in GROUPS},
 }
 

@@ -1,18 +1,20 @@
-"""Loaded at the first look for SGLang, or for what the CPU stand-in has to precede.
+"""Import hook, loaded at the first import of SGLang or of a module that the CPU stand-in precedes.
 
 ``sglang_disagg_patchset.pth`` puts a finder of a few lines on ``sys.meta_path`` of every
-interpreter of the environment. Where it is asked for one of ``_EARLY``, it imports this module and
-passes the question on. So an interpreter that never imports SGLang pays a fifth of a millisecond,
-also where byte code cannot be cached. This module puts its own finder in front and does nothing
-else. What that one does:
+interpreter of the environment. When queried for a name in ``_EARLY``, it imports this module and
+forwards the query. So an interpreter that never imports SGLang pays a fifth of a millisecond, even
+if byte code cannot be cached. This module only puts its own finder in front, which handles
 
-* ``sglang``: lets our sources be found beside SGLang's own, where either is an editable install;
-* ``sglang.srt.*``: hands modules of the replacement table to ``sglang.srt.patchset.attach``;
+* ``sglang``: adds our sources to SGLang's package path, if either is an editable install;
+* ``sglang.srt.*``: passes modules of the replacement table to ``sglang.srt.patchset.attach``;
 * with ``SGLANG_CPU_STANDIN=1``: starts the CPU stand-in before torch or SGLang are imported.
 
-Rules that keep it harmless: it only uses what the interpreter has loaded anyway, it asks the other
-finders for every spec (so that it can stand beside any other import hook), and whatever goes wrong
-costs one line on stderr, never the interpreter.
+To be harmless, it uses only modules that the interpreter has loaded anyway, gets every spec from
+the other finders (so that it works beside any import hook), and turns every error into one line on
+stderr.
+
+Contract: any thread may import. ``_busy`` keys recursion by thread; Python's import locks order the
+rest.
 """
 
 from __future__ import annotations
@@ -21,20 +23,22 @@ import os
 import sys
 from _thread import get_ident
 
-TYPE_CHECKING = False  # as typing's, without importing it
+TYPE_CHECKING = False  # replaces typing's, without importing typing
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
-    from typing import Any  # Any: finders of import, and what they give
+    from typing import Any  # Any: import finders and their results
 
     from sglang.srt.patchset.attach import Attachment
 
     _Path = Sequence[str] | None
 
 _STANDIN = "sglang.srt.hardware_backend.cpu_standin"
-_ON, _OFF = ("1", "true", "yes", "y", "on"), ("0", "false", "no", "n", "off", "")
-# SGLang, and what the stand-in has to be there before.
+# Spellings of switches; equal to those of ``patchset.environment``.
+_ON = ("1", "true", "yes", "y", "on")
+_OFF = ("0", "false", "no", "n", "off", "")
+# SGLang, and the modules before which the stand-in must start.
 _EARLY = frozenset(("sglang", "sgl_kernel", "torch", "nixl", "vllm", "triton", "mooncake"))
 
 
@@ -43,7 +47,7 @@ def _say(message: str) -> None:
 
 
 def _own_folders() -> Iterator[str]:
-    """Folders named ``sglang`` on the path that hold our sources (one, unless installed twice)."""
+    """Yield the ``sglang`` folders on the path with our sources (one, unless installed twice)."""
     for entry in [entry for entry in sys.path if isinstance(entry, str)]:
         folder = os.path.join(entry, "sglang")
         if os.path.isfile(os.path.join(folder, "srt", "patchset", "__init__.py")):
@@ -51,7 +55,7 @@ def _own_folders() -> Iterator[str]:
 
 
 class Finder:
-    """The one meta path finder. Holds no table: that is loaded with SGLang."""
+    """The meta path finder. Holds no table, because the table is loaded with SGLang."""
 
     def __init__(self) -> None:
         self._busy: set[tuple[int, str]] = set()
@@ -62,12 +66,12 @@ class Finder:
     def find_spec(
         self, name: str, path: _Path = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Answer for ``sglang``, for table modules, and for what the stand-in has to precede."""
+        """Find ``sglang``, table modules and modules that the stand-in precedes; else None."""
         work: Callable[[str, _Path, ModuleType | None], ModuleSpec | None]
         if name in _EARLY:
             work = self._find_early
-        # Loading the table must not ask the table; and the stand-in's files are imported below
-        # sglang.srt before SGLang itself.
+        # Not for the table's own modules, and not before SGLang is imported, because the stand-in's
+        # files are imported below sglang.srt earlier.
         elif (
             name.startswith("sglang.srt.")
             and not f"{name}.".startswith("sglang.srt.patchset.")
@@ -76,7 +80,7 @@ class Finder:
             work = self._find_target
         else:
             return None
-        # Another hook may ask us back while we ask it: the second question is not ours to answer.
+        # Return None on recursion, because another hook may query this one while it is queried.
         key = (get_ident(), name)
         if key in self._busy:
             return None
@@ -88,14 +92,14 @@ class Finder:
 
     def _find_early(self, name: str, path: _Path, target: ModuleType | None) -> ModuleSpec | None:
         if name == "sglang" and sys.meta_path[0] is not self:
-            # Whoever came later may answer for a table module without asking us: be asked first.
+            # Move to the front, because a finder added later could return a table module first.
             sys.meta_path[:] = [self] + [f for f in sys.meta_path if f is not self]
         if not self._standin_started and _wants_standin(name):
             self._standin_started = True
             _start_standin()
         elif name != "sglang":
             return None
-        spec = self._ask(list(sys.meta_path), name, path, target)
+        spec = self._query(list(sys.meta_path), name, path, target)
         if name == "sglang" and spec is not None and spec.submodule_search_locations is not None:
             known = {os.path.realpath(p) for p in spec.submodule_search_locations}
             for folder in _own_folders():
@@ -116,12 +120,12 @@ class Finder:
             return None
         finders = list(sys.meta_path)
         behind = finders.index(self) + 1 if self in finders else 0
-        spec = self._ask(finders[behind:], name, path, target)
+        spec = self._query(finders[behind:], name, path, target)
         if spec is not None:
             self._attachment.watch(spec)
         return spec
 
-    def _ask(
+    def _query(
         self, finders: list[Any], name: str, path: _Path, target: ModuleType | None
     ) -> ModuleSpec | None:
         folder: ModuleSpec | None = None
@@ -130,14 +134,16 @@ class Finder:
                 spec: ModuleSpec | None = finder.find_spec(name, path, target)
                 if spec is not None and spec.loader is not None:
                     return spec
-                # Only folders without an __init__.py: where SGLang is an editable installation (as
-                # in its own images), ours lies on the path, and a finder behind has the package.
+                # A namespace package (no __init__.py). Remember it and go on, because with an
+                # editable SGLang (as in its own images) our folder is found on the path first, and
+                # a later finder has the package.
                 folder = folder or spec
         return folder
 
 
 def _wants_standin(name: str) -> bool:
-    """As ``patchset.environment`` reads the variable; ``name``: the module that is imported."""
+    """Return True if the stand-in is switched on, as in ``patchset.environment``. ``name``: the
+    imported module, because the error is written once, for ``sglang``."""
     text = os.environ.get("SGLANG_CPU_STANDIN", "0").strip().lower()
     if name == "sglang" and text not in (*_ON, *_OFF):
         _say(f"SGLANG_CPU_STANDIN must be 1 or 0, not {text!r}: the CPU stand-in is not active")
@@ -145,7 +151,7 @@ def _wants_standin(name: str) -> bool:
 
 
 def _start_standin() -> None:
-    """Execute the stand-in's package from its file: importing it by name would import SGLang."""
+    """Execute the stand-in's package from its file, because an import by name imports SGLang."""
     try:
         from importlib.util import module_from_spec, spec_from_file_location
 
@@ -168,7 +174,7 @@ def _start_standin() -> None:
 
 
 def install() -> None:
-    """Put the finder on the meta path, once for an interpreter."""
+    """Put the finder on the meta path, once per interpreter."""
     if not any(type(f).__module__ == __name__ for f in sys.meta_path):
         sys.meta_path.insert(0, Finder())
 

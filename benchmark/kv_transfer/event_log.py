@@ -30,8 +30,8 @@ from sglang.srt.disaggregation.delta.observability import (
     Admitted,
     Announced,
     Arrived,
-    Event,
     Moved,
+    RoomEvent,
     Sent,
 )
 
@@ -57,13 +57,13 @@ class RoomStages:
     missing: tuple[str, ...]
 
 
-def read(*folders: Path) -> list[Event]:
+def read(*folders: Path) -> list[RoomEvent]:
     """Return all records of event log folders.
 
     Raises:
         msgspec.DecodeError: a line is not a known record.
     """
-    decoder = msgspec.json.Decoder(Event)
+    decoder = msgspec.json.Decoder(RoomEvent)
     return [
         decoder.decode(line)
         for folder in folders
@@ -72,7 +72,7 @@ def read(*folders: Path) -> list[Event]:
     ]
 
 
-def stages(records: Iterable[Event]) -> list[RoomStages]:
+def stages(records: Iterable[RoomEvent]) -> list[RoomStages]:
     """Return one entry for each room of the records, in the order of their first times.
 
     Records without a room (warm-up and health requests, which move nothing) are left out.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from current.prefill import Prefill
-from sglang.srt.disaggregation.lead.prefill_exit import ABORT, LOCAL
+from sglang.srt.disaggregation.lead.prefill_exit import ABORT, LOCAL_NOTICE
 
 LEAD = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "512"}
 ROOM = 78
@@ -20,7 +20,7 @@ def test_prefills_half_ends_with_an_empty_answer_and_no_error(
     """Guards against an error of prefill's half, which a router returns to the client, whatever
     decode answers; also if decode's message arrives before the request."""
     room = ROOM + early
-    message = [ABORT, str(room).encode(), LOCAL]
+    message = [ABORT, str(room).encode(), LOCAL_NOTICE]
     if early:
         prefill.hear(message)
     rid = prefill.ask(PROMPT, 4, bootstrap_room=room, return_logprob=True)
@@ -44,7 +44,7 @@ def test_a_released_request_ends_its_prefetch_from_a_store(
     monkeypatch.setattr(prefill.scheduler.tree_cache, "release_aborted_request", released.append)
     rid = prefill.ask(PROMPT, 4, bootstrap_room=ROOM + 2)
     prefill.step(3)
-    prefill.hear([ABORT, str(ROOM + 2).encode(), LOCAL])
+    prefill.hear([ABORT, str(ROOM + 2).encode(), LOCAL_NOTICE])
     prefill.step(2)
     assert prefill.ended(rid)
     assert released == [prefill.requests[rid].cache_request_handle]
@@ -54,7 +54,7 @@ def test_a_released_request_ends_its_prefetch_from_a_store(
 def test_the_number_of_a_released_room_can_be_used_again(prefill: Prefill) -> None:
     """Guards against messages for a released room (released, aborted) that end a new request under
     the same number. Decode sends such a request after a pause."""
-    message = [ABORT, str(ROOM).encode(), LOCAL]
+    message = [ABORT, str(ROOM).encode(), LOCAL_NOTICE]
     rid = prefill.ask(PROMPT, 4, bootstrap_room=ROOM)
     prefill.step(3)
     prefill.hear(message)

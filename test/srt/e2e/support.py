@@ -28,7 +28,7 @@ from benchmark.harness.process import ServerProcess
 from benchmark.harness.servers import HOST, ServerConfig, Sizes
 from chaos.faults import scheduler_of, signal_all, wait_stopped
 from chaos.logs import NO_VOCABULARY
-from sglang.srt.disaggregation.delta.observability import Admitted, Event, Sent
+from sglang.srt.disaggregation.delta.observability import Admitted, RoomEvent, Sent
 from sglang.srt.patchset.environment import EVENT_LOG
 
 Ids = list[int]
@@ -155,7 +155,7 @@ class EventLogs:
         for path in sorted(self._folder.glob("*.jsonl")):
             lines = path.read_bytes().splitlines()
             for line in lines[self._seen.get(path, 0) :]:
-                event = msgspec.json.decode(line, type=Event)
+                event = msgspec.json.decode(line, type=RoomEvent)
                 if isinstance(event, Admitted):
                     admitted.append(event)
                 elif isinstance(event, Sent):

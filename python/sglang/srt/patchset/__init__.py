@@ -1,4 +1,4 @@
-"""Attaches the patch set to the installed SGLang: the only code that knows what it replaces.
+"""Attaches the patch set to the installed SGLang. Only this package knows the replaced classes.
 
 ``python -m sglang.srt.patchset`` shows what is replaced and whether it is active.
 """
@@ -7,9 +7,9 @@ from sglang.srt.patchset.status import (
     GroupState,
     GroupStatus,
     PatchsetError,
+    PatchsetState,
     RowState,
     RowStatus,
-    State,
     require_active,
     state,
 )
@@ -28,7 +28,7 @@ __all__ = [
     "Replacement",
     "RowState",
     "RowStatus",
-    "State",
+    "PatchsetState",
     "require_active",
     "state",
 ]

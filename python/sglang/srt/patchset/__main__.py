@@ -1,4 +1,4 @@
-"""``python -m sglang.srt.patchset``: the feature groups with their rows, and what is active."""
+"""``python -m sglang.srt.patchset``: report of the feature groups, their rows and their status."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from importlib import metadata
 from sglang.srt.patchset import __version__, environment
 from sglang.srt.patchset.status import (
     GroupStatus,
+    PatchsetState,
     RowStatus,
-    State,
     examine,
     installed_version,
     load_all,
@@ -20,8 +20,10 @@ from sglang.srt.patchset.status import (
 )
 from sglang.srt.patchset.table import CURRENT_VERSION, LEAD
 
-#: The name of our entry point in SGLang's group of plugins, as in pyproject.toml.
-PLUGINS, NAME = "sglang.srt.plugins", "disagg_lead"
+#: SGLang's entry point group for plugins.
+PLUGINS = "sglang.srt.plugins"
+#: Our entry point in it (``pyproject.toml``).
+NAME = "disagg_lead"
 REFUSES = "\na server does not start: {}\n"
 
 
@@ -29,8 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     """Print the report.
 
     Returns:
-        0 if active, 1 if inert, 2 if a group is not attached as it should be or a server would
-        refuse to start. A crash of this command also has exit status 2.
+        0 if active, 1 if inert, 2 if a group is not attached or a server would refuse to start. A
+        crash of this command also has exit status 2.
     """
     parser = argparse.ArgumentParser(prog="python -m sglang.srt.patchset", description=__doc__)
     parser.add_argument(
@@ -46,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     if options.environment:
-        titles = environment.GROUPS.items()
+        titles = environment.VARIABLE_GROUPS.items()
         print("\n".join(f"## {title}\n\n{environment.table(group)}" for group, title in titles))
         return 0
     if installed_version() == CURRENT_VERSION:
@@ -66,33 +68,33 @@ def main(argv: list[str] | None = None) -> int:
     wrong = environment.wrong()
     sys.stdout.write(render(now) + REFUSES.format(wrong) * bool(wrong))
     bad = {GroupStatus.STOCK, GroupStatus.PENDING} if options.check else {GroupStatus.STOCK}
-    return 2 if wrong or any(each.status in bad for each in now.groups) else 0
+    return 2 if wrong or any(group.status in bad for group in now.groups) else 0
 
 
-def render(now: State) -> str:
-    """The report as text."""
+def render(now: PatchsetState) -> str:
+    """Return the report as text."""
     status = f"inert: {now.inert}" if now.inert else "active"
     lines = [
         f"version  {__version__}",
         f"sglang   found {now.found}, expected {now.expected} or {CURRENT_VERSION}",
         f"patchset {status}",
     ]
-    for each in now.groups:
-        group = each.group
-        mark = "stock" if now.inert else each.status.value
+    for group_state in now.groups:
+        group = group_state.group
+        mark = "stock" if now.inert else group_state.status.value
         needs = f" (needs {', '.join(group.needs)})" if group.needs else ""
         lines += ["", f"group {group.name}: {mark}", f"  {group.what}{needs}"]
-        if each.reason:
-            lines.append(f"  {each.reason}")
-        for item in each.rows:
-            mark = RowStatus.STOCK.value if now.inert else item.status.value
-            lines.append(f"  {mark:8} {item.row.target}")
-            lines.append(f"           with {item.row.mixin}")
-            lines.append(f"           for  {item.row.why}")
-            if item.row.when:
-                lines.append(f"           when {item.row.when}")
-            if item.reason:
-                lines.append(f"           {item.reason}")
+        if group_state.reason:
+            lines.append(f"  {group_state.reason}")
+        for row_state in group_state.rows:
+            mark = RowStatus.STOCK.value if now.inert else row_state.status.value
+            lines.append(f"  {mark:8} {row_state.row.target}")
+            lines.append(f"           with {row_state.row.mixin}")
+            lines.append(f"           for  {row_state.row.why}")
+            if row_state.row.when:
+                lines.append(f"           when {row_state.row.when}")
+            if row_state.reason:
+                lines.append(f"           {row_state.reason}")
         for exchange in group.exchanges:
             lines.append(f"  exchange {exchange.module}:{', '.join(exchange.names)}")
             lines.append(f"           for  {exchange.why}")
@@ -100,10 +102,10 @@ def render(now: State) -> str:
 
 
 def report_current(*, check: bool) -> tuple[str, int]:
-    """What SGLang 0.5.23's processes attach in this environment, and the exit status: 0 if that is
-    what the variables ask for, 1 if the package is turned off, 2 if something is wrong.
+    """Return the report of what SGLang 0.5.23's processes attach in this environment, and the exit
+    status: 0 if it is what the variables select, 1 if the package is turned off, 2 if not.
 
-    ``check``: compare the signatures of the methods that the parts wrap, which imports SGLang.
+    ``check``: also compare the signatures of the wrapped methods, which imports SGLang.
     """
     from sglang.srt.disaggregation.lead import attach
 
@@ -126,8 +128,8 @@ def report_current(*, check: bool) -> tuple[str, int]:
         "",
         f"group {LEAD}: {', '.join(part.name for part in on) or 'off'}",
         *(f"  {'on' if part in on else 'off':4} {part.name}" for part in attach.PARTS),
-        *(f"  by {each}" for each in environment.given(LEAD)),
-        *(f"  does not fit: {each}" for each in wraps.misfits),
+        *(f"  by {setting}" for setting in environment.given(LEAD)),
+        *(f"  does not fit: {misfit}" for misfit in wraps.misfits),
     )
     status = 1 if not is_active else 2 if problem or wrong or wraps.misfits else 0
     return "\n".join(lines) + "\n" + REFUSES.format(wrong) * bool(wrong), status
@@ -138,5 +140,5 @@ if __name__ == "__main__":
         code = main()
     except Exception:
         traceback.print_exc()
-        code = 2  # Python's own status would be 1, which means inert
+        code = 2  # because Python's own status 1 means inert
     sys.exit(code)

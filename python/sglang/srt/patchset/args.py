@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import math
-from typing import TYPE_CHECKING, Any  # Any: what has the attributes of ServerArgs
+from typing import TYPE_CHECKING, Any  # Any: an object with the attributes of ServerArgs
 
 from typing_extensions import override
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-#: SGLang's, where --hicache-storage-backend-extra-config has no prefetch_threshold.
+#: SGLang's default, if --hicache-storage-backend-extra-config has no prefetch_threshold.
 PREFETCH_THRESHOLD = 256
 
 
 @dataclasses.dataclass
 class DisaggArgs(_Base):
-    """Adds the flags; where none is given, every method is the stock one, but that FP4 KV, which
-    SGLang transfers wrongly, is refused on both servers of a pair."""
+    """Adds the flags. Without any of them every method is stock, except that FP4 KV, which SGLang
+    transfers wrongly, is refused on both servers of a pair."""
 
     disaggregation_decode_enable_radix_cache: bool = False
     disaggregation_decode_local_tokens: int = 0
@@ -42,36 +42,36 @@ class DisaggArgs(_Base):
         if wrong := environment.wrong():
             raise ValueError(wrong)
         if self.disaggregation_mode != "null":
-            # What keeps it stock is said here, once, and not by each process of the server.
+            # Examined here, so that a reason to stay stock is logged once and not per process.
             examine(closure(flags.backend_group(self)))
-        # Here disable_radix_cache is still what the user passed, and the checks also reach the
-        # model paths ("dummy") for which SGLang skips the rest.
+        # Checked before SGLang, because disable_radix_cache is still the user's value, and because
+        # SGLang skips the rest for some model paths ("dummy").
         check_numbers(self)
         refusals.check_given(self)
         for flag, groups in flags.needed_groups(self).items():
             require_active(flag, *groups)
         super().__post_init__()
-        # Once more on the values that SGLang has filled in or changed.
+        # Again on the values that SGLang has filled in or changed.
         refusals.check_filled_in(self)
         check_pages(self)
         flags.attend_prefixes_whole(self)
 
     @override
     def _handle_model_specific_adjustments(self) -> None:
-        # The first handler that has the model's configuration at hand.
+        # The first handler that can read the model's configuration.
         if flags.needed_groups(self):
             refusals.check_model(self, self.get_model_config())
         super()._handle_model_specific_adjustments()
         if flags.wants_radix_cache(self) and conditions.has_state_layers(self.get_model_config()):
             # SGLang turns the tree off for models for which it has no tree with states; decode's
-            # tree needs no states. With overlap scheduling the state of a retracted request would
-            # be one token ahead of its text, because the step in flight consumed its last token.
+            # tree needs none. No overlap, because the step in flight would advance the state of a
+            # retracted request one token beyond its text.
             self.disable_radix_cache, self.disable_overlap_schedule = False, True
 
     @override
     def _handle_pd_disaggregation(self) -> None:
-        # All that SGLang does here for a decode server is to turn the tree off (and to check the
-        # staging buffer, which the flag refuses altogether).
+        # Skipped, because for a decode server SGLang only turns the tree off here (and checks the
+        # staging buffer, which is refused with the flag).
         if not self.disaggregation_decode_enable_radix_cache:
             super()._handle_pd_disaggregation()
 
@@ -80,7 +80,7 @@ class DisaggArgs(_Base):
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
         from sglang.srt.server_args import ServerArgs
 
-        # What comes after the mixin: a static method has no ``super()``.
+        # The class after the mixin, because a static method has no ``super()``.
         order = ServerArgs.__mro__
         order[order.index(DisaggArgs) + 1].add_cli_args(parser)
         group = parser.add_argument_group("sglang-disagg-patchset")
@@ -97,8 +97,8 @@ class DisaggArgs(_Base):
             default=0,
             metavar="TOKENS",
             help="Local prefill: the largest number of new tokens of a prompt that this decode "
-            "server may compute itself. It does so if it expects to be done before the prefill "
-            "server would have sent them. Needs the decode radix cache. Default: 0, never.",
+            "server may compute itself, if it expects to finish before the prefill server would "
+            "have sent them. Needs the decode radix cache. Default: 0, never.",
         )
         group.add_argument(
             flags.LOCAL_WHEN_LOST,
@@ -112,15 +112,15 @@ class DisaggArgs(_Base):
             "its transfer failed. Default: 0, the request fails.",
         )
         group.add_argument(
-            flags.LOCAL_SHARE,
+            flags.LOCAL_TIME_RATIO,
             "--disaggregation-decode-local-share",
             dest="disaggregation_decode_local_share",
             type=float,
             default=0.5,
             metavar="RATIO",
             help=(
-                "The share of the time that local prefill may take while requests run, above 0 "
-                "and at most 1. A decode step follows each chunk in any case. Default: 0.5."
+                "Share of the time that local prefill may take while requests run, above 0 and at "
+                "most 1. A decode step follows each chunk in any case. Default: 0.5."
             ),
         )
         group.add_argument(
@@ -137,7 +137,7 @@ class DisaggArgs(_Base):
             MODE,
             choices=flags.MODES,
             default="cache",
-            help="What HiCache's host memory is: 'cache' keeps evicted KV (SGLang's behaviour), "
+            help="Use of HiCache's host memory: 'cache' keeps evicted KV (SGLang's behaviour), "
             "'buffer_only' is a small staging buffer between the device and "
             "--hicache-storage-backend.",
         )
@@ -153,7 +153,7 @@ class DisaggArgs(_Base):
 
 
 def check_numbers(args: Any) -> None:
-    """Raise ``ValueError`` for values of our flags that mean nothing."""
+    """Raise ``ValueError`` for invalid values of our flags."""
     local = args.disaggregation_decode_local_tokens
     lost = args.disaggregation_decode_local_tokens_when_lost
     share = args.disaggregation_decode_local_share
@@ -163,7 +163,10 @@ def check_numbers(args: Any) -> None:
     for is_wrong, text in (
         (local < 0, f"{LOCAL} {tokens} {local}."),
         (lost < 0, f"{flags.LOCAL_WHEN_LOST} {tokens} {lost}."),
-        (not 0 < share <= 1, f"{flags.LOCAL_SHARE} must be above 0 and at most 1, not {share}."),
+        (
+            not 0 < share <= 1,
+            f"{flags.LOCAL_TIME_RATIO} must be above 0 and at most 1, not {share}.",
+        ),
         (
             not 0 <= bound < math.inf,
             f"{LOCAL_MAX_ITL} must be 0 (no bound) or a number of ms, not {bound}.",
@@ -195,24 +198,25 @@ def check_numbers(args: Any) -> None:
 
 
 def check_pages(args: Any) -> None:
-    """Raise ``ValueError`` for a staging buffer that is too small, where its size was given in
-    pages; else it is chosen when the bytes of a page are known."""
+    """Raise ``ValueError`` for a staging buffer that is too small, if its size is given in pages.
+    Other sizes are checked once the bytes of a page are known."""
     pages, page_size = args.hicache_buffer_pages, args.page_size
     if flags.wants_buffer_only(args) and pages is not None and page_size is not None:
         threshold = prefetch_threshold(args.hicache_storage_backend_extra_config)
-        settings.check_pages(pages, page_size, threshold)
+        settings.check_staging_pages(pages, page_size, threshold)
 
 
 def prefetch_threshold(extra_config: str | None) -> int:
-    """Tokens of the smallest hit that is fetched, from the JSON of the backend's configuration.
+    """Return the tokens of the smallest hit that is fetched, from the JSON of the backend's
+    configuration.
 
-    A configuration in a file ("@path") is read by SGLang when it builds the cache, which then
-    checks the size again; until then the default counts.
+    For a configuration in a file ("@path") return the default; the cache, which reads the file,
+    checks the size again.
     """
     if not extra_config or extra_config.startswith("@"):
         return PREFETCH_THRESHOLD
     try:
         value = json.loads(extra_config).get("prefetch_threshold", PREFETCH_THRESHOLD)
     except (ValueError, AttributeError):
-        return PREFETCH_THRESHOLD  # SGLang reports what is wrong with it
+        return PREFETCH_THRESHOLD  # SGLang reports the error
     return value if isinstance(value, int) else PREFETCH_THRESHOLD

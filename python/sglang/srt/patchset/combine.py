@@ -1,7 +1,7 @@
-"""Builds the class that stands in for an upstream class, from a mixin that still fits it.
+"""Combines an upstream class with a mixin, and checks that the mixin fits.
 
-An override whose upstream method was renamed, or takes other arguments, would be silently dead or
-crash at the first request. ``mismatches`` turns both into a row that stays stock, with a reason.
+An override of an upstream method that was renamed or changed its arguments would have no effect or
+crash at the first request. ``mismatches`` finds both, so that the row stays stock with a reason.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Iterator
-from typing import Any  # Any: classes and their members, whatever they are
+from typing import Any  # Any: classes and their members
 
 _ABSENT: Any = object()
-#: What the decorator for dataclasses puts into a class.
+#: Members that ``dataclass`` adds to a class.
 _GENERATED = frozenset(
     ("__dataclass_fields__", "__dataclass_params__", "__init__", "__repr__", "__eq__", "__hash__")
     + ("__lt__", "__le__", "__gt__", "__ge__", "__setattr__", "__delattr__", "__match_args__")
@@ -21,21 +21,21 @@ _GENERATED = frozenset(
 
 
 class _Nothing:
-    """What stands where a mixin was."""
+    """Placeholder base of a removed mixin."""
 
 
 def combine(base: Any, mixin: type) -> type:
-    """Return ``class base.__name__(mixin, base)`` under the upstream identity.
+    """Return ``class base.__name__(mixin, base)`` with the upstream identity.
 
     Module, name and qualified name stay upstream's, so that pickling by reference finds the class
-    that is bound under that name (also in a process without the hook), and log lines and metric
-    labels keep their text.
+    bound under that name (also in a process without the hook), and log lines and metric labels keep
+    their text.
 
     Raises:
         TypeError: the classes could not be separated again.
     """
-    # An empty subclass that can lose its only base. The combined class cannot: its own bases are
-    # laid out differently in memory where SGLang's is an abstract class.
+    # An empty subclass of the mixin, because its only base can be replaced later. The bases of the
+    # combined class cannot: their memory layouts differ if SGLang's class is abstract.
     identity = {"__module__": mixin.__module__, "__qualname__": mixin.__qualname__}
     removable = type(mixin)(mixin.__name__, (mixin,), identity)
     removable.__bases__ = (_Nothing,)
@@ -43,7 +43,7 @@ def combine(base: Any, mixin: type) -> type:
     identity = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     combined: type = type(base)(base.__name__, (removable, base), identity)
     if dataclasses.is_dataclass(base):
-        # As upstream did: the generated ``__init__`` then knows the fields of both.
+        # Decorate like upstream, so that the generated ``__init__`` has the fields of both.
         options = ("init", "repr", "eq", "order", "unsafe_hash", "frozen")
         params: Any = vars(base)["__dataclass_params__"]
         decorate = dataclasses.dataclass(**{name: getattr(params, name) for name in options})
@@ -52,54 +52,54 @@ def combine(base: Any, mixin: type) -> type:
 
 
 def separate(base: type, combined: type) -> None:
-    """Take the mixin out of a combined class: what is left is ``base`` under another name, also for
-    who holds the class, a subclass or an instance."""
+    """Remove the mixin from a combined class, which then behaves like ``base``, also for holders of
+    the class, a subclass or an instance."""
     for name in _GENERATED.intersection(vars(combined)):
         delattr(combined, name)
     combined.__bases__[0].__bases__ = (_Nothing,)
 
 
 def mismatches(base: type, mixin: type) -> list[str]:
-    """Everything in which ``mixin`` does not fit ``base``; empty if it fits."""
-    found: list[str] = []
-    for name, member in [each for cls in mixin.__mro__[:-1] for each in vars(cls).items()]:
+    """Return all reasons why ``mixin`` does not fit ``base``; empty if it fits."""
+    problems: list[str] = []
+    for name, member in [item for cls in mixin.__mro__[:-1] for item in vars(cls).items()]:
         stock, function = inspect.getattr_static(base, name, _ABSENT), _function(member)
         if function is None:
             continue
         if any(getattr(part, "__override__", False) for part in (member, function)):
-            found.extend(_differences(base, name, stock, member))
+            problems.extend(_differences(base, name, stock, member))
         elif stock is not _ABSENT and not (name.startswith("__") and name.endswith("__")):
-            found.append(f"{name} exists in {base.__name__} but is not marked as an override")
+            problems.append(f"{name} exists in {base.__name__} but is not marked as an override")
     if dataclasses.is_dataclass(mixin):
         if not dataclasses.is_dataclass(base):
-            return [*found, f"{base.__name__} is not a dataclass, its mixin is"]
+            return [*problems, f"{base.__name__} is not a dataclass, its mixin is"]
         fields = {field.name for field in dataclasses.fields(base)}
         for field in dataclasses.fields(mixin):
             if field.name in fields:
-                found.append(f"field {field.name} already exists in {base.__name__}")
-    return found
+                problems.append(f"field {field.name} already exists in {base.__name__}")
+    return problems
 
 
 def _differences(base: type, name: str, stock: Any, member: Any) -> Iterator[str]:
-    """In which the override ``member`` is no form of the upstream member ``stock``."""
+    """Yield the differences in kind and signature of the override ``member`` from ``stock``."""
     label = f"{base.__name__}.{name}"
     if stock is _ABSENT:
         yield f"{label} does not exist"
     elif _function(stock) is None or _kind(stock) != _kind(member):
         yield f"{label} is a {_kind(stock)}, the override a {_kind(member)}"
     else:
-        actual, expected = (inspect.signature(_function(each)) for each in (stock, member))
-        # Names, kinds and defaults; a default may be a tensor, whose == gives no plain truth value.
+        actual, expected = (inspect.signature(_function(side)) for side in (stock, member))
+        # Defaults are compared by ``repr``, because ``==`` of a tensor has no truth value.
         shapes = [
-            [(p.name, p.kind, repr(p.default)) for p in each.parameters.values()]
-            for each in (actual, expected)
+            [(p.name, p.kind, repr(p.default)) for p in signature.parameters.values()]
+            for signature in (actual, expected)
         ]
         if shapes[0] != shapes[1]:
             yield f"{label}{_bare(actual)} was expected to be {_bare(expected)}"
 
 
 def _function(member: Any) -> Any:
-    """The plain function in a method, static method, class method or property; else None."""
+    """Return the function of a method, static method, class method or property, or None."""
     if isinstance(member, property):
         member = member.fget
     elif isinstance(member, (staticmethod, classmethod)):
@@ -117,6 +117,6 @@ def _kind(member: Any) -> str:
 
 
 def _bare(signature: inspect.Signature) -> str:
-    """Without annotations, which are free to differ."""
+    """Return the signature without annotations, which may differ."""
     plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     return str(signature.replace(parameters=plain, return_annotation=signature.empty))

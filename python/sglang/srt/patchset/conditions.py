@@ -1,11 +1,11 @@
-"""Settings that a refusal (``refusals``) cannot read from how a user writes them.
+"""Conditions of refused settings (``refusals``) that ``flags.is_given`` cannot express.
 
-``args`` is anything that has the attributes of ``ServerArgs``, ``config`` of ``ModelConfig``.
+``args`` has the attributes of ``ServerArgs``, ``config`` those of ``ModelConfig``.
 """
 
 from __future__ import annotations
 
-from typing import Any  # Any: what has the attributes of ServerArgs, ModelConfig
+from typing import Any  # Any: an object with the attributes of ServerArgs or ModelConfig
 
 from sglang.srt.patchset.environment import sglang_switch
 from sglang.srt.patchset.flags import (
@@ -18,9 +18,9 @@ from sglang.srt.patchset.flags import (
     writes_to_store,
 )
 
-#: With spec v2. SGLang's rows are the context, 4 tokens and one step long; a request ends 4 tokens
-#: before the context does, and holds slots of two steps ahead of its text.
-MOST_DRAFTS_V2 = 8
+#: Maximum draft tokens with spec v2. SGLang's rows hold the context, 4 tokens and one step; a
+#: request ends 4 tokens before the context and holds slots of two steps beyond its text.
+MAX_DRAFTS_V2 = 8
 
 
 def is_in_a_pair(args: Any) -> bool:
@@ -50,7 +50,7 @@ def loads_what_came(args: Any) -> bool:
 
 
 def drafts_trees(args: Any) -> bool:
-    # Before SGLang has filled in what the user left out, it is None.
+    # ``speculative_eagle_topk`` is None until SGLang has filled it in.
     return bool(args.speculative_algorithm) and (args.speculative_eagle_topk or 1) > 1
 
 
@@ -60,7 +60,7 @@ def drafts_in_layers(args: Any) -> bool:
 
 def drafts_beyond_its_row(args: Any) -> bool:
     drafts = args.speculative_algorithm and args.speculative_num_draft_tokens or 0
-    return drafts > MOST_DRAFTS_V2 and sglang_switch("SGLANG_ENABLE_SPEC_V2")
+    return drafts > MAX_DRAFTS_V2 and sglang_switch("SGLANG_ENABLE_SPEC_V2")
 
 
 def reserves_less_than_a_page(args: Any) -> bool:
@@ -86,7 +86,7 @@ def drafts_behind_a_cache(args: Any) -> bool:
 
 def hf_configs(config: Any) -> list[Any]:
     names = "hf_config", "hf_text_config"
-    return [each for name in names if (each := getattr(config, name, None)) is not None]
+    return [found for name in names if (found := getattr(config, name, None)) is not None]
 
 
 def has_window_pool(config: Any) -> bool:
@@ -94,12 +94,13 @@ def has_window_pool(config: Any) -> bool:
 
 
 def has_state_layers(config: Any) -> bool:
-    # All configurations of such models offer this; look at the class, the value is computed.
-    return any(hasattr(type(each), "mamba2_cache_params") for each in hf_configs(config))
+    # All configurations of such models have this property. Check the class, because reading the
+    # property computes it.
+    return any(hasattr(type(hf), "mamba2_cache_params") for hf in hf_configs(config))
 
 
 def has_index(config: Any) -> bool:
-    return any(getattr(each, "index_topk", None) is not None for each in hf_configs(config))
+    return any(getattr(hf, "index_topk", None) is not None for hf in hf_configs(config))
 
 
 def runs_on_transformers(config: Any) -> bool:

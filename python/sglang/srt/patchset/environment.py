@@ -1,8 +1,8 @@
-"""Every environment variable of this package: name, unit, default, bounds, and what it does.
+"""All environment variables of this package: name, unit, default, bounds and meaning.
 
-``NAME.read()`` where the value is needed gives it, or refuses a wrong one by name. The tables in
-``docs/`` are printed from here, as by ``python -m sglang.srt.patchset --environment``. Every
-process of an environment may load this: it imports next to nothing.
+``NAME.read()`` returns the value or raises an error that names the variable. The tables in
+``docs/`` are printed from here, as by ``python -m sglang.srt.patchset --environment``. Imports
+almost nothing, because every process of an environment may load it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar  # Any: the value of one variable or another
+from typing import Any, Generic, TypeVar  # Any: the value of any variable
 
 from sglang.srt.patchset.table import BASE, LEAD
 from sglang.srt.patchset.table import GROUPS as FEATURES
@@ -21,25 +21,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Variable(Generic[T]):
-    """One variable. ``text`` says what it does, in Markdown."""
+    """One variable."""
 
     name: str
-    #: Of the tables: see ``GROUPS``.
+    #: Its table (``VARIABLE_GROUPS``).
     group: str
+    #: Meaning, in Markdown.
     text: str
     default: T
-    #: What it has to be, for people.
+    #: Allowed values, as text.
     allowed: str
-    #: The value of a text; ValueError if it is not allowed.
+    #: Parses a text; raises ValueError if it is not allowed.
     parse: Callable[[str], T]
-    #: The default for people, where it is not the text of ``default``.
+    #: The default as text, if it is not ``str(default)``.
     shown: str = ""
 
     def read(self, default: T | None = None) -> T:
-        """The value now; ``default`` takes the place of the variable's own.
+        """Return the current value. ``default`` replaces the variable's own default.
 
         Raises:
-            ValueError: the variable is set to something that is not allowed; the message names it.
+            ValueError: the variable has a value that is not allowed; the message names it.
         """
         text = os.environ.get(self.name)
         if text is None:
@@ -50,10 +51,10 @@ class Variable(Generic[T]):
             raise ValueError(f"{self.name} must be {self.allowed}, not {text!r}") from None
 
 
-#: Largest duration in seconds (11 days), because Python's waits raise on very large ones.
-_MOST_S = 1_000_000
-#: Largest integer.
-_MOST = 2**31 - 1
+#: Maximum duration in seconds (11 days), because Python's waits raise on very large ones.
+_MAX_S = 1_000_000
+#: Maximum integer.
+_MAX = 2**31 - 1
 
 
 def _number(parse: Callable[[str], Any], least: float, most: float) -> Callable[[str], Any]:
@@ -69,13 +70,13 @@ def _number(parse: Callable[[str], Any], least: float, most: float) -> Callable[
 def _seconds(
     name: str, group: str, default: float, text: str, *, least: float = 0
 ) -> Variable[float]:
-    parse = _number(float, least, _MOST_S)
-    allowed = f"a number of seconds from {least:g} to {_MOST_S}"
+    parse = _number(float, least, _MAX_S)
+    allowed = f"a number of seconds from {least:g} to {_MAX_S}"
     return Variable(name, group, text, default, allowed, parse, f"{default:g} s")
 
 
 def _integer(
-    name: str, group: str, default: int, text: str, *, least: int = 0, most: int = _MOST,
+    name: str, group: str, default: int, text: str, *, least: int = 0, most: int = _MAX,
     unit: str = "", shown: str = "",
 ) -> Variable[int]:  # fmt: skip
     allowed = f"an integer from {least} to {most}" + (f" ({unit})" if unit else "")
@@ -83,15 +84,14 @@ def _integer(
     return Variable(name, group, text, default, allowed, _number(int, least, most), shown)
 
 
-_ON, _OFF = (
-    ("1", "true", "yes", "y", "on"),
-    ("0", "false", "no", "n", "off", ""),
-)  # as the start-up hook
+# Spellings of switches; equal to those of the start-up hook, which can import nothing.
+_ON = ("1", "true", "yes", "y", "on")
+_OFF = ("0", "false", "no", "n", "off", "")
 _SPELLINGS = "`1`, `true`, `yes`, `y`, `on`, or `0`, `false`, `no`, `n`, `off`"
 
 
 def _boolean(text: str) -> bool:
-    """The spellings that SGLang takes for its own variables, and ``on`` and ``off``."""
+    """Parse the spellings of SGLang's own variables, and ``on`` and ``off``."""
     word = text.strip().lower()
     if word not in (*_ON, *_OFF):
         raise ValueError
@@ -111,7 +111,7 @@ def _choice(*words: str) -> Callable[[str], str]:
     return parse
 
 
-#: The feature groups of both releases that can be switched off.
+#: Feature groups of both releases that can be switched off.
 SWITCHED = (*(group.name for group in FEATURES if group.name != BASE), LEAD)
 
 
@@ -122,8 +122,8 @@ def _switched(text: str) -> tuple[str, ...]:
     return names
 
 
-#: The tables, with their titles.
-GROUPS = {
+#: Tables of variables -> title.
+VARIABLE_GROUPS = {
     "package": "The package",
     "both": "Prefill and decode",
     "decode": "Decode",
@@ -291,7 +291,7 @@ LOCAL_MAX_ITL_MS: Variable[float] = Variable(
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_MAX_ITL_MS", "lead",
     "Decode: a bound on the inter-token latency of running requests, in milliseconds. Chunks are "
     "sized so that 99 of 100 gaps between tokens with a chunk in them are shorter.",
-    0.0, f"a number of milliseconds from 0 to {_MOST}", _number(float, 0, _MOST), "0 (no bound)",
+    0.0, f"a number of milliseconds from 0 to {_MAX}", _number(float, 0, _MAX), "0 (no bound)",
 )  # fmt: skip
 
 FALLBACK_PREFILL_TOKENS = _integer(
@@ -327,49 +327,49 @@ START_METHOD: Variable[str] = Variable(
 )  # fmt: skip
 
 VARIABLES: tuple[Variable[Any], ...] = tuple(
-    each for each in list(globals().values()) if isinstance(each, Variable)
+    value for value in list(globals().values()) if isinstance(value, Variable)
 )
 
 
 def is_active() -> bool:
-    """Return False if the package is turned off. A value that is not allowed counts as on, so that
-    the server refuses it (``wrong``)."""
+    """Return False if the package is turned off. An invalid value counts as on, so that the server
+    refuses it (``wrong``)."""
     return os.environ.get(ACTIVE.name, "1").strip().lower() not in _OFF
 
 
 def wrong() -> str:
-    """Read every variable, also those that this process has no use for. Return which ones have a
-    text that is not allowed, so that a server does not start; empty if none."""
-    found = []
-    for each in VARIABLES:
+    """Read every variable, also unused ones. Return the errors of invalid values, with which a
+    server does not start; empty if none."""
+    errors = []
+    for variable in VARIABLES:
         try:
-            each.read()
+            variable.read()
         except ValueError as error:
-            found.append(str(error))
-    return "; ".join(found)
+            errors.append(str(error))
+    return "; ".join(errors)
 
 
 def given(group: str) -> list[str]:
-    """The variables of a group that are set, each as ``NAME=text``."""
-    names = [each.name for each in VARIABLES if each.group == group]
+    """Return the variables of a group that are set, each as ``NAME=text``."""
+    names = [variable.name for variable in VARIABLES if variable.group == group]
     return [f"{name}={os.environ[name]}" for name in names if name in os.environ]
 
 
 def sglang_names(name: str) -> list[str]:
-    """SGLang's own variable ``name``: names with commas between them; empty if it is not set."""
+    """Return the comma-separated names in SGLang's own variable ``name``; empty if not set."""
     return [word for part in os.environ.get(name, "").split(",") if (word := part.strip())]
 
 
 def sglang_switch(name: str) -> bool:
-    """Whether SGLang takes its own variable ``name`` as switched on."""
+    """Return True if SGLang reads its own variable ``name`` as on."""
     return os.environ.get(name, "").strip().lower() in ("1", "true", "t", "yes", "y", "on")
 
 
 def table(group: str) -> str:
-    """The variables of a group as a Markdown table."""
+    """Return the variables of a group as a Markdown table."""
     rows = [
-        f"| `{each.name}` | {each.text} | {each.shown or each.default} | {each.allowed} |\n"
-        for each in VARIABLES
-        if each.group == group
+        f"| `{var.name}` | {var.text} | {var.shown or var.default} | {var.allowed} |\n"
+        for var in VARIABLES
+        if var.group == group
     ]
     return "".join(["| Variable | Meaning | Default | Allowed |\n|---|---|---|---|\n", *rows])

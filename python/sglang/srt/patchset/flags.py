@@ -1,11 +1,11 @@
-"""Our flags as they are written, and what a server needs that was given them.
+"""Names of our flags, and the feature groups and mixins that a server with them needs.
 
-``args`` is anything that has the attributes of ``ServerArgs``.
+``args`` has the attributes of ``ServerArgs``.
 """
 
 from __future__ import annotations
 
-from typing import Any  # Any: what has the attributes of ServerArgs
+from typing import Any  # Any: an object with the attributes of ServerArgs
 
 from sglang.srt.mem_cache.buffer_only import settings
 from sglang.srt.patchset import environment
@@ -13,7 +13,7 @@ from sglang.srt.patchset import environment
 FLAG = "--disaggregation-decode-enable-radix-cache"
 LOCAL = "--disaggregation-decode-local-tokens"
 LOCAL_WHEN_LOST = "--disaggregation-decode-fallback-prefill-tokens"
-LOCAL_SHARE = "--disaggregation-decode-local-prefill-time-ratio"
+LOCAL_TIME_RATIO = "--disaggregation-decode-local-prefill-time-ratio"
 LOCAL_MAX_ITL = "--disaggregation-decode-local-max-itl-ms"
 OFFLOAD = "--disaggregation-decode-enable-offload-kvcache"
 MODE = "--hicache-host-memory-mode"
@@ -21,31 +21,31 @@ MODES = ("cache", "buffer_only")
 ON = f"{MODE} buffer_only"
 PAGES = settings.PAGES_FLAG
 SIZE = settings.SIZE_FLAG
-#: SGLang's flag. With it, layers with a sliding window have their KV in the pool of all layers.
-#: Without it they have a second pool, which a pair transfers as state.
+#: SGLang's flag that keeps the KV of sliding-window layers in the pool of all layers. By default
+#: they have a second pool, which a pair transfers as state.
 NO_WINDOW_POOL = "--disable-hybrid-swa-memory"
 
-#: The fields of ``ServerArgs`` that are not named as their flags.
+#: Flag -> field of ``ServerArgs``, where the names differ.
 FIELDS = {
     "--pipeline-parallel-size": "pp_size",
     "--attention-context-parallel-size": "attn_cp_size",
     LOCAL_WHEN_LOST: "disaggregation_decode_local_tokens_when_lost",
-    LOCAL_SHARE: "disaggregation_decode_local_share",
+    LOCAL_TIME_RATIO: "disaggregation_decode_local_share",
 }
 
-#: Transfer backends whose sender and receiver of ours move only the missing pages, each with the
-#: feature group (``patchset/table.py``) that they are in.
+#: Transfer backend that can move only the missing pages -> its feature group
+#: (``patchset/table.py``).
 DELTA_BACKENDS: dict[str, str] = {"nixl": "nixl_async", "mooncake": "mooncake_delta"}
 
-#: Attention of latent KV that on a decode server lacks what SGLang's chunked prefix cache calls
-#: (``FlashInferMLAAttnBackend.enable_chunk_kv``, and what inherits it).
+#: MLA attention backends that on a decode server lack methods that SGLang's chunked prefix cache
+#: calls (``FlashInferMLAAttnBackend.enable_chunk_kv`` and its subclasses).
 NO_PREFIX_CHUNKS = {"flashinfer", "flashmla", "cutlass_mla", "trtllm_mla"}
 
 
 def is_given(args: Any, setting: str) -> bool:
-    """Whether a server was given ``setting``, as a user writes it: "--flag", "--flag value",
-    "--flag above 1", "another --flag than one, two", "no --flag", or one of SGLang's own switches,
-    "SGLANG_NAME=1"."""
+    """Return True if a server was given ``setting``, in a user's notation: "--flag", "--flag
+    value", "--flag above 1", "another --flag than one, two", "no --flag", or a switch of SGLang's
+    own, "SGLANG_NAME=1"."""
     if setting.startswith("no "):
         return not is_given(args, setting.removeprefix("no "))
     if setting.startswith("SGLANG_"):
@@ -68,18 +68,19 @@ def wants_buffer_only(args: Any) -> bool:
 
 
 def loads_from_store(args: Any) -> bool:
-    """True if a server with these arguments reads KV from the store."""
+    """Return True if a server with these arguments reads KV from the store."""
     return wants_buffer_only(args) and args.disaggregation_mode != "decode"
 
 
 def writes_to_store(args: Any) -> bool:
-    """True if a decode server with these arguments writes its KV to the store. Without ``OFFLOAD``
-    the mode is refused."""
+    """Return True if a decode server with these arguments writes its KV to the store. Without
+    ``OFFLOAD`` the mode is refused."""
     return wants_buffer_only(args) and args.disaggregation_mode == "decode"
 
 
 def computes_turns(args: Any) -> bool:
-    """Whether a server with these arguments computes turns itself, be it where prefill is lost."""
+    """Return True if a server with these arguments computes turns itself, or does so when prefill
+    is lost."""
     tokens = (
         args.disaggregation_decode_local_tokens,
         args.disaggregation_decode_local_tokens_when_lost,
@@ -88,18 +89,18 @@ def computes_turns(args: Any) -> bool:
 
 
 def checks_invariants(args: Any) -> bool:
-    """Whether an idle server looks what it has left behind."""
+    """Return True if an idle server checks its invariants."""
     return environment.CHECK_INVARIANTS.read()
 
 
 def backend_group(args: Any) -> tuple[str, ...]:
-    """The feature group of the transfer backend; none for those that are SGLang's own."""
+    """Return the feature group of the transfer backend; empty for a stock backend."""
     group = DELTA_BACKENDS.get(args.disaggregation_transfer_backend)
     return () if group is None else (group,)
 
 
 def needed_groups(args: Any) -> dict[str, tuple[str, ...]]:
-    """The feature groups that each of our flags needs which was given."""
+    """Return each given flag of ours with the feature groups that it needs."""
     needed = {}
     if wants_radix_cache(args):
         needed[FLAG] = ("decode_radix", *backend_group(args))
@@ -111,8 +112,8 @@ def needed_groups(args: Any) -> dict[str, tuple[str, ...]]:
 
 
 def attend_prefixes_whole(args: Any) -> None:
-    """Turn SGLang's chunked prefix cache off where a local chunk behind a prefix would end the
-    server: its decode servers never run a prompt, and prepare nothing for one."""
+    """Turn SGLang's chunked prefix cache off if a local chunk after a prefix would end the server,
+    because SGLang's decode servers never run a prompt and do not set up the cache."""
     if computes_turns(args):
         extends = {args.get_attention_backends()[0], args.speculative_draft_attention_backend}
         if extends & NO_PREFIX_CHUNKS:

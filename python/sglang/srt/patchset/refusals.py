@@ -1,8 +1,8 @@
-"""Which settings are refused together, before any memory or weights are touched: the same conflict
-found later would end a running server at its first request.
+"""Settings that are refused with our flags, before memory or weights are loaded: found later, the
+conflict would end the server at its first request.
 
-A refusal is a row: our flag, the setting that is refused with it, and why. A new one is a row
-of ``ALWAYS``, as ``Refusal(RADIX, "--enable-x", "it has its own tree")``, and one of the tests';
+A refusal is a row: our flag, the refused setting, and the reason. To add one, add a row to
+``ALWAYS``, as ``RefusedSetting(RADIX, "--enable-x", "it has its own tree")``, and one to the test;
 ``python -m benchmark.tables`` then prints it into README and docs.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any  # Any: what has the attributes of ServerArgs, ModelConfig
+from typing import Any  # Any: an object with the attributes of ServerArgs or ModelConfig
 
 from sglang.srt.patchset import conditions
 from sglang.srt.patchset.flags import (
@@ -28,46 +28,53 @@ from sglang.srt.patchset.flags import (
 
 logger = logging.getLogger(__name__)
 
-#: Storage backends that the staging buffer is tested with; ``dynamic`` is a class of one's own.
+#: Storage backends that the staging buffer is tested with; ``dynamic`` loads a user's class.
 STORES = ("mooncake", "file", "dynamic")
-#: Speculation whose draft model has KV with the target's page indices. SGLang reads NEXTN as EAGLE.
+#: Speculative algorithms whose draft KV has the target's page indices. SGLang reads NEXTN as EAGLE.
 DRAFTING = ("EAGLE", "EAGLE3", "NEXTN")
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RefusedSetting:
     """One setting that is refused with a flag of ours."""
 
-    #: Any of these flags, as written on a command line.
+    #: Any of these flags, as on a command line.
     flags: tuple[str, ...]
-    #: The setting as a user writes it, and why it is refused.
+    #: The refused setting in a user's notation (``flags.is_given``), and the reason.
     other: str
     why: str
-    #: The error, where it is not the usual one; ``{flag}`` and ``{attribute}`` are filled in.
+    #: The error text, if not the default one; ``{flag}`` and ``{attribute}`` are filled in.
     text: str = ""
-    #: Whether it is given, where ``flags.is_given`` cannot read that from ``other``: a function of
-    #: the arguments, or of the model's configuration.
+    #: Returns True if the setting is given, if ``flags.is_given`` cannot read ``other``: a function
+    #: of the arguments, or of the model's configuration.
     when: Callable[[Any], bool] | None = None
-    #: The way out.
+    #: The advice to the user.
     instead: str = "Remove one of them."
 
 
 # ---- the rows ----
 
-RADIX, TURNS, BUFFER = (FLAG,), (LOCAL, LOCAL_WHEN_LOST), (ON,)
-FP4, HICACHE = ("--kv-cache-dtype fp4_e2m1",), ("--enable-hierarchical-cache",)
-_BACKENDS, _DRAFTS, _STORES = map(", ".join, (DELTA_BACKENDS, DRAFTING, STORES))
+# Values of ``RefusedSetting.flags``.
+RADIX = (FLAG,)
+TURNS = (LOCAL, LOCAL_WHEN_LOST)
+BUFFER = (ON,)
+FP4 = ("--kv-cache-dtype fp4_e2m1",)
+HICACHE = ("--enable-hierarchical-cache",)
+# Lists in texts.
+_BACKENDS = ", ".join(DELTA_BACKENDS)
+_DRAFTS = ", ".join(DRAFTING)
+_STORES = ", ".join(STORES)
 
-#: Refused as the user gave them, and as SGLang has filled in the rest.
-ALWAYS: tuple[Refusal, ...] = (
-    Refusal(
+#: Refused as the user gave them, and again after SGLang has filled in the rest.
+ALWAYS: tuple[RefusedSetting, ...] = (
+    RefusedSetting(
         RADIX,
         "another --disaggregation-mode than decode",
         "a prefill server needs no flag to take part",
         "{flag} is for decode servers, but --disaggregation-mode is {disaggregation_mode}. Give it "
         "to the decode server only; a prefill server needs no flag to take part.",
     ),
-    Refusal(
+    RefusedSetting(
         RADIX,
         f"another --disaggregation-transfer-backend than {_BACKENDS}",
         "it cannot send a part of a prompt",
@@ -75,10 +82,10 @@ ALWAYS: tuple[Refusal, ...] = (
         "--disaggregation-transfer-backend {disaggregation_transfer_backend} cannot. Use "
         f"one of {_BACKENDS}.",
     ),
-    Refusal(
+    RefusedSetting(
         RADIX, "--enable-hisparse", "it keeps only a part of a request's KV in the device pool"
     ),
-    Refusal(
+    RefusedSetting(
         RADIX,
         f"{OFFLOAD} without {ON}",
         "SGLang's offload frees the pages of finished requests, which the radix cache keeps",
@@ -86,36 +93,38 @@ ALWAYS: tuple[Refusal, ...] = (
         f"cache. Or remove {OFFLOAD}.",
         when=conditions.offloads_as_sglang,
     ),
-    Refusal(
+    RefusedSetting(
         RADIX,
         "--enable-hierarchical-cache",
         "a decode server does not run its copies to the host",
     ),
-    Refusal(RADIX, "--enable-lmcache", "it has its own tree"),
-    Refusal(
+    RefusedSetting(RADIX, "--enable-lmcache", "it has its own tree"),
+    RefusedSetting(
         RADIX + BUFFER, "--enable-streaming-session", "it wraps the tree and keeps pages itself"
     ),
-    Refusal(RADIX, "SGLANG_DISAGG_STAGING_BUFFER=1", "it always receives whole prompts"),
-    Refusal(RADIX + BUFFER, "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE=1", "it replaces the radix tree"),
-    Refusal(
+    RefusedSetting(RADIX, "SGLANG_DISAGG_STAGING_BUFFER=1", "it always receives whole prompts"),
+    RefusedSetting(
+        RADIX + BUFFER, "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE=1", "it replaces the radix tree"
+    ),
+    RefusedSetting(
         RADIX,
         "--speculative-algorithm STANDALONE",
         "SGLang's decode server does not initialise such a draft model after a transfer, and its "
         "metadata buffers are smaller than those of prefill",
     ),
-    Refusal(
+    RefusedSetting(
         RADIX,
         "--speculative-algorithm NGRAM",
         "SGLang's decode server does not draft from n-grams after a transfer",
     ),
-    Refusal(
+    RefusedSetting(
         RADIX,
         f"another --speculative-algorithm than {_DRAFTS}",
         "what its draft model needs to be transferred is unknown",
         "{flag} cannot be combined with --speculative-algorithm {speculative_algorithm}: what its "
         "draft model needs to be transferred is unknown. Remove one of them.",
     ),
-    Refusal(
+    RefusedSetting(
         RADIX,
         "--speculative-eagle-topk above 1",
         "a tree of drafts takes more slots than admission counts; SGLang chooses it itself for "
@@ -125,33 +134,33 @@ ALWAYS: tuple[Refusal, ...] = (
         "slots than admission counts; use --speculative-eagle-topk 1. Remove one of them.",
         when=conditions.drafts_trees,
     ),
-    Refusal(
+    RefusedSetting(
         RADIX,
         "--enable-multi-layer-eagle",
         "each of its layers has a KV pool of its own, and SGLang transfers the first only",
         when=conditions.drafts_in_layers,
     ),
-    Refusal(
+    RefusedSetting(
         RADIX,
-        f"SGLANG_ENABLE_SPEC_V2=1 with more than {conditions.MOST_DRAFTS_V2} draft tokens",
+        f"SGLANG_ENABLE_SPEC_V2=1 with more than {conditions.MAX_DRAFTS_V2} draft tokens",
         "SGLang's rows of slots are too short for them",
         "{flag} cannot be combined with SGLANG_ENABLE_SPEC_V2=1 with "
         "{speculative_num_draft_tokens} draft tokens: SGLang's rows of slots are too short for "
-        f"them; use --speculative-num-steps {conditions.MOST_DRAFTS_V2 - 1} at most. Remove one "
+        f"them; use --speculative-num-steps {conditions.MAX_DRAFTS_V2 - 1} at most. Remove one "
         "of them.",
         when=conditions.drafts_beyond_its_row,
     ),
-    Refusal(
+    RefusedSetting(
         RADIX,
         "--mamba-scheduler-strategy extra_buffer",
         "it keeps states for a tree with states, and decode's tree has none",
     ),
-    Refusal(
+    RefusedSetting(
         RADIX,
         "--pipeline-parallel-size above 1",
         "the stages would each match their own tree, without agreeing on a length",
     ),
-    Refusal(
+    RefusedSetting(
         RADIX,
         "--num-reserved-decode-tokens below --page-size",
         "the admission budget ignores the rounding to pages",
@@ -160,7 +169,7 @@ ALWAYS: tuple[Refusal, ...] = (
         "--num-reserved-decode-tokens {page_size} or more.",
         when=conditions.reserves_less_than_a_page,
     ),
-    Refusal(
+    RefusedSetting(
         BUFFER,
         f"--disaggregation-mode decode, without {FLAG} and {OFFLOAD}",
         "a decode server loads nothing from the store, and writes only with both",
@@ -168,7 +177,7 @@ ALWAYS: tuple[Refusal, ...] = (
         f"and writes only with both. Add them, or remove {MODE} on the decode server.",
         when=conditions.writes_nothing,
     ),
-    Refusal(
+    RefusedSetting(
         BUFFER,
         "--enable-lora on a decode server",
         "SGLang names adapters differently on each server, so no prefill server would find what is "
@@ -176,21 +185,21 @@ ALWAYS: tuple[Refusal, ...] = (
         instead=f"Remove {ON} and {OFFLOAD}, or --enable-lora.",
         when=conditions.writes_adapters,
     ),
-    Refusal(
+    RefusedSetting(
         BUFFER,
         "no --hicache-storage-backend",
         "that is where KV is stored",
         "{flag} stores KV in a storage backend, but --hicache-storage-backend is not given. Add "
         f"--hicache-storage-backend, or use {MODE} cache.",
     ),
-    Refusal(
+    RefusedSetting(
         BUFFER,
         f"another --hicache-storage-backend than {_STORES}",
         "this package was not tested with it",
         "{flag} does not support --hicache-storage-backend {hicache_storage_backend}: this package "
         f"was not tested with it. Use one of {_STORES}, or {MODE} cache.",
     ),
-    Refusal(
+    RefusedSetting(
         BUFFER,
         "--hicache-write-policy write_back",
         "it writes KV to the store only on eviction",
@@ -198,24 +207,24 @@ ALWAYS: tuple[Refusal, ...] = (
         "write_back writes it only on eviction. Use --hicache-write-policy write_through or "
         "write_through_selective.",
     ),
-    Refusal(BUFFER, "--disable-radix-cache", "without a radix tree no KV is shared"),
-    Refusal(BUFFER, "--enable-lmcache", "it has its own tree and host tier"),
-    Refusal(BUFFER, "--enable-hisparse", "it keeps a part of a request's KV on the host"),
-    Refusal(BUFFER, "--dllm-algorithm", "its scheduler loop does not call the store"),
-    Refusal(BUFFER, "--enable-pdmux", "its prefills do not wait for loads from the store"),
-    Refusal(
+    RefusedSetting(BUFFER, "--disable-radix-cache", "without a radix tree no KV is shared"),
+    RefusedSetting(BUFFER, "--enable-lmcache", "it has its own tree and host tier"),
+    RefusedSetting(BUFFER, "--enable-hisparse", "it keeps a part of a request's KV on the host"),
+    RefusedSetting(BUFFER, "--dllm-algorithm", "its scheduler loop does not call the store"),
+    RefusedSetting(BUFFER, "--enable-pdmux", "its prefills do not wait for loads from the store"),
+    RefusedSetting(
         BUFFER,
         "--kv-cache-dtype fp4_e2m1",
         "SGLang's host pools support neither its layout nor its scales",
         instead="Use --kv-cache-dtype auto or fp8_e4m3, or remove --enable-hierarchical-cache.",
     ),
-    Refusal(
+    RefusedSetting(
         BUFFER,
         "--pipeline-parallel-size above 1",
         "its ranks would fetch different lengths of a prefix",
         instead=f"Use --pipeline-parallel-size 1, or {MODE} cache.",
     ),
-    Refusal(
+    RefusedSetting(
         BUFFER,
         "--attention-context-parallel-size above 1",
         "its ranks would fetch different lengths of a prefix",
@@ -223,10 +232,10 @@ ALWAYS: tuple[Refusal, ...] = (
     ),
 )
 
-#: Refused as the user gave them. SGLang may set the same itself, for reasons of its own.
-AS_GIVEN: tuple[Refusal, ...] = (
-    # On both servers of a pair, with or without our flags: each answer would be wrong.
-    Refusal(
+#: Refused as the user gave them only, because SGLang may set the same itself for other reasons.
+AS_GIVEN: tuple[RefusedSetting, ...] = (
+    # On both servers of a pair, with or without our flags, because every answer would be wrong.
+    RefusedSetting(
         FP4,
         "--disaggregation-mode prefill or decode",
         "SGLang transfers such KV without its scales",
@@ -235,8 +244,8 @@ AS_GIVEN: tuple[Refusal, ...] = (
         "outside the pool. Use --kv-cache-dtype auto or fp8_e4m3 on both servers.",
         when=conditions.is_in_a_pair,
     ),
-    Refusal(RADIX, "--disable-radix-cache", "one turns on what the other turns off"),
-    Refusal(
+    RefusedSetting(RADIX, "--disable-radix-cache", "one turns on what the other turns off"),
+    RefusedSetting(
         TURNS,
         f"no {FLAG}",
         "a decode server without the cache has no KV of earlier turns",
@@ -244,36 +253,36 @@ AS_GIVEN: tuple[Refusal, ...] = (
         f"would compute the whole session each turn. Add {FLAG} to the decode server, or remove "
         "{flag}.",
     ),
-    Refusal(
+    RefusedSetting(
         TURNS,
         "--deepep-mode low_latency",
         "its buffers are made for decode steps, and a chunk of a prompt does not fit",
         instead="Use --deepep-mode auto, or remove {flag}.",
         when=conditions.has_buffers_for_decode_steps,
     ),
-    Refusal(
+    RefusedSetting(
         TURNS,
         "--moe-a2a-backend mooncake or nixl",
         "SGLang runs decode steps with them, and no chunk of a prompt",
         when=conditions.dispatches_decode_steps_only,
     ),
-    Refusal(
+    RefusedSetting(
         TURNS,
         "--enable-dp-attention with --speculative-algorithm",
         "a two-rank decode server with both terminated at its first requests, cause unknown",
         when=conditions.drafts_on_data_parallel_ranks,
     ),
-    Refusal(
+    RefusedSetting(
         TURNS,
         "SGLANG_SCHEDULER_SKIP_ALL_GATHER=1",
         "data parallel ranks then do not learn that one of them runs a chunk",
     ),
-    Refusal(
+    RefusedSetting(
         TURNS,
         "--enable-lora-overlap-loading",
         "SGLang then loads adapters where it schedules prompts, which a decode server does not do",
     ),
-    Refusal(
+    RefusedSetting(
         BUFFER,
         "no --enable-hierarchical-cache",
         "it is a mode of it",
@@ -282,16 +291,16 @@ AS_GIVEN: tuple[Refusal, ...] = (
     ),
 )
 
-#: What SGLang itself turns off for some models and backends, with only a line in its log.
-FILLED_IN: tuple[Refusal, ...] = (
-    Refusal(
+#: Refused because SGLang turned it off for this model or backend, with only a log line.
+FILLED_IN: tuple[RefusedSetting, ...] = (
+    RefusedSetting(
         RADIX,
         "--disable-radix-cache",
         "SGLang turns the tree off",
         "{flag} was given, but SGLang set --disable-radix-cache for this model or attention "
         "backend (its log says why). Choose another, or remove {flag}.",
     ),
-    Refusal(
+    RefusedSetting(
         BUFFER,
         "no --enable-hierarchical-cache",
         "SGLang turns it off",
@@ -312,10 +321,10 @@ _ONE_POOL = (
     "holds 10 to 15 % fewer tokens at SGLang's --swa-full-tokens-ratio (MiMo-V2 does not fit in "
     "it). Or: "
 )
-#: Models, by their configuration.
-MODELS: tuple[Refusal, ...] = (
+#: Refused models, by their configuration.
+MODELS: tuple[RefusedSetting, ...] = (
     *(
-        Refusal(
+        RefusedSetting(
             flags,
             f"models with a pool of their own for sliding-window layers, without {NO_WINDOW_POOL}",
             _NO_POOL,
@@ -324,15 +333,17 @@ MODELS: tuple[Refusal, ...] = (
         )
         for flags, instead in ((RADIX, _STOCK_TREE), (BUFFER, _STOCK_HOST))
     ),
-    Refusal(BUFFER, _STATE_LAYERS, _NO_POOL, when=conditions.has_state_layers, instead=_STOCK_HOST),
-    Refusal(
+    RefusedSetting(
+        BUFFER, _STATE_LAYERS, _NO_POOL, when=conditions.has_state_layers, instead=_STOCK_HOST
+    ),
+    RefusedSetting(
         TURNS,
         _STATE_LAYERS,
         "decode's tree has the KV of a prefix and no recurrent state to continue from",
         when=conditions.has_state_layers,
         instead="Remove {flag}.",
     ),
-    Refusal(
+    RefusedSetting(
         RADIX,
         "multimodal models with --model-impl transformers",
         "SGLang turns their radix tree off",
@@ -341,16 +352,16 @@ MODELS: tuple[Refusal, ...] = (
     ),
 )
 
-#: Models with ``--speculative-algorithm``, by their configuration.
-DRAFTED: tuple[Refusal, ...] = (
-    Refusal(
+#: Refused models with ``--speculative-algorithm``, by their configuration.
+DRAFTED: tuple[RefusedSetting, ...] = (
+    RefusedSetting(
         RADIX,
         "--speculative-algorithm for a model with sparse attention (DSA)",
         "SGLang transfers the target's index only, so the draft model would use the index of "
         "another text",
         when=conditions.has_index,
     ),
-    Refusal(
+    RefusedSetting(
         RADIX,
         "--speculative-algorithm for a model with recurrent state",
         "the states behind drafts have buffers of their own, and a decode server with them was not "
@@ -359,9 +370,9 @@ DRAFTED: tuple[Refusal, ...] = (
     ),
 )
 
-#: Not refused, but slower than who asked for it may think: nothing else would show it.
-WARNED: tuple[Refusal, ...] = (
-    Refusal(
+#: Warned about and not refused: slower than the user may expect, which nothing else would show.
+WARNED: tuple[RefusedSetting, ...] = (
+    RefusedSetting(
         RADIX,
         "--enable-dp-attention",
         "every data parallel rank has its own tree",
@@ -369,7 +380,7 @@ WARNED: tuple[Refusal, ...] = (
         "hit only if the router sends those with the same prefix to the same rank (prefix-aware "
         "routing).",
     ),
-    Refusal(
+    RefusedSetting(
         HICACHE,
         "--speculative-algorithm",
         "the host and the store have no draft KV",
@@ -378,7 +389,7 @@ WARNED: tuple[Refusal, ...] = (
         "that receives it. Outputs are the same; fewer drafts are accepted.",
         when=conditions.drafts_behind_a_cache,
     ),
-    Refusal(
+    RefusedSetting(
         BUFFER,
         "--hicache-storage-prefetch-policy best_effort",
         "a request uses only the pages that arrived before it is scheduled",
@@ -393,13 +404,14 @@ WARNED: tuple[Refusal, ...] = (
 
 
 def check_given(args: Any) -> None:
-    """Raise ``ValueError`` at the first setting, as the user gave it, that does not fit."""
+    """Raise ``ValueError`` for the first refused setting, as the user gave it."""
     for text in _texts((*AS_GIVEN, *ALWAYS), args, args):
         raise ValueError(text)
 
 
 def check_filled_in(args: Any) -> None:
-    """The same once SGLang has filled in what the user left out, and warn."""
+    """Raise ``ValueError`` for the first refused setting after SGLang has filled in the rest, and
+    log warnings."""
     for text in _texts((*FILLED_IN, *ALWAYS), args, args):
         raise ValueError(text)
     for text in _texts(WARNED, args, args):
@@ -413,12 +425,12 @@ def check_model(args: Any, config: Any) -> None:
         raise ValueError(text)
 
 
-def _texts(rows: Iterable[Refusal], args: Any, subject: Any) -> Iterator[str]:
-    """What is to be said of a server with ``args``; ``subject``: what ``when`` looks at."""
+def _texts(rows: Iterable[RefusedSetting], args: Any, subject: Any) -> Iterator[str]:
+    """Yield the texts of the rows that apply to ``args``; ``subject``: argument of ``when``."""
     for row in rows:
         for flag in row.flags:
             if not is_given(args, flag):
                 continue
             if row.when(subject) if row.when else is_given(subject, row.other):
-                usual = f"{flag} cannot be combined with {row.other}: {row.why}. {row.instead}"
-                yield (row.text or usual).format(flag=flag, **vars(subject))
+                default = f"{flag} cannot be combined with {row.other}: {row.why}. {row.instead}"
+                yield (row.text or default).format(flag=flag, **vars(subject))

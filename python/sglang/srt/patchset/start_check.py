@@ -1,8 +1,8 @@
-"""Where a scheduler starts: whatever its flags need is wholly attached, and is put on it; then the
-server says what it is, in its log, in a metric and in ``/server_info``.
+"""Start of a scheduler: checks that all groups of its flags are attached, adds their mixins, and
+reports the server's identity in the log, a metric and ``/server_info``.
 
-This has a row of its own, in a group that is always attached, so that a row which does not fit
-cannot take the check along with it.
+The row of this module is in the group that is always attached, so that a row that does not fit
+cannot disable the check.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-from typing import TYPE_CHECKING, Any  # Any: SGLang's arguments, handed on
+from typing import TYPE_CHECKING, Any  # Any: SGLang's arguments, passed through
 
 from typing_extensions import override
 
@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.delta.metrics import METRICS
 from sglang.srt.disaggregation.delta.wire import VERSION
 from sglang.srt.patchset import __version__, flags, status
 from sglang.srt.patchset.args import DisaggArgs
-from sglang.srt.patchset.status import GroupStatus, State
+from sglang.srt.patchset.status import GroupStatus, PatchsetState
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
@@ -30,35 +30,35 @@ else:
 logger = logging.getLogger(__name__)
 
 SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
-#: The key in each of the ``internal_states`` of ``/server_info``.
+#: Key in each of the ``internal_states`` of ``/server_info``.
 KEY = "disagg_patchset"
 
 
-def identity(args: Any, now: State) -> dict[str, str]:
-    """The labels of ``sglang:disagg_patchset_info``.
+def identity(args: Any, now: PatchsetState) -> dict[str, str]:
+    """Return the labels of ``sglang:disagg_patchset_info``.
 
-    ``groups``: the feature groups that are neither switched off nor stock, also those that this
-    server has no use for; ``protocol``: of the prefixes between prefill and decode; ``flags``: ours
-    whose value is not the default.
+    ``groups``: feature groups that are neither switched off nor stock, also unused ones;
+    ``protocol``: version of the prefix protocol between prefill and decode; ``flags``: our flags
+    with a non-default value.
     """
-    left_out = (GroupStatus.OFF, GroupStatus.STOCK)
-    written = {name: flag for flag, name in flags.FIELDS.items()}
+    omitted = (GroupStatus.OFF, GroupStatus.STOCK)
+    flag_names = {name: flag for flag, name in flags.FIELDS.items()}
     given = [
         flag if value is True else f"{flag}={value}"
         for field in dataclasses.fields(DisaggArgs)
         if (value := getattr(args, field.name)) != field.default
-        for flag in [written.get(field.name, f"--{field.name.replace('_', '-')}")]
+        for flag in [flag_names.get(field.name, f"--{field.name.replace('_', '-')}")]
     ]
     return {
         "version": __version__,
-        "groups": ",".join(g.group.name for g in now.groups if g.status not in left_out),
+        "groups": ",".join(state.group.name for state in now.groups if state.status not in omitted),
         "protocol": str(VERSION),
         "flags": " ".join(given),
     }
 
 
 def line(about: dict[str, str]) -> str:
-    """The identity as a server logs it when it starts."""
+    """Return the identity as a log line."""
     return (
         f"sglang-disagg-patchset {about['version']}: feature groups {about['groups']}; "
         f"delta protocol {about['protocol']}; flags {about['flags'] or 'none'}"
@@ -66,14 +66,14 @@ def line(about: dict[str, str]) -> str:
 
 
 def equip(scheduler: Scheduler, server_args: ServerArgs) -> None:
-    """Add the mixins that these arguments need to a scheduler that is being made."""
+    """Add the mixins that these arguments need to a scheduler under construction."""
     if status.attachment is not None:
         status.attachment.equip(SCHEDULER, scheduler, server_args)
 
 
 class CheckedScheduler(Scheduler):
-    """Refuses a flag whose groups are not attached in this process before anything is built, and is
-    equipped for its flags. Whatever the arguments are, they are passed on."""
+    """Refuses a flag whose groups are not attached in this process, before anything is built, and
+    adds the mixins of its flags. Passes all arguments through."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
@@ -90,7 +90,7 @@ class CheckedScheduler(Scheduler):
     @override
     def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:
         answer = super().get_internal_state(recv_req)
-        # A dict of its own: SGLang answers with that of its arguments.
+        # A copy, because SGLang returns the dict of its own arguments.
         about = {KEY: identity(self.server_args, status.state())}
         answer.internal_state = {**answer.internal_state, **about}
         return answer

@@ -1,5 +1,5 @@
-"""What the patch set has done in this process, for the command line, validation and tests: which
-release of SGLang it found, which groups the user switched off, and what became of the others."""
+"""Status of the patch set in this process, for the command line, validation and tests: the release
+of SGLang, the groups that the user switched off, and the state of the other groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any  # Any: attach makes it, and reads this module
+from typing import Any  # Any: an Attachment, because ``attach`` imports this module
 
 from sglang.srt.patchset import environment
 from sglang.srt.patchset.table import (
@@ -20,37 +20,37 @@ from sglang.srt.patchset.table import (
     Replacement,
 )
 
-#: The variable that names feature groups which are to stay stock.
+#: Variable that names the feature groups to leave stock.
 DISABLE = environment.DISABLED_GROUPS.name
-#: ``attach.Attachment``, which ``attach.activate`` sets once for a process.
+#: The process's ``attach.Attachment``, set once by ``attach.activate``.
 attachment: Any = None
 
 
 class PatchsetError(RuntimeError):
-    """A flag of the patch set was used where what it needs is not wholly attached."""
+    """Raised if a flag of the patch set is used while a group that it needs is not attached."""
 
 
 class RowStatus(enum.Enum):
-    """How far a row of the table has come in this process."""
+    """Status of a row of the table in this process."""
 
     PENDING = "pending"  # the target module is not imported yet
-    BOUND = "bound"  # with a ``when``: it fits, and is put on the objects of servers that need it
-    FAILED = "failed"  # it does not fit, or stock copies of the class are about
+    BOUND = "bound"  # with a ``when``: fits, and is added to the objects of servers that need it
+    FAILED = "failed"  # does not fit, or a module holds the stock class
     STOCK = "stock"  # its group is not attached
 
 
 class GroupStatus(enum.Enum):
-    """How far a group has come in this process."""
+    """Status of a group in this process."""
 
-    PENDING = "pending"  # nothing speaks against it, and not all targets are imported yet
+    PENDING = "pending"  # no row has failed, and some targets are not imported yet
     ATTACHED = "attached"
-    OFF = "off"  # switched off by the user, or in need of such a group
-    STOCK = "stock"  # it cannot be attached
+    OFF = "off"  # switched off by the user, or needs such a group
+    STOCK = "stock"  # cannot be attached
 
 
 @dataclass(frozen=True)
 class RowState:
-    """One row of the table and what became of it."""
+    """One row of the table and its status."""
 
     row: Replacement
     status: RowStatus
@@ -59,7 +59,7 @@ class RowState:
 
 @dataclass(frozen=True)
 class GroupState:
-    """One group and what became of it; ``reason`` says why it is off or stock."""
+    """One group and its status; ``reason``: why it is off or stock."""
 
     group: Group
     status: GroupStatus
@@ -68,8 +68,8 @@ class GroupState:
 
 
 @dataclass(frozen=True)
-class State:
-    """The patch set in this process; ``inert`` says why it is that, and is empty if active."""
+class PatchsetState:
+    """State of the patch set in this process; ``inert``: why it is inert, empty if active."""
 
     expected: str
     found: str
@@ -78,7 +78,7 @@ class State:
 
 
 def installed_version() -> str:
-    """Version of the installed SGLang, from its metadata; "none" where there is no metadata."""
+    """Return the version of the installed SGLang from its metadata, or "none"."""
     try:
         return metadata.version("sglang")
     except metadata.PackageNotFoundError:
@@ -86,7 +86,7 @@ def installed_version() -> str:
 
 
 def why_inert(found: str) -> str:
-    """Why the table stays out of SGLang ``found``; empty if it may attach."""
+    """Return why the table does not attach to SGLang ``found``; empty if it may."""
     if not environment.is_active():
         return "turned off by SGLANG_PATCHSET=0"
     made_for = f"made for SGLang {BASE_VERSION} and {CURRENT_VERSION}"
@@ -97,15 +97,15 @@ def why_inert(found: str) -> str:
             "sglang-disagg-patchset` removes them)"
         )
     if found == CURRENT_VERSION:
-        return f"on SGLang {found} there is the group lead alone, which SGLang loads as a plugin"
+        return f"on SGLang {found} there is only the group lead, which SGLang loads as a plugin"
     return "" if found == BASE_VERSION else f"{made_for}, found {found}"
 
 
-def state() -> State:
-    """Report without importing anything of SGLang."""
+def state() -> PatchsetState:
+    """Return the current state, without importing SGLang."""
     if attachment is not None:
         groups = attachment.group_states()
-        return State(BASE_VERSION, attachment.found, attachment.inert, groups)
+        return PatchsetState(BASE_VERSION, attachment.found, attachment.inert, groups)
     pending = tuple(
         GroupState(
             group,
@@ -116,12 +116,12 @@ def state() -> State:
         for group in GROUPS
     )
     inert = "the import hook did not run in this interpreter (is the .pth file installed?)"
-    return State(BASE_VERSION, installed_version(), inert, pending)
+    return PatchsetState(BASE_VERSION, installed_version(), inert, pending)
 
 
-def examine(names: Iterable[str] | None = None) -> State:
-    """Report, with what can be found out about the groups ``names`` (about all) before their
-    targets are imported."""
+def examine(names: Iterable[str] | None = None) -> PatchsetState:
+    """Return the state after examining the groups ``names`` (default: all), without importing their
+    targets."""
     if attachment is not None and not attachment.inert:
         for group in GROUPS:
             if names is None or group.name in names:
@@ -129,8 +129,9 @@ def examine(names: Iterable[str] | None = None) -> State:
     return state()
 
 
-def load_all(names: Iterable[str] | None = None) -> State:
-    """Import every target of the groups ``names`` (of all), so that none stays pending; report."""
+def load_all(names: Iterable[str] | None = None) -> PatchsetState:
+    """Import every target of the groups ``names`` (default: all), so that none stays pending.
+    Return the state."""
     for group in GROUPS:
         if names is None or group.name in names:
             for row in group.rows:
@@ -139,19 +140,19 @@ def load_all(names: Iterable[str] | None = None) -> State:
 
 
 def closure(names: Iterable[str]) -> tuple[str, ...]:
-    """The groups ``names`` and all that they need, in the order of the table."""
-    wanted = {BASE, *names}
-    for group in reversed(GROUPS):  # what is needed stands before what needs it
-        if group.name in wanted:
-            wanted.update(group.needs)
-    return tuple(group.name for group in GROUPS if group.name in wanted)
+    """Return the groups ``names`` and all that they need, in the order of the table."""
+    needed = {BASE, *names}
+    for group in reversed(GROUPS):  # because a group is listed after the groups that it needs
+        if group.name in needed:
+            needed.update(group.needs)
+    return tuple(group.name for group in GROUPS if group.name in needed)
 
 
 def require_active(flag: str, *groups: str, load: bool = False) -> None:
-    """Raise :class:`PatchsetError` unless ``flag`` can rely on ``groups`` and what they need.
+    """Raise :class:`PatchsetError` unless ``groups`` and the groups that they need are attached.
 
-    ``load`` imports the targets of these groups first, and accepts none that is pending after that;
-    a scheduler can afford that, argument parsing leaves them pending.
+    ``load``: import the targets first and accept no pending group. A scheduler does this; argument
+    parsing does not, because it would import too much.
     """
     now = state()
     if now.inert:
@@ -161,7 +162,7 @@ def require_active(flag: str, *groups: str, load: bool = False) -> None:
     accepted = (GroupStatus.ATTACHED,) if load else (GroupStatus.ATTACHED, GroupStatus.PENDING)
     for group in now.groups:
         if group.group.name in needed and group.status not in accepted:
-            waiting = [r.row.target for r in group.rows if r.status is RowStatus.PENDING]
+            waiting = [row.row.target for row in group.rows if row.status is RowStatus.PENDING]
             raise PatchsetError(
                 f"{flag} needs the feature group {group.group.name} of sglang-disagg-patchset, "
                 f"which is not attached: {group.reason or 'not bound: ' + ', '.join(waiting)}"

@@ -1,24 +1,24 @@
-"""The replacement table: every SGLang class that this patch set replaces, and nothing else but the
-few names that it exchanges for a moment.
+"""The replacement table: every SGLang class that this patch set replaces, and the few names that it
+exchanges for a short time.
 
-Rows belong to *groups*, one a feature: all rows of a group are bound or none, and each group can be
-switched off by its name (:mod:`sglang.srt.patchset.attach`).
+Rows belong to *groups*, one per feature: all rows of a group are bound or none, and each group can
+be switched off by its name (:mod:`sglang.srt.patchset.attach`).
 
 To add a row, write a *mixin*: a plain class, not a subclass of the upstream one, whose methods call
 ``super()``. The hook builds ``class Name(Mixin, UpstreamName)`` right after the upstream module has
-executed and binds it in that module under the upstream name, so that everything that imports the
-name later gets it. What a mixin has to keep to is checked by :mod:`sglang.srt.patchset.combine`:
+executed and binds it in that module under the upstream name, so that later imports of the name get
+it. Rules for a mixin, checked by :mod:`sglang.srt.patchset.combine`:
 
 * mark every method that overrides an upstream one with ``typing_extensions.override`` (innermost,
   below ``staticmethod`` and the like), and give it the upstream parameters and defaults;
 * a method that is not marked must be new;
 * a mixin for a dataclass is a dataclass; its fields come after the upstream ones and have defaults;
-* a mixin module must not import a name from its own target module at its top: it would get the
-  class that is about to be replaced. Import inside the method, or under ``TYPE_CHECKING``.
+* a mixin module must not import a name from its target module at its top, because it would get the
+  class before its replacement. Import inside the method, or under ``TYPE_CHECKING``.
 
 Rows for one name stack in the order of ``GROUPS``, the last one outermost. Name the module whose
-*global* the consumer reads: ``managers.scheduler`` and ``RadixCache`` replaces the tree that the
-scheduler builds and leaves every other user of ``RadixCache`` with the stock one.
+*global* the consumer reads: a row for ``RadixCache`` in ``managers.scheduler`` replaces the tree
+that the scheduler builds and leaves all other users of ``RadixCache`` with the stock class.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from dataclasses import dataclass
 
 #: The only SGLang release whose classes this table replaces.
 BASE_VERSION = "0.5.10.post1"
-#: The only one on which the group ``lead`` attaches, which has no rows: SGLang loads it as a plugin
-#: (:mod:`sglang.srt.disaggregation.lead.attach`).
+#: The only release on which the group ``lead`` attaches. The group has no rows, because SGLang
+#: loads it as a plugin (:mod:`sglang.srt.disaggregation.lead.attach`).
 CURRENT_VERSION = "0.5.23"
 LEAD = "lead"
-#: Flags and start-up check: what tells the user that something is off cannot be off itself.
+#: Group of flags and start-up check, which cannot be switched off because it reports what is off.
 BASE = "base"
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """One row: in ``module``, ``name`` becomes ``mixin`` ("package.module:Class") on top of it.
+    """One row: ``mixin`` ("package.module:Class") is added to the class ``name`` of ``module``.
 
-    ``when``: "package.module:function" that says whether a server with given arguments needs the
-    mixin. It is then no part of the class, and is put on the objects of such servers alone, when
-    they are made (``Attachment.equip``); it has no ``__init__``. For SGLang's scheduler, which asks
-    in :mod:`sglang.srt.patchset.start_check`.
+    ``when``: "package.module:function", which returns True if a server with the given arguments
+    needs the mixin. The mixin is then added only to objects of such servers, during construction
+    (``Attachment.equip``), and not to the class; it must have no ``__init__``. Used for SGLang's
+    scheduler (:mod:`sglang.srt.patchset.start_check`) and its HiCache tree.
     """
 
     module: str
@@ -59,8 +59,8 @@ class Replacement:
 
 @dataclass(frozen=True)
 class Exchange:
-    """``names`` of ``module`` that stand for something else while one object is made there: for
-    classes that are looked up in the middle of a method (``attach.exchanged``)."""
+    """``names`` of ``module`` that are replaced while one object is created there, because SGLang
+    looks the classes up in the middle of a method (``attach.exchanged``)."""
 
     module: str
     names: tuple[str, ...]
@@ -71,10 +71,10 @@ class Exchange:
 class Group:
     """Rows that are bound together or not at all: one feature.
 
-    ``needs``: groups without which this one is not attached either; every group needs ``base``.
-    ``obstacle``: "package.module:function" that says why the group cannot be attached on this
-    machine (an empty text if it can), for what is not a question of SGLang's classes. It is called
-    before the first row is bound, and must not import a module of the table.
+    ``needs``: groups without which this group is not attached; every group needs ``base``.
+    ``obstacle``: "package.module:function", which returns why the group cannot be attached on this
+    machine for a reason other than SGLang's classes, or an empty text. It is called before the
+    first row is bound, and must not import a module of the table.
     """
 
     name: str
@@ -320,19 +320,19 @@ _BUFFER_ONLY = (
     Replacement(
         module=f"{_CACHE}.hiradix_cache",
         name="MHATokenToKVPoolHost",
-        mixin=f"{_CACHE}.buffer_only.host_pool:StagePoolMHA",
+        mixin=f"{_CACHE}.buffer_only.host_pool:StagingHostPoolMHA",
         why="a staging buffer is smaller than the device pool",
     ),
     Replacement(
         module=f"{_CACHE}.hiradix_cache",
         name="MLATokenToKVPoolHost",
-        mixin=f"{_CACHE}.buffer_only.host_pool:StagePoolMLA",
+        mixin=f"{_CACHE}.buffer_only.host_pool:StagingHostPoolMLA",
         why="a staging buffer is smaller than the device pool",
     ),
     Replacement(
         module=f"{_CACHE}.hiradix_cache",
         name="NSATokenToKVPoolHost",
-        mixin=f"{_CACHE}.buffer_only.host_pool:StagePoolNSA",
+        mixin=f"{_CACHE}.buffer_only.host_pool:StagingHostPoolNSA",
         why="a staging buffer is smaller than the device pool",
     ),
     Replacement(
@@ -344,7 +344,7 @@ _BUFFER_ONLY = (
     Replacement(
         module=f"{_CACHE}.hiradix_cache",
         name="HiCacheController",
-        mixin=f"{_CACHE}.buffer_only.host_pool:StageController",
+        mixin=f"{_CACHE}.buffer_only.host_pool:StagingController",
         why="the pipelines call the store, instead of SGLang's threads",
     ),
     Replacement(
@@ -404,7 +404,7 @@ _DECODE_OFFLOAD = (
     ),
 )
 
-#: The groups, in the order in which their rows are bound.
+#: Groups in binding order.
 GROUPS: tuple[Group, ...] = (
     Group("base", "flags, and the check at scheduler start that what they need is attached", _BASE),
     Group(

@@ -52,7 +52,7 @@ def host_pool(kind: str, layout: str, stage: bool = True, heads: int = 2, page: 
             size, page, 16, torch.bfloat16, 4, LAYERS, "cpu", 128, False, kv_cache_dim=20
         )
         host = hosts.NSATokenToKVPoolHost(device, 2.0, 0, page, layout)
-    host.is_stage = stage
+    host.is_staging = stage
     fill(host)
     return host
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sglang.srt.mem_cache.buffer_only.stage import Direction, Stage
+from sglang.srt.mem_cache.buffer_only.staging import Direction, StagingPool
 
 
-def check_books(stage: Stage) -> None:
+def check_books(stage: StagingPool) -> None:
     """Check that every page is free or lent once, and that the sums match the allocations."""
     numbers = [*stage.free, *(page for staging in stage.allocated for page in staging.pages)]
     assert sorted(numbers) == list(range(stage.pages)), "staging pages lost or allocated twice"

@@ -32,11 +32,12 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.buffer_only.context import Context
 from sglang.srt.mem_cache.buffer_only.nodes import page_hashes
+from sglang.srt.mem_cache.buffer_only.page_store import PageStore
 from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines
-from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, State
+from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch, PrefetchState
 from sglang.srt.mem_cache.buffer_only.settings import BATCH_PAGES, StoreClientSettings
-from sglang.srt.mem_cache.buffer_only.stage import Copier, Direction, StagingPages
-from sglang.srt.mem_cache.buffer_only.store_client import PageStore, StoreClient
+from sglang.srt.mem_cache.buffer_only.staging import Copier, Direction, StagingPages
+from sglang.srt.mem_cache.buffer_only.store_client import StoreClient
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -119,7 +120,7 @@ class Cache:
         }
         fresh["copier"] = SlowCopier(self, context.copier)
         self.buffer = self.tree.buffer = Pipelines(Context(**fresh), reduce_min, lambda: self.now)
-        self.stage = self.buffer.context.stage
+        self.stage = self.buffer.context.staging_pool
         #: Staging pages that the test itself holds, and whether copies are delayed.
         self.hogs: list[StagingPages] = []
         self.slow = False
@@ -225,7 +226,7 @@ class Cache:
     def prefetch(self, rid: str) -> Prefetch | None:
         return self.buffer.prefetches.line.get(rid)
 
-    def state(self, rid: str) -> State | None:
+    def state(self, rid: str) -> PrefetchState | None:
         prefetch = self.prefetch(rid)
         return None if prefetch is None else prefetch.state
 
@@ -386,8 +387,8 @@ class SlowCopier:
     def __init__(self, cache: Cache, copier: Copier) -> None:
         self._cache, self._copier = cache, copier
 
-    def to_stage(self, pairs: Any) -> Any:
-        event = Later(self._cache, lambda: self._copier.to_stage(pairs))
+    def to_staging(self, pairs: Any) -> Any:
+        event = Later(self._cache, lambda: self._copier.to_staging(pairs))
         event.query()
         return event
 

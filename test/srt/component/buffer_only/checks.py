@@ -45,11 +45,11 @@ def check_idle(cache: Cache) -> None:
     assert not cache.buffer.busy
     prefetches = cache.buffer.prefetches
     assert not prefetches.calls.fetches and not prefetches.calls.queries
-    assert not prefetches.calls.brought and not cache.buffer.backups.running
+    assert not prefetches.calls.fetched_by and not cache.buffer.backups.running
     assert cache.stage.used() == 0 and not cache.stage.allocated
     assert cache.tree.protected_size() == 0
     assert all(node.host_ref_counter == 0 for node in nodes(cache.tree))
-    assert not (len(prefetches.line) or prefetches._to_ask)
+    assert not (len(prefetches.line) or prefetches._to_query)
     assert all(node.launched == node.stored for node in nodes(cache.tree))
 
 
@@ -108,7 +108,7 @@ def _check_stage(cache: Cache) -> None:
         for piece in prefetch.pieces:
             assert len(piece.staging.pages) == len(piece.keys) > 0
     brought = [key for piece in pieces for key in piece.keys]
-    assert set(calls.brought) <= set(brought)
+    assert set(calls.fetched_by) <= set(brought)
 
 
 def _check_queue(cache: Cache) -> None:
@@ -139,7 +139,7 @@ def end(cache: Cache) -> None:
     cache.slow = False
     cache.open_gates()
     cache.unhog()
-    cache.buffer.prefetches.in_line([])
+    cache.buffer.prefetches.set_queue([])
     cache.settle()
     check_idle(cache)
     assert not cache.store.disturbed, "a page was overwritten while the store read it"

@@ -83,7 +83,7 @@ class Ranks:
         for cache in self.caches:
             cache.slow = False
             cache.open_gates()
-        self.on_all(lambda cache: cache.buffer.prefetches.in_line([]))
+        self.on_all(lambda cache: cache.buffer.prefetches.set_queue([]))
         for _ in range(200):
             self.live()
             if not self.caches[0].buffer.busy and not self.caches[0].stage.used():

@@ -7,7 +7,7 @@ from typing import Any
 
 from component.buffer_only.cache import Cache
 from component.buffer_only.checks import check
-from sglang.srt.mem_cache.buffer_only.prefetch import State
+from sglang.srt.mem_cache.buffer_only.prefetch import PrefetchState
 
 
 def stored(*prompts: Sequence[int], **changes: Any) -> Cache:
@@ -29,18 +29,18 @@ def measured(cache: Cache, call_seconds: float) -> None:
     cache.buffer.prefetches.calls.call_bytes.add(1e6)
 
 
-def reach(cache: Cache, state: State, rid: str = "r") -> None:
+def reach(cache: Cache, state: PrefetchState, rid: str = "r") -> None:
     """Step, with as little work as possible, until the prefetch is in ``state``.
 
     A state that usually ends within a step is held by a full stage, which is freed on return.
     """
-    if state is State.FOUND:
+    if state is PrefetchState.FOUND:
         cache.hog()
     for _ in range(20):
         if cache.state(rid) is state:
             cache.unhog()
             return
-        cache.step(work=cache.state(rid) in (State.QUERYING, State.FETCHING))
+        cache.step(work=cache.state(rid) in (PrefetchState.QUERYING, PrefetchState.FETCHING))
     raise AssertionError(f"{state} is never reached: {cache.describe()}")
 
 
@@ -59,7 +59,7 @@ def admit_in_line(
     for _ in range(200):
         if not line:
             return hits
-        cache.buffer.prefetches.in_line(line)
+        cache.buffer.prefetches.set_queue(line)
         cache.step()
         for rid in list(line):
             if cache.tree.check_prefetch_progress(rid):

@@ -11,7 +11,7 @@ from component.buffer_only.scenes import steps, stored
 from component.buffer_only.servers import Server
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
-from sglang.srt.mem_cache.buffer_only.prefetch import State
+from sglang.srt.mem_cache.buffer_only.prefetch import PrefetchState
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 PROMPT = prompt(1, 9)
@@ -25,7 +25,7 @@ def cache() -> Cache:
     cache = stored(PROMPT)
     cache.want("r", PROMPT)
     steps(cache, 4)
-    assert cache.state("r") is State.STAGED
+    assert cache.state("r") is PrefetchState.STAGED
     return cache
 
 
@@ -85,7 +85,7 @@ def test_a_request_that_has_no_room_for_its_hit(cache: Cache, free: int):
         assert cache.allocator.available_size() == free * PAGE
         cache.step()
         cache.now += 20.0
-        assert cache.state("r") is State.STAGED and cache.tree.protected_size() == 0
+        assert cache.state("r") is PrefetchState.STAGED and cache.tree.protected_size() == 0
     cache.allocator.free(others_slots)
     check_admitted(cache, request())
 
@@ -95,12 +95,12 @@ def test_a_hit_stays_in_the_stage_while_another_prompt_is_computed_in_chunks(cac
     device it could be evicted before its use, and the chunk would wait for its layers."""
     free = cache.allocator.available_size()
     for _ in range(3):
-        cache.buffer.prefetches.in_line(["r"], True)
+        cache.buffer.prefetches.set_queue(["r"], True)
         cache.step()
         assert add(cache, request(), chunk=0) is AddReqResult.OTHER
         assert cache.tree.ready_to_load_host_cache() == -1
-        assert cache.state("r") is State.STAGED and cache.allocator.available_size() == free
-    cache.buffer.prefetches.in_line(["r"], False)
+        assert cache.state("r") is PrefetchState.STAGED and cache.allocator.available_size() == free
+    cache.buffer.prefetches.set_queue(["r"], False)
     check_admitted(cache, request())
 
 

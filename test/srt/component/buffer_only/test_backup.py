@@ -11,7 +11,7 @@ from component.buffer_only.checks import check, nodes
 from component.buffer_only.scenes import steps
 from sglang.srt.mem_cache.buffer_only.namespaces import Namespace
 from sglang.srt.mem_cache.buffer_only.nodes import EVICTED, REFUSED, UNCOVERED
-from sglang.srt.mem_cache.buffer_only.stage import Direction
+from sglang.srt.mem_cache.buffer_only.staging import Direction
 
 PROMPT = prompt(1, 5)
 #: States of a write; the index is the number of steps after its start.
@@ -325,5 +325,5 @@ def test_no_copy_for_a_store_that_is_down():
 def count_copies(cache: Cache) -> mock.Mock:
     """Return a mock that counts, and makes, each copy to the stage from now on."""
     copier = cache.buffer.context.copier
-    copier.to_stage = mock.Mock(side_effect=copier.to_stage)
-    return copier.to_stage
+    copier.to_staging = mock.Mock(side_effect=copier.to_staging)
+    return copier.to_staging

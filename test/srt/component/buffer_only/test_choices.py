@@ -7,25 +7,25 @@ import pytest
 from component.buffer_only.cache import PAGE, prompt
 from component.buffer_only.ranks import Ranks
 from component.buffer_only.scenes import measured, steps, stored
-from sglang.srt.mem_cache.buffer_only.prefetch import State
-from sglang.srt.mem_cache.buffer_only.worth import Choice
+from sglang.srt.mem_cache.buffer_only.prefetch import PrefetchState
+from sglang.srt.mem_cache.buffer_only.worth import FetchChoice
 
 
 @pytest.mark.parametrize(
     ("call_s", "in_store", "pages", "always", "choice", "hit"),
     [
         # Sixteen tokens take 16 ms to compute: no request waits a second for a call.
-        (1.0, 5, 5, False, Choice.UNASKED, 0),
-        (1.0, 5, 5, True, Choice.UNMEASURED, 4),
+        (1.0, 5, 5, False, FetchChoice.UNASKED, 0),
+        (1.0, 5, 5, True, FetchChoice.UNMEASURED, 4),
         # All missing tokens would take longer to compute than to fetch, the stored ones do not.
-        (0.03, 4, 10, False, Choice.SLOWER, 0),
+        (0.03, 4, 10, False, FetchChoice.SLOWER, 0),
         # Twenty-five pages would take two rounds of calls, of 60 ms each, and 100 ms to compute;
         # the store has the pages of the first round.
-        (0.06, 24, 26, False, Choice.FASTER, 24),
+        (0.06, 24, 26, False, FetchChoice.FASTER, 24),
     ],
 )
 def test_a_hit_is_fetched_if_that_is_faster(
-    call_s: float, in_store: int, pages: int, always: bool, choice: Choice, hit: int
+    call_s: float, in_store: int, pages: int, always: bool, choice: FetchChoice, hit: int
 ):
     """Guards against a hit that is fetched although computing is faster, or the other way round."""
     tokens = prompt(1, pages)
@@ -38,16 +38,20 @@ def test_a_hit_is_fetched_if_that_is_faster(
 
 @pytest.mark.parametrize(
     ("server", "choice"),
-    [("decodes", Choice.UNASKED), ("is full", Choice.FASTER), ("was idle", Choice.FASTER)],
+    [
+        ("decodes", FetchChoice.UNASKED),
+        ("is full", FetchChoice.FASTER),
+        ("was idle", FetchChoice.FASTER),
+    ],
 )
-def test_steps_of_the_scheduler_count(server: str, choice: Choice):
+def test_steps_of_the_scheduler_count(server: str, choice: FetchChoice):
     """Guards against a request that waits two long steps for tokens that take less time to compute,
     although the store answers in 3 ms; and against steps that count although they cost nothing."""
     tokens = prompt(1, 5)
     cache = stored(tokens)
     measured(cache, 0.003)
     for _ in range(5):
-        cache.buffer.prefetches.in_line([], full=server == "is full")
+        cache.buffer.prefetches.set_queue([], full=server == "is full")
         cache.buffer.is_idle = server == "was idle"
         cache.now += 0.04
         cache.step()
@@ -69,9 +73,9 @@ def test_one_in_sixteen_waits_for_a_slow_store(in_store: int):
         cache.step(work=False)
         waits.append(not cache.tree.check_prefetch_progress(f"r{number}"))
         steps(cache, 3)
-        cache.buffer.prefetches.in_line([])
+        cache.buffer.prefetches.set_queue([])
     assert waits == ([False] * 15 + [True]) * 3
-    assert cache.buffer.context.choices[Choice.TRIAL] == (3 if in_store else 0)
+    assert cache.buffer.context.choices[FetchChoice.TRIAL] == (3 if in_store else 0)
 
 
 def test_a_slow_hit_comes_in_time_for_the_end_of_the_line():
@@ -82,8 +86,10 @@ def test_a_slow_hit_comes_in_time_for_the_end_of_the_line():
     for rid, tokens in prompts.items():
         cache.want(rid, tokens)
     steps(cache, 4)
-    assert [cache.state(rid) for rid in prompts] == [State.MISSED] * 3 + [State.STAGED]
-    assert cache.buffer.context.choices == {Choice.UNASKED: 3, Choice.FASTER: 1}
+    assert [cache.state(rid) for rid in prompts] == [PrefetchState.MISSED] * 3 + [
+        PrefetchState.STAGED
+    ]
+    assert cache.buffer.context.choices == {FetchChoice.UNASKED: 3, FetchChoice.FASTER: 1}
 
 
 @pytest.mark.hazard("ranks-part-in-collective")
@@ -102,4 +108,6 @@ def test_all_ranks_use_the_slowest_ranks_times(slow: str):
     ranks.on_all(lambda cache: cache.want("r", prompt(1, 5)))
     ranks.live()
     assert ranks.on_all(lambda cache: cache.tree.check_prefetch_progress("r"))
-    assert ranks.on_all(lambda cache: dict(cache.buffer.context.choices)) == {Choice.UNASKED: 1}
+    assert ranks.on_all(lambda cache: dict(cache.buffer.context.choices)) == {
+        FetchChoice.UNASKED: 1
+    }

@@ -15,8 +15,8 @@ from component.buffer_only.scenes import steps, stored
 from component.buffer_only.scripted_store import ManualThreads
 from sglang.srt.mem_cache.buffer_only import pipelines, store_client
 from sglang.srt.mem_cache.buffer_only.nodes import STUCK
-from sglang.srt.mem_cache.buffer_only.prefetch import State
-from sglang.srt.mem_cache.buffer_only.stage import Direction
+from sglang.srt.mem_cache.buffer_only.prefetch import PrefetchState
+from sglang.srt.mem_cache.buffer_only.staging import Direction
 
 PROMPT = prompt(1, 5)
 OTHER = prompt(2, 4)
@@ -94,10 +94,13 @@ def test_reads_that_hang_for_ever(caplog: pytest.LogCaptureFixture):
     cache.want("second", prompts[1])
     cache.want("third", prompts[2])
     steps(cache, 2)
-    assert cache.state("second") is State.FETCHING and cache.state("third") is State.FOUND
+    assert (
+        cache.state("second") is PrefetchState.FETCHING
+        and cache.state("third") is PrefetchState.FOUND
+    )
     steps(cache, 3)
     assert all(cache.tree.check_prefetch_progress(rid) for rid in ("second", "third"))
-    assert cache.state("second") is cache.state("third") is State.MISSED
+    assert cache.state("second") is cache.state("third") is PrefetchState.MISSED
     cache.revive()
     kept = cache.stage.used(Direction.PREFETCH)
     assert kept == cache.stage.shares[Direction.PREFETCH].ceiling == cache.stage.stranded
@@ -106,7 +109,7 @@ def test_reads_that_hang_for_ever(caplog: pytest.LogCaptureFixture):
         cache.want(rid, tokens)
         assert cache.tree.check_prefetch_progress(rid)
         assert cache.buffer.prefetches.loadable(rid, 0, len(tokens)) == 0
-    cache.buffer.prefetches.in_line([])
+    cache.buffer.prefetches.set_queue([])
     cache.compute(prompt(8, 3))
     steps(cache, 5)
     assert cache.match(prompt(8, 3)).last_device_node.storage_backed, "writes go on"

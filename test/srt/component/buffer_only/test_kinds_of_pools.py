@@ -58,7 +58,7 @@ def pools(kind: str, dtype: torch.dtype, layout: str, seed: int) -> tuple[Any, A
         view.copy_(torch.randint(0, 256, view.shape, generator=generator, dtype=torch.uint8))
     with staging_buffer(STAGED):
         host = host_class(device, 2.0, 0, PAGE, layout)
-    assert host.is_stage
+    assert host.is_staging
     return device, host
 
 

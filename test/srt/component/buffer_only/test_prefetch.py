@@ -11,12 +11,12 @@ import pytest
 from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import check, nodes
 from component.buffer_only.scenes import reach, steps, stored
-from sglang.srt.mem_cache.buffer_only.prefetch import State
-from sglang.srt.mem_cache.buffer_only.prefetch_line import MOST_ANEW
-from sglang.srt.mem_cache.buffer_only.stage import Direction
+from sglang.srt.mem_cache.buffer_only.prefetch import PrefetchState
+from sglang.srt.mem_cache.buffer_only.prefetch_line import MAX_REQUERIES
+from sglang.srt.mem_cache.buffer_only.staging import Direction
 
 PROMPT = prompt(1, 9)
-STATES = list(State)[:5]
+STATES = list(PrefetchState)[:5]
 #: Number of staging pages in each state.
 HELD = dict(zip(STATES, (0, 0, 0, 8, 8), strict=True))
 
@@ -54,7 +54,7 @@ def test_how_much_is_queried(
     cache.compute(PROMPT[: in_tree * PAGE])
     cache.want("r", tokens)
     if len(queried) == 2:
-        reach(cache, State.FETCHING)
+        reach(cache, PrefetchState.FETCHING)
         assert cache.stage.used(Direction.PREFETCH) == hit - in_tree
     assert cache.run("r", tokens) == hit * PAGE
     assert list(map(len, cache.store.asked("batch_exists"))) == queried
@@ -146,7 +146,9 @@ def interrupt(cache: Cache, event: str) -> None:
         ("another computes half of it", 8),
     ],
 )
-def test_interruptions_in_each_state(state: State, event: str, hit: int | None, answered: bool):
+def test_interruptions_in_each_state(
+    state: PrefetchState, event: str, hit: int | None, answered: bool
+):
     """Guards against staging pages reused while a store call may access them, device pages that
     stay locked, late answers that change something, and KV of the old tree in a new one."""
     cache = stored(PROMPT, tokens=80 * PAGE)
@@ -161,18 +163,20 @@ def test_interruptions_in_each_state(state: State, event: str, hit: int | None, 
     if hit is None:
         assert cache.prefetch("r") is None and nodes(cache.tree) == []
         cache.compute(PROMPT)
-        cache.buffer.prefetches.in_line([])
+        cache.buffer.prefetches.set_queue([])
         cache.settle()
         assert len(cache.store.content) == 9 and all(n.storage_backed for n in nodes(cache.tree))
         return
-    late = event == "its time is over" and (state is State.STAGED or answered)
+    late = event == "its time is over" and (state is PrefetchState.STAGED or answered)
     assert late or cache.run("r", PROMPT) == hit * PAGE
 
 
 @pytest.mark.hazard("prefix-under-prefetch")
 @pytest.mark.parametrize("state", STATES[1:])
 @pytest.mark.parametrize(("how", "evicted"), [("split", 0), ("half evicted", 2), ("evicted", 4)])
-def test_the_prefix_in_the_tree_may_be_evicted_or_split(state: State, how: str, evicted: int):
+def test_the_prefix_in_the_tree_may_be_evicted_or_split(
+    state: PrefetchState, how: str, evicted: int
+):
     """Guards against a waiting request that locks its prefix in the tree, in the way of running
     ones. An evicted prefix is fetched like the rest, and staged pages are not fetched again."""
     cache = stored(PROMPT)
@@ -219,10 +223,10 @@ def test_a_prefix_that_is_evicted_again_and_again():
         if not ready:
             cache.want("r", PROMPT)
         steps(cache, 6)
-        assert cache.state("r") is State.STAGED
+        assert cache.state("r") is PrefetchState.STAGED
         assert cache.evict(1000) == 4 * PAGE
         ready.append(cache.tree.check_prefetch_progress("r"))
-    assert ready == [False] * MOST_ANEW + [True]
+    assert ready == [False] * MAX_REQUERIES + [True]
     assert cache.compute(PROMPT, rid="r") == 0
 
 
@@ -233,7 +237,7 @@ def test_another_request_computes_the_prefix_first(pages: int):
     under it: only the missing pages are loaded."""
     cache = stored(PROMPT, pages=32, tokens=80 * PAGE)
     cache.want("r", PROMPT)
-    reach(cache, State.FETCHING)
+    reach(cache, PrefetchState.FETCHING)
     cache.work()
     cache.compute(PROMPT[: pages * PAGE])
     assert cache.run("r", PROMPT) == 8 * PAGE
@@ -246,7 +250,7 @@ def test_pages_on_their_way_to_the_device_are_kept():
     request's KV, and against staging pages that are reused while they are read."""
     cache = stored(PROMPT, pages=32, tokens=80 * PAGE)
     cache.want("r", PROMPT)
-    reach(cache, State.STAGED)
+    reach(cache, PrefetchState.STAGED)
     cache.slow = True
     _, node = cache.buffer.prefetches.load("r", 0, 8 * PAGE)
     cache.buffer.prefetches.load_backs.launch()
@@ -270,7 +274,7 @@ def test_batches_wait_for_the_copy(with_batch: bool):
     cache = stored(PROMPT)
     cache.want("r", PROMPT)
     assert cache.tree.ready_to_load_host_cache() == -1
-    reach(cache, State.STAGED)
+    reach(cache, PrefetchState.STAGED)
     assert cache.tree.ready_to_load_host_cache() == -1
     cache.slow = True
     cache.buffer.prefetches.load("r", 0, 8 * PAGE)
@@ -313,7 +317,7 @@ def test_only_leading_pages_count(lost: int, how: str):
     query, or short, or reported missing."""
     cache = stored(PROMPT, pages=32, tokens=80 * PAGE)
     cache.want("r", PROMPT)
-    reach(cache, State.QUERYING)
+    reach(cache, PrefetchState.QUERYING)
     cache.threads["query"].run()
     key = list(cache.store.content)[lost]
     if how == "drop":
@@ -349,7 +353,7 @@ def test_how_long_a_request_waits_for_a_silent_store(
     """Guards against a wrong time limit, and against staging pages freed before the answer."""
     cache = stored(PROMPT, settings=settings)
     cache.want("r", PROMPT)
-    reach(cache, State.FETCHING)
+    reach(cache, PrefetchState.FETCHING)
     if limit_s is not None:
         assert not cache.tree.check_prefetch_progress("r")
         cache.now += limit_s - 0.005
@@ -367,13 +371,13 @@ def test_the_time_of_a_full_server_does_not_count():
     long prompt lost their hits."""
     cache = stored(PROMPT)
     cache.want("r", PROMPT)
-    reach(cache, State.FETCHING)
+    reach(cache, PrefetchState.FETCHING)
     for seconds, full in ((6.0, False), (60.0, True), (4.0, False), (0.1, False)):
-        cache.buffer.prefetches.in_line(["r"], full)
+        cache.buffer.prefetches.set_queue(["r"], full)
         cache.step(work=False)
         assert full or not cache.tree.check_prefetch_progress("r")
         cache.now += seconds
-    cache.buffer.prefetches.in_line(["r"])
+    cache.buffer.prefetches.set_queue(["r"])
     cache.step(work=False)
     assert cache.tree.check_prefetch_progress("r")
     assert cache.buffer.context.counters["prefetch_timeouts"] == 1
@@ -386,7 +390,7 @@ def test_pages_that_have_arrived_are_used(policy: str, first: bool):
     Pages behind a gap are not usable."""
     cache = stored(PROMPT, settings={"policy": policy})
     cache.want("r", PROMPT)
-    reach(cache, State.FETCHING)
+    reach(cache, PrefetchState.FETCHING)
     assert cache.tree.check_prefetch_progress("r") is (policy == "best_effort")
     if not first:
         cache.threads["fetch"].jobs.rotate(-1)
@@ -405,7 +409,7 @@ def test_a_parked_prefix_does_not_expire(checked_early: bool):
     scheduler checked it before the prefix arrived."""
     cache = stored(PROMPT)
     cache.want("r", PROMPT)
-    reach(cache, State.FETCHING)
+    reach(cache, PrefetchState.FETCHING)
     assert not (checked_early and cache.tree.check_prefetch_progress("r"))
     for _ in range(5):
         cache.step()

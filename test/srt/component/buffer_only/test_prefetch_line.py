@@ -9,8 +9,8 @@ from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.checks import nodes
 from component.buffer_only.scenes import admit_in_line, steps, stored
 from component.buffer_only.test_prefetch import pages_fetched
-from sglang.srt.mem_cache.buffer_only.prefetch import State
-from sglang.srt.mem_cache.buffer_only.stage import Direction
+from sglang.srt.mem_cache.buffer_only.prefetch import PrefetchState
+from sglang.srt.mem_cache.buffer_only.staging import Direction
 
 #: More requests in front than a step checks.
 SKIPPED = [f"skipped {number}" for number in range(20)]
@@ -60,7 +60,7 @@ def test_first_in_line_is_fetched_first(late: bool):
     if late:
         steps(cache, 6)
         assert states(cache, order) == ["FOUND", "STAGED", "STAGED", "STAGED"]
-    cache.buffer.prefetches.in_line(order)
+    cache.buffer.prefetches.set_queue(order)
     assert not cache.tree.check_prefetch_progress("r3")
     steps(cache, 1, work=not late)
     steps(cache, 0 if late else 5)
@@ -88,7 +88,7 @@ def test_a_burst_whose_first_read_fails():
     steps(cache, 2)
     cache.store.fail("batch_get_v1")
     steps(cache, 8)
-    assert cache.state("r0") is State.MISSED and cache.tree.check_prefetch_progress("r1")
+    assert cache.state("r0") is PrefetchState.MISSED and cache.tree.check_prefetch_progress("r1")
     assert not cache.tree.check_prefetch_progress("r2"), "r2 waits for the fetch of r1"
     for rid in ("r1", "r2"):
         assert cache.tree.check_prefetch_progress(rid)
@@ -153,7 +153,7 @@ def loop(cache: Cache, line: dict[str, list[int]], skipped: list[str]) -> str | 
     """Run steps of SGLang's scheduler, which does not poll the prefetches of skipped requests.
     Return the first request that it could run, which must hit all its pages but the last."""
     for _ in range(20):
-        cache.buffer.prefetches.in_line(line)
+        cache.buffer.prefetches.set_queue(line)
         steps(cache, 1)
         for rid in line:
             if rid not in skipped and cache.tree.check_prefetch_progress(rid):
@@ -180,7 +180,7 @@ def test_skipped_requests_delay_no_other(skipped: list[str], pages: int):
         assert not cache.tree.check_prefetch_progress(*skipped)
     else:
         for _ in range(8):
-            cache.buffer.prefetches.in_line(line)
+            cache.buffer.prefetches.set_queue(line)
             steps(cache, 1)
         assert cache.stage.capacity(Direction.PREFETCH) == 0
     for rid in ("r1", "r2"):
@@ -202,7 +202,7 @@ def test_a_polled_request_keeps_its_staged_pages():
     steps(cache, 2)
     cache.threads["fetch"].run(1)
     for _ in range(4):
-        cache.buffer.prefetches.in_line(line)
+        cache.buffer.prefetches.set_queue(line)
         steps(cache, 1, work=False)
         assert not any(cache.tree.check_prefetch_progress(rid) for rid in line)
         assert cache.buffer.prefetches.loadable("r0", 0, 1000) == 6 * PAGE
@@ -223,7 +223,7 @@ def test_the_next_request_follows_one_that_leaves_the_queue(how: str):
     if how == "aborted":
         cache.tree.release_aborted_request("r0")
     elif how == "gone":
-        cache.buffer.prefetches.in_line(["r1"])
+        cache.buffer.prefetches.set_queue(["r1"])
     else:
         assert not cache.tree.check_prefetch_progress("r0")
         steps(cache, 1)

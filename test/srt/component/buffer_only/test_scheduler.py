@@ -16,7 +16,7 @@ from component.buffer_only.scenes import reach, steps, stored
 from component.buffer_only.servers import PLACES, FormsABatch, Server, request
 from component.buffer_only.test_prefetch import pages_fetched
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.mem_cache.buffer_only.prefetch import State
+from sglang.srt.mem_cache.buffer_only.prefetch import PrefetchState
 from sglang.srt.mem_cache.buffer_only.store_scheduler import NAP_S
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -115,7 +115,7 @@ def test_every_iteration_is_a_step(prefill_server: bool, full: bool):
     for _ in range(12):
         cache.work()
         assert (form or server.get_new_batch_prefill)() is None
-    assert cache.state("r") is State.STAGED and len(cache.store.content) == 15
+    assert cache.state("r") is PrefetchState.STAGED and len(cache.store.content) == 15
 
 
 # ---- keys of weights and namespaces ----
@@ -269,7 +269,7 @@ def test_no_hit_is_loaded_while_no_request_can_be_admitted(changes: dict[str, An
     cache = stored(PROMPT)
     server = Server(cache, **changes)
     cache.want("r", PROMPT)
-    reach(cache, State.STAGED)
+    reach(cache, PrefetchState.STAGED)
     server.waiting_queue = [request("r")]
     server.get_new_batch_prefill()
     assert cache.buffer.prefetches.loadable("r", 0, len(PROMPT)) == (0 if full else 8 * PAGE)
@@ -343,9 +343,9 @@ def test_no_request_is_preempted_for_one_that_waits_for_the_store(policy: str):
     assert server.admitted(*waiting) == []
     assert server.running_batch.reqs == server.running and server.waiting_queue == waiting
     assert [cache.prefetch(req.rid).waited_ms for req in waiting] == [0, None]
-    cache.buffer.prefetches.in_line([])
+    cache.buffer.prefetches.set_queue([])
     cache.want("ready", PROMPT)
-    reach(cache, State.STAGED, "ready")
+    reach(cache, PrefetchState.STAGED, "ready")
     cache.want("high", PROMPT)
     assert server.admitted(high, ready) == ["ready"]
     cache.tree.dec_lock_ref(ready.last_node)  # it has run

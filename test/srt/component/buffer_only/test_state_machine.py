@@ -110,7 +110,7 @@ class Life:
         rids = list(self.requests)
         rng.shuffle(rids)
         self.requests = {rid: self.requests[rid] for rid in rids}
-        self.ranks.on_all(lambda cache: cache.buffer.prefetches.in_line(rids))
+        self.ranks.on_all(lambda cache: cache.buffer.prefetches.set_queue(rids))
 
     def _retract(self, rng: random.Random) -> None:
         """Send a prefetch for the same request again."""

@@ -66,11 +66,11 @@ def test_a_host_pool_smaller_than_the_device_pool(
     with staging_buffer(pages=size) if size >= 1 else staging_buffer(gigabytes=size):
         host = build(pool, 2.0, 0, 64, layout)
     pages = size if size >= 1 else int(size * 1e9 // host.size_per_token) // 64 + 1
-    assert host.page_num == max(pages, LAYERS) and host.is_stage and host.device_pool is pool
+    assert host.page_num == max(pages, LAYERS) and host.is_staging and host.device_pool is pool
     assert f"a staging buffer of {pages} pages of 64 tokens (" in caplog.text
     with pytest.raises(AssertionError, match="larger than the device memory"):
         build(pool, 0.5, 0, 64, layout)
-    assert not getattr(build(pool, 2.0, 0, 64, layout), "is_stage", False)
+    assert not getattr(build(pool, 2.0, 0, 64, layout), "is_staging", False)
 
 
 @pytest.mark.hazard("host-pool-size")

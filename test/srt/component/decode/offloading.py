@@ -147,7 +147,7 @@ class SlowCopier:
     def __init__(self, copier: Any) -> None:
         self._copier = copier
 
-    def to_stage(self, pairs: Any) -> Any:
+    def to_staging(self, pairs: Any) -> Any:
         return SimpleNamespace(
-            query=lambda: False, synchronize=lambda: self._copier.to_stage(pairs).synchronize()
+            query=lambda: False, synchronize=lambda: self._copier.to_staging(pairs).synchronize()
         )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from component.buffer_only.books import check_books
 from sglang.srt.mem_cache.buffer_only import settings
 from sglang.srt.mem_cache.buffer_only.settings import Share, shares
-from sglang.srt.mem_cache.buffer_only.stage import Direction, Stage
+from sglang.srt.mem_cache.buffer_only.staging import Direction, StagingPool
 
 KB = 1024
 READS, WRITES = Direction.PREFETCH, Direction.BACKUP
@@ -38,7 +38,7 @@ def test_minimum(page: int, threshold: int, least: int):
     """Guards against a stage that stalls because a read and a write do not fit at the same time."""
     settings.check_pages(least, page, threshold)
     with pytest.raises(ValueError, match=f"pages {least - 1} .*Use {settings.PAGES_FLAG}"):
-        settings.check_pages(least - 1, page, threshold)
+        settings.check_staging_pages(least - 1, page, threshold)
 
 
 @given(st.integers(1, 128), st.integers(1, 4096), st.integers(0, 5000))
@@ -65,8 +65,8 @@ def test_calls_are_sized_in_bytes(page_bytes: int, pages: int):
 def test_floors_and_ceilings_bind_each_by_itself():
     """Shares that do not add up to the stage: each direction keeps its floor, and gets no more than
     its ceiling. Stranded pages count as lost."""
-    assert Stage(10, Share(2, 5), Share(3, 10)).capacity(WRITES) == 5
-    stage = Stage(10, Share(2, 10), Share(3, 10))
+    assert StagingPool(10, Share(2, 5), Share(3, 10)).capacity(WRITES) == 5
+    stage = StagingPool(10, Share(2, 10), Share(3, 10))
     assert [stage.capacity(way) for way in (WRITES, READS)] == [7, 8]
     stage.allocate(READS, 2).strand()
     for eventually in (False, True):
@@ -76,14 +76,14 @@ def test_floors_and_ceilings_bind_each_by_itself():
 def test_refused():
     """Guards against an empty lease, and against shares that promise more than the stage has."""
     with pytest.raises(ValueError, match="0 pages"):
-        Stage(8, *shares(8)).allocate(WRITES, 0)
+        StagingPool(8, *shares(8)).allocate(WRITES, 0)
     for wrong in (
         (Share(3, 4), Share(2, 4)),
         (Share(1, 5), Share(1, 4)),
         (Share(1, 4), Share(1, 5)),
     ):
         with pytest.raises(ValueError, match="do not fit"):
-            Stage(4, *wrong)
+            StagingPool(4, *wrong)
 
 
 @pytest.mark.hazard("staging-pages")
@@ -100,7 +100,7 @@ def test_refused():
 def test_every_page_is_free_or_lent_once(pages: int, events: list) -> None:
     """Guards the capacity, the ceilings and the books after any sequence of calls. A page returned
     twice would be lent to two transfers at the same time."""
-    stage = Stage(pages, *shares(pages))
+    stage = StagingPool(pages, *shares(pages))
     leases = []
     for way, count, event in events:
         lease = leases[count % len(leases)] if leases else None

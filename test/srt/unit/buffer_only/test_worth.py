@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from sglang.srt.mem_cache.buffer_only.worth import TRIAL_EVERY, Choice, Chooser, Mean, Speeds
+from sglang.srt.mem_cache.buffer_only.worth import TRIAL_EVERY, Chooser, FetchChoice, Mean, Speeds
 
 #: A call of 10 ms for 8 MB; a query of 2 ms; 10,000 tokens a second.
 SPEEDS = Speeds(call_us=10_000, call_bytes=8_000_000, query_us=2_000, tokens_per_s=10_000)
@@ -51,9 +51,9 @@ def test_answers_are_noticed_in_steps(queries: int, steps: int):
 
 @pytest.mark.parametrize(
     ("tokens", "tokens_ahead", "choice"),
-    [(101, 0, Choice.FASTER), (99, 0, Choice.SLOWER), (50, 51, Choice.FASTER)],
+    [(101, 0, FetchChoice.FASTER), (99, 0, FetchChoice.SLOWER), (50, 51, FetchChoice.FASTER)],
 )
-def test_the_faster_of_fetch_and_compute(tokens: int, tokens_ahead: int, choice: Choice):
+def test_the_faster_of_fetch_and_compute(tokens: int, tokens_ahead: int, choice: FetchChoice):
     """A hit of 10 ms against the time to compute it; a fetch that overlaps with the wait for other
     requests costs nothing."""
     choosing = chooser(page_size=tokens)
@@ -90,7 +90,7 @@ def test_any_part_of_a_hit_may_be_first(calls_ahead: int, tokens_ahead: int):
 def test_an_unmeasured_store_is_tried(missing: str):
     """Without a trial the store's speed would stay unknown."""
     choosing = chooser(page_size=1, **{missing: 0})
-    assert choosing.choose(100, 0, 0, trial=False) is Choice.UNMEASURED
+    assert choosing.choose(100, 0, 0, trial=False) is FetchChoice.UNMEASURED
 
 
 def test_lookups_alone_may_take_longer_than_computing():
@@ -106,7 +106,7 @@ def test_a_slow_store_is_tried_now_and_then(trial: bool):
     choosing = chooser(page_size=1)
     choices = [choosing.choose(1, 0, 0, trial) for _ in range(TRIAL_EVERY)]
     slower = 0 if trial else TRIAL_EVERY - 1
-    assert choices == [Choice.SLOWER] * slower + [Choice.TRIAL] * (TRIAL_EVERY - slower)
+    assert choices == [FetchChoice.SLOWER] * slower + [FetchChoice.TRIAL] * (TRIAL_EVERY - slower)
 
 
 def test_a_mean_that_forgets():

@@ -72,7 +72,7 @@ def test_prompt_and_samples_have_separate_rooms(
     assert decode[0] == room and len(set(decode)) == distinct
 
 
-@given(st.integers(0, 2**63 - 1), st.integers(0, unserved.MOST_SAMPLES))
+@given(st.integers(0, 2**63 - 1), st.integers(0, unserved.MAX_SAMPLES))
 def test_a_sample_stays_a_room_on_its_data_parallel_rank(room: int, index: int) -> None:
     """SGLang accepts 63 bits, and chooses the rank by the remainder."""
     sample_room = unserved.room_of_sample(room, index)

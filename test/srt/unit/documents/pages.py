@@ -67,7 +67,7 @@ def server_flags() -> set[str]:
         flags.FLAG,
         flags.LOCAL,
         flags.LOCAL_WHEN_LOST,
-        flags.LOCAL_SHARE,
+        flags.LOCAL_TIME_RATIO,
         flags.MODE,
         flags.PAGES,
     }

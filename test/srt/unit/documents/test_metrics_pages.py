@@ -19,7 +19,7 @@ _ROW = re.compile(r"^\| `(sglang:\w+)` \| (\w+) \|([^|]*)\|", re.MULTILINE)
 
 
 #: Both feature groups' metrics.
-DECLARED = (*METRICS.values(), *buffer_only.METRICS.values())
+DECLARED = (*METRICS.values(), *buffer_only.BUFFER_METRICS.values())
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ def test_the_index_lists_every_page() -> None:
 def test_each_variable_is_described_on_one_page() -> None:
     """Guards against two descriptions of which one is out of date, and against a page that names a
     variable without a link to its meaning, default and bounds."""
-    homes: dict[str, list[Path]] = {group: [] for group in environment.GROUPS}
+    homes: dict[str, list[Path]] = {group: [] for group in environment.VARIABLE_GROUPS}
     for page in PAGES:
         for group in re.findall(r"<!-- table:variables-(\w+) -->", page.read_text()):
             homes[group].append(page)

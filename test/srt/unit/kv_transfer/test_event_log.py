@@ -14,8 +14,8 @@ from sglang.srt.disaggregation.delta.observability import (
     Admitted,
     Announced,
     Arrived,
-    Event,
     Moved,
+    RoomEvent,
     Sent,
 )
 
@@ -38,7 +38,7 @@ def moved(at_s: float, chunk: int, *, is_last: bool, room: int = 1, peer: str = 
     return Moved(at=at_s, **which, **times, descriptors=5, bytes=100)
 
 
-def whole_room(room: int = 1, start: float = 100) -> list[Event]:
+def whole_room(room: int = 1, start: float = 100) -> list[RoomEvent]:
     """Two chunks to one decode rank, everything recorded."""
     return [
         admitted(start, room),

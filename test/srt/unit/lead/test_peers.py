@@ -12,7 +12,12 @@ import pytest
 import requests
 
 from sglang.srt.disaggregation.lead import prefill_exit
-from sglang.srt.disaggregation.lead.prefill_exit import MOST_ROOMS, Peers, Rooms, release
+from sglang.srt.disaggregation.lead.prefill_exit import (
+    MAX_ROOMS,
+    ReleasingServers,
+    Rooms,
+    release_room,
+)
 
 HERE = "10.0.0.1:8998"
 
@@ -28,7 +33,7 @@ class Network:
 
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Network:
-    """The network below ``Peers``; a query's thread runs at once, or when a test runs it."""
+    """The network below ``ReleasingServers``; queries run at once, or when a test runs them."""
     network = Network([])
 
     def get(url: str, timeout: float) -> Any:
@@ -52,7 +57,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Network:
 def test_a_server_is_queried_once_and_again_when_it_may_have_changed(network: Network) -> None:
     """Guards against a query in each step, and against a stock server that replaced an upgraded
     one."""
-    peers = Peers()
+    peers = ReleasingServers()
     network.answers = [200, 404]
     assert peers.releases(HERE) and peers.releases(HERE)
     assert peers.keep({HERE: 1}) == [] and peers.releases(HERE)
@@ -62,7 +67,7 @@ def test_a_server_is_queried_once_and_again_when_it_may_have_changed(network: Ne
 
 def test_a_server_that_does_not_answer_is_queried_again(network: Network) -> None:
     """Guards against a server that counts as stock because it was busy once."""
-    peers = Peers()
+    peers = ReleasingServers()
     network.answers = [requests.ConnectionError("refused"), 200]
     # The thread ends before the caller checks: its entry is already removed.
     assert not peers.releases(HERE)
@@ -71,7 +76,7 @@ def test_a_server_that_does_not_answer_is_queried_again(network: Network) -> Non
 
 def test_a_query_that_fails_while_servers_are_iterated(network: Network) -> None:
     """The thread removes its entry during the iteration: an error would end the scheduler."""
-    peers, gone, kept = Peers(), "10.0.0.3:8998", "10.0.0.2:8998"
+    peers, gone, kept = ReleasingServers(), "10.0.0.3:8998", "10.0.0.2:8998"
     network.answers = [200, 200, requests.ConnectionError("refused")]
     assert peers.releases(kept) and peers.releases(gone)
     network.immediate = False
@@ -90,9 +95,9 @@ def test_a_query_that_fails_while_servers_are_iterated(network: Network) -> None
 def test_the_oldest_rooms_are_forgotten() -> None:
     """Guards against a table that grows with each room that a message names."""
     rooms = Rooms()
-    for room in range(MOST_ROOMS + 5):
+    for room in range(MAX_ROOMS + 5):
         rooms.note(room, False)
-    assert len(rooms) == MOST_ROOMS and 4 not in rooms and 5 in rooms
+    assert len(rooms) == MAX_ROOMS and 4 not in rooms and 5 in rooms
 
 
 def test_one_rank_notifies_one_rank() -> None:
@@ -112,7 +117,7 @@ def test_one_rank_notifies_one_rank() -> None:
             return SimpleNamespace(send_multipart=note), threading.Lock()
 
         receiver._connect_to_bootstrap_server = connect
-        release(receiver)
+        release_room(receiver)
     assert sent == [(0, "10.0.0.1", [b"ABORT", b"7", b"LOCAL"])]
 
 
@@ -130,5 +135,5 @@ def test_a_failed_notification_costs_no_request(caplog: pytest.LogCaptureFixture
         _connect_to_bootstrap_server=connect,
         clear=lambda: cleared.append(7),
     )
-    release(receiver)
+    release_room(receiver)
     assert cleared == [7] and "room 7" in caplog.text

@@ -10,7 +10,7 @@ import pytest
 from sglang.srt.patchset import GROUPS, __version__
 from sglang.srt.patchset.args import DisaggArgs
 from sglang.srt.patchset.start_check import identity, line
-from sglang.srt.patchset.status import GroupState, GroupStatus, State
+from sglang.srt.patchset.status import GroupState, GroupStatus, PatchsetState
 
 GIVEN = {
     "disaggregation_decode_enable_radix_cache": True,
@@ -52,7 +52,9 @@ def test_identity_of_a_server(
     states = [
         GroupState(group, changed.get(group.name, GroupStatus.ATTACHED), "", ()) for group in GROUPS
     ]
-    labels = identity(SimpleNamespace(**defaults | flags_given), State("1", "1", "", tuple(states)))
+    labels = identity(
+        SimpleNamespace(**defaults | flags_given), PatchsetState("1", "1", "", tuple(states))
+    )
     assert labels == {"version": __version__, "groups": groups, "protocol": "1", "flags": flags}
     assert line(labels) == (
         f"sglang-disagg-patchset {__version__}: feature groups {groups}; delta protocol 1; "

@@ -285,7 +285,7 @@ def test_combinations_with_a_warning(caplog, arguments, line):
 
 # ---- local turns ----
 
-LOCAL_TURN_FLAGS = (flags.LOCAL, flags.LOCAL_WHEN_LOST, flags.LOCAL_SHARE, flags.LOCAL_MAX_ITL)
+LOCAL_TURN_FLAGS = (flags.LOCAL, flags.LOCAL_WHEN_LOST, flags.LOCAL_TIME_RATIO, flags.LOCAL_MAX_ITL)
 LOCAL_TURNS = {"disaggregation_decode_local_tokens": 512}
 
 

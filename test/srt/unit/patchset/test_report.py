@@ -6,7 +6,7 @@ import pytest
 
 from sglang.srt.patchset import GROUPS, TABLE
 from sglang.srt.patchset.__main__ import render
-from sglang.srt.patchset.status import GroupState, GroupStatus, RowState, RowStatus, State
+from sglang.srt.patchset.status import GroupState, GroupStatus, PatchsetState, RowState, RowStatus
 
 pytestmark = pytest.mark.slow
 
@@ -104,6 +104,6 @@ def test_render_shows_the_reason():
     optional = next(row for row in TABLE if row.when)
     row = RowState(optional, RowStatus.FAILED, "drifted")
     group = GroupState(GROUPS[0], GroupStatus.STOCK, "it is old", (row,))
-    text = render(State("1", "1", "", (group,)))
+    text = render(PatchsetState("1", "1", "", (group,)))
     assert "failed" in text and "drifted" in text and f"when {optional.when}" in text
     assert f"group {GROUPS[0].name}: stock" in text and "it is old" in text

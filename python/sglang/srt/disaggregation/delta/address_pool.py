@@ -1,8 +1,11 @@
-"""A bounded pool of threads for questions to other servers, some of which never answer.
+"""A bounded pool of threads for queries to other servers, some of which never answer.
 
-In a plain pool a few servers that hang take every thread, and questions to healthy servers wait for
-their timeouts. Here an address has at most ``_EACH`` questions under way, addresses that were slow
-last time share half of the threads, and an eighth is left for those that were quick last time.
+In a plain pool a few hung servers would take every thread, and queries to healthy servers would
+wait for their timeouts. Here an address has at most ``_MAX_RUNNING`` queries in flight, addresses
+whose last answer was slow share half of the threads, and an eighth is reserved for addresses whose
+last answer was quick.
+
+Contract: any thread; ``_lock`` guards all tables and is not held during a query.
 """
 
 from __future__ import annotations
@@ -17,78 +20,82 @@ from typing import Any, TypeVar  # Any: arguments and answers
 
 T = TypeVar("T")
 
-#: Questions that may be under way to one address, and that may wait.
-_EACH, _MOST_WAITING = 2, 4096
-#: Seconds from which an answer is slow, and addresses of which that is remembered.
-_SLOW_S, _MOST_KNOWN = 1.0, 4096
+#: Maximum queries in flight to one address.
+_MAX_RUNNING = 2
+#: Maximum queued queries of one address.
+_MAX_QUEUED = 4096
+#: Time from which an answer is slow.
+_SLOW_S = 1.0
+#: Maximum addresses whose last answer time is remembered.
+_MAX_KNOWN = 4096
 
 
 class AddressPool:
-    """Used by any thread; ``submit`` never waits."""
+    """Pool of threads with limits per address; see the module's contract."""
 
     def __init__(
         self, name: str, threads: int = 64, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """``name``: of the threads, which are started when they are needed."""
+        """``name``: prefix of the threads' names. Threads are started on demand."""
         self._executor = ThreadPoolExecutor(threads, name)
-        #: Threads that slow addresses may have, and those with all that were never asked.
+        #: Maximum threads of slow addresses, and of slow and unknown addresses together.
         self._slow_limit, self._limit = threads // 2, threads - max(threads // 8, 1)
         self._clock = clock
         self._lock = threading.Lock()
         self._waiting: dict[str, deque[Callable[[], None]]] = {}
         self._under_way: Counter[str] = Counter()
-        #: Whether the last answer of an address was quick; the one asked longest ago comes first.
+        #: Address -> True if its last answer was quick, least recently queried first.
         self._was_quick: dict[str, bool] = {}
 
-    def submit(self, address: str, ask: Callable[..., T], *args: Any) -> Future[T]:
-        """Call ``ask`` with ``args`` in a thread, after earlier queries to ``address``. Its
-        result is an ``OSError`` where too many of those wait."""
+    def submit(self, address: str, query: Callable[..., T], *args: Any) -> Future[T]:
+        """Queue ``query(*args)`` after earlier queries to ``address``. Return its future, which
+        fails with ``OSError`` if too many are queued. Never blocks."""
         future: Future[T] = Future()
         with self._lock:
             waiting = self._waiting.setdefault(address, deque())
-            if len(waiting) < _MOST_WAITING:
-                waiting.append(partial(self._run, address, future, ask, args))
+            if len(waiting) < _MAX_QUEUED:
+                waiting.append(partial(self._run, address, future, query, args))
                 self._start([address])
                 return future
-        text = f"{address} does not answer, and {_MOST_WAITING} queries to it are pending"
+        text = f"{address} does not answer, and {_MAX_QUEUED} queries to it are pending"
         future.set_exception(OSError(text))
         return future
 
     def shutdown(self) -> None:
-        """Wait for the questions that are under way."""
+        """Wait for the queries in flight."""
         self._executor.shutdown(wait=True)
 
     def _start(self, addresses: list[str]) -> None:
-        """Start what may start of the questions to ``addresses``. Under the lock."""
+        """Start queued queries to ``addresses`` within the limits. Requires the lock."""
         busy: Counter[bool | None] = Counter()
         for address, count in self._under_way.items():
             busy[self._was_quick.get(address)] += count
         for address in addresses:
-            questions = self._waiting[address]
-            kind = self._was_quick.get(address)
-            while questions and self._under_way[address] < _EACH:
-                if kind is False and busy[False] >= self._slow_limit:
+            queries = self._waiting[address]
+            was_quick = self._was_quick.get(address)
+            while queries and self._under_way[address] < _MAX_RUNNING:
+                if was_quick is False and busy[False] >= self._slow_limit:
                     break
-                if not kind and busy[False] + busy[None] >= self._limit:
+                if not was_quick and busy[False] + busy[None] >= self._limit:
                     break
-                busy[kind] += 1
+                busy[was_quick] += 1
                 self._under_way[address] += 1
-                self._executor.submit(questions.popleft())
-            if not questions:
+                self._executor.submit(queries.popleft())
+            if not queries:
                 del self._waiting[address]
 
     def _run(
-        self, address: str, future: Future[T], ask: Callable[..., T], args: tuple[Any, ...]
+        self, address: str, future: Future[T], query: Callable[..., T], args: tuple[Any, ...]
     ) -> None:
         began, error = self._clock(), None
         try:
-            answer = ask(*args)
+            answer = query(*args)
         except BaseException as raised:
             error = raised
         with self._lock:
             self._was_quick.pop(address, None)
             self._was_quick[address] = self._clock() - began < _SLOW_S
-            if len(self._was_quick) > _MOST_KNOWN:
+            if len(self._was_quick) > _MAX_KNOWN:
                 del self._was_quick[next(iter(self._was_quick))]
             self._under_way[address] -= 1
             if not self._under_way[address]:

@@ -1,6 +1,9 @@
-"""Thin overrides of SGLang's bootstrap server and manager (``disaggregation/common/conn.py``).
+"""Thin overrides of SGLang's bootstrap server and manager (``disaggregation/common/conn.py``): they
+give every backend the delta protocol, and a backend adds only the movement of bytes.
 
-Every backend that derives from them gets the delta protocol; only how bytes move is its own.
+Contract: scheduler thread, except ``pd-reader`` (messages of peers, and ``forget_silent_peers``)
+and threads of the backend. The tables that both use (``rooms``, ``decode_ranks``, ``servers``,
+``statuses``) have their own locks.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any  # Any: SGLang's receiver, with what ours adds to it
+from typing import TYPE_CHECKING, Any  # Any: SGLang's receiver with our attributes
 
 import msgspec
 from aiohttp import web
@@ -43,18 +46,18 @@ logger = logging.getLogger(__name__)
 
 
 class DeltaBootstrapServer(CommonKVBootstrapServer):
-    """Prefill's bootstrap server also says what this prefill server understands, and who it is."""
+    """Prefill's bootstrap server with a route for the server's capabilities and identity."""
 
-    #: Whether somebody here answers requests that decode computes itself (``prefill/yielded.py``).
+    #: True if this server answers requests that decode computes itself (``prefill/yielded.py``).
     yields = False
 
     @override
     def _setup_routes(self) -> None:
         super()._setup_routes()
-        # The manager that belongs to this server, and whether its group is attached.
+        # Serve the route only if the group of this backend's manager is attached.
         names = vars(sys.modules[type(self).__module__]).values()
-        if not any(getattr(each, "moves_deltas", False) for each in names):
-            return  # as a stock server: decode sends it whole prompts
+        if not any(getattr(value, "moves_deltas", False) for value in names):
+            return  # like a stock server: decode requests whole prompts
         self._capabilities = msgspec.structs.replace(wire.OURS, incarnation=uuid.uuid4().hex)
         self.app.router.add_get(wire.ROUTE, self._handle_capabilities)
 
@@ -63,27 +66,29 @@ class DeltaBootstrapServer(CommonKVBootstrapServer):
 
         try:
             drafts = get_global_server_args().speculative_algorithm or wire.NO_DRAFTS
-        except ValueError:  # of several tokenizers' router, SGLang does not set them
+        except ValueError:  # SGLang does not set them in the router of several tokenizers
             drafts = None
-        says = msgspec.structs.replace(self._capabilities, speculative=drafts, yields=self.yields)
-        return web.json_response(msgspec.to_builtins(says))
+        capabilities = msgspec.structs.replace(
+            self._capabilities, speculative=drafts, yields=self.yields
+        )
+        return web.json_response(msgspec.to_builtins(capabilities))
 
 
 class DeltaManager(CommonKVManager):
-    """Owns what this rank knows of its rooms and peers, and keeps a failed room failed.
+    """Owns this rank's tables of rooms and peers, and keeps a failed room failed.
 
     A backend's manager adds ``peer_name``, ``forget_peer``, ``transfer_statuses`` and
-    ``collect_arrivals``, and starts the reader thread: how bytes move is all that is its own.
+    ``collect_arrivals``, starts the reader thread, and moves bytes.
     """
 
-    #: Set by the backends that build on this; the others stay what they are in SGLang.
+    #: True in backends with the delta protocol; other backends stay stock.
     moves_deltas = False
-    #: Of a prefill rank that does: a ``RoomTable`` and ``DecodeRanks``.
+    #: Prefill only: ``RoomTable`` and ``DecodeRanks``.
     rooms: Any = None
     decode_ranks: Any = None
-    #: Of a decode rank with the radix cache that does: ``PrefillServers``.
+    #: Decode with the radix cache only: ``PrefillServers``.
     servers: Any = None
-    #: Of a decode rank: ``Progress`` by room, made when it is first asked for.
+    #: Decode only: room -> ``Progress``, created on first access.
     transfer_statuses: dict[int, Any]
 
     def __init__(
@@ -96,7 +101,7 @@ class DeltaManager(CommonKVManager):
         self.start_delta(disaggregation_mode, server_args)  # before the backend's threads
 
     def start_delta(self, mode: DisaggregationMode, server_args: ServerArgs) -> None:
-        """Set up the side that this rank is on."""
+        """Set up the tables of this rank's side."""
         from sglang.srt.disaggregation.common.conn import CommonKVReceiver
         from sglang.srt.disaggregation.utils import DisaggregationMode
 
@@ -115,7 +120,7 @@ class DeltaManager(CommonKVManager):
             self.rooms.on_drained = self.decode_ranks.tell
             self.served_rooms = ServedRooms(self.rank, server_args)
         elif has_flag:
-            receivers: Any = CommonKVReceiver  # with ours, ``DeltaReceiver``
+            receivers: Any = CommonKVReceiver  # combined with ``DeltaReceiver``
             receivers.drops_dead_sockets = True
             self.servers = WatchedServers(
                 self.rank,
@@ -127,16 +132,16 @@ class DeltaManager(CommonKVManager):
                 drop_socket=receivers.drop_socket,
             )
 
-    # ---- the thread that reads what peers send ----
+    # ---- the thread that reads messages of peers ----
 
     def start_reader(
         self,
         take_other: Callable[[list[bytes]], None] | None = None,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
-        """Read this rank's socket on a thread of its own: control messages are for its rooms
-        (prefill) or servers (decode), SGLang's own kinds for ``take_other``. ``tick`` is called
-        every second or so."""
+        """Start the thread that reads this rank's socket. Control messages go to its rooms
+        (prefill) or servers (decode), SGLang's own messages to ``take_other``. ``tick`` is called
+        about once a second."""
         side = self.decode_ranks or self.servers
         threading.Thread(
             target=MessageReader(side.take, take_other).serve,
@@ -146,12 +151,12 @@ class DeltaManager(CommonKVManager):
         ).start()
 
     def start_decode(self, take_other: Callable[[list[bytes]], None] | None = None) -> None:
-        """The threads of a decode rank with the radix cache."""
+        """Start the threads of a decode rank with the radix cache."""
         self.start_reader(take_other)
         self.servers.start_heartbeat(self.heartbeat_interval, self.max_failures)
 
     def forget_silent_peers(self) -> None:
-        """Prefill, every second or so: drop the decode ranks that gave no sign for too long."""
+        """Drop silent decode ranks; called on prefill about once a second."""
         for peer in self.decode_ranks.tick():
             known = self.decode_kv_args_table.get(peer)
             logger.warning(
@@ -165,22 +170,22 @@ class DeltaManager(CommonKVManager):
             )
             self.forget_peer(peer)
 
-    # ---- what a backend knows of peers and arrivals ----
+    # ---- overridden by backends ----
 
     def collect_arrivals(self, asker: int) -> None:
-        """Read what the transport says has arrived, for room ``asker``; nothing where it says so by
-        itself."""
+        """Read the transport's notifications, for room ``asker``. A no-op for a transport whose
+        completions arrive as messages."""
 
     def expect_metadata(self, room: int, slot: int) -> bool:
-        """``room`` is being announced with this metadata slot: whether its metadata may come in the
-        note that completes it, instead of a write into the slot."""
+        """Return True if the metadata of ``room``, which is announced with ``slot``, may arrive in
+        the completing notification instead of a write to the slot."""
         return False
 
     @override
     def get_mha_kv_ptrs_with_pp(self, src_kv_ptrs: list[int], dst_kv_ptrs: list[int]) -> Any:
-        # A decode server may have a draft model where prefill has none: its buffers stand behind
-        # the target's. Stock takes such a list for one of more pipeline stages where the draft has
-        # as many layers as the target, or several times as many.
+        # Cut off the buffers of a draft model that only decode has, which follow the target's.
+        # Because otherwise, if the draft's layers are a multiple of the target's, stock reads the
+        # list as that of more pipeline stages.
         if self.pp_size == 1 and len(dst_kv_ptrs) > len(src_kv_ptrs):
             dst_kv_ptrs = dst_kv_ptrs[: len(src_kv_ptrs)]
         return super().get_mha_kv_ptrs_with_pp(src_kv_ptrs, dst_kv_ptrs)
@@ -196,8 +201,9 @@ class DeltaManager(CommonKVManager):
         has_states = getattr(self.kv_args, "state_type", "") == RECURRENT_TYPE
         theirs, ours = (info.attn_tp_size, info.pp_size), (self.attn_tp_size, self.pp_size)
         if self.servers is not None and has_states and theirs != ours:
-            # SGLang refuses other tensor parallel sizes over NIXL. Over Mooncake it sends slices to
-            # wrong places: each rank's convolution has a part of the queries, keys and values.
+            # SGLang refuses unequal tensor parallel sizes over NIXL. Over Mooncake it sends slices
+            # to wrong places, because each rank's convolution has a part of queries, keys and
+            # values.
             raise RuntimeError(
                 "recurrent state needs equal tensor and pipeline parallel sizes, not "
                 f"{theirs} on prefill and {ours} on decode"
@@ -205,13 +211,13 @@ class DeltaManager(CommonKVManager):
         super()._resolve_rank_mapping(info)
 
     def peer_takes_delta(self, bootstrap_addr: str) -> bool:
-        """Whether the prefill server at ``bootstrap_addr`` may be sent a prefix length."""
+        """Return True if the prefill server at ``bootstrap_addr`` accepts a prefix length."""
         servers = self.servers
         return servers is not None and servers.capabilities(bootstrap_addr).takes_delta
 
     def peer_yields(self, bootstrap_addr: str) -> bool:
-        """Whether the prefill server at ``bootstrap_addr`` leaves a request to decode when it is
-        told to; its pipeline stages could not agree on that."""
+        """Return True if the prefill server at ``bootstrap_addr`` leaves a request to decode on
+        demand. False with pipeline stages, because they could not agree on that."""
         topology = self.prefill_info_table.get(bootstrap_addr)
         if self.servers is None or topology is None or topology.pp_size > 1:
             return False
@@ -219,7 +225,7 @@ class DeltaManager(CommonKVManager):
         return capabilities.takes_control and capabilities.yields
 
     def open_rooms(self) -> dict[str, list[int]]:
-        """Every per-room table of this rank with its rooms; all empty on an idle server."""
+        """Return every per-room table of this rank with its rooms; all empty on an idle server."""
         tables = {
             name: sorted(getattr(self, name, ()))
             for name in (
@@ -231,8 +237,8 @@ class DeltaManager(CommonKVManager):
             )
         }
         if self.rooms is not None:
-            # Announced before their request is here (which has a deadline), or waited for although
-            # their request is gone: those are no leftovers.
+            # Not leftovers: rooms announced before their request arrives (which has a deadline),
+            # and ended rooms that are kept although their request is gone.
             tables["rooms"] = [
                 room.number
                 for room in self.rooms.all()

@@ -1,6 +1,7 @@
-"""Every counter, gauge and histogram of disaggregation, declared: ``METRICS``, and why rooms fail.
+"""Declarations of all counters, gauges and histograms of disaggregation (``METRICS``), and the
+reasons of failed rooms.
 
-A metric is a row of ``_DECLARED``, and is counted by ``observability.STATS``. Docs and dashboards
+A metric is a row of ``_DECLARED`` and is counted by ``observability.STATS``. Docs and dashboards
 are checked against it.
 """
 
@@ -14,24 +15,24 @@ from typing import Any  # Any: prometheus_client has no types
 
 
 class Reason(str, enum.Enum):
-    """Why a room failed: the values of the label ``reason`` of ``kv_transfer_failed``. A failed
-    room has one; the text that goes with it has the details."""
+    """Reason of a failed room: label ``reason`` of ``kv_transfer_failed``. Details are in the text
+    that goes with it."""
 
-    #: The client went away, here or on the other side.
+    #: The client aborted, here or on the other side.
     ABORTED = "aborted"
     #: A deadline passed; the text names the environment variable.
     TIMEOUT = "timeout"
-    #: The peer gave no sign of life, or came back as another process.
+    #: The peer was silent, or has restarted.
     PEER_LOST = "peer_lost"
     #: The other side reported a failure.
     PEER_FAILED = "peer_failed"
-    #: What decode announced does not fit.
+    #: Decode's announcement does not fit prefill's request.
     MISMATCH = "mismatch"
     #: The transport refused or broke a transfer.
     TRANSPORT = "transport"
     #: Decode and prefill could not be connected.
     HANDSHAKE = "handshake"
-    #: A bug here, or a transfer worker that does not go on.
+    #: A bug here, or a stuck transfer worker.
     INTERNAL = "internal"
 
 
@@ -42,34 +43,34 @@ class Reason(str, enum.Enum):
 class Metric:
     """One metric: ``sglang:<name>`` on ``/metrics``; a counter's name ends in ``_total`` there."""
 
-    #: Says the unit.
+    #: Contains the unit.
     name: str
     #: "counter", "gauge" or "histogram".
     kind: str
-    #: Which servers have it: "decode", "prefill" or "both"; "every": aggregated ones too.
+    #: Servers that have it: "decode", "prefill" or "both"; "every": aggregated ones too.
     side: str
     help: str
-    #: Labels beside those that SGLang gives all its metrics.
+    #: Labels in addition to those of all of SGLang's metrics.
     labels: tuple[str, ...] = ()
-    #: Upper ends of a histogram's buckets, rising.
+    #: Upper bounds of a histogram's buckets, ascending.
     buckets: tuple[float, ...] = ()
-    #: The values of ``labels`` that a scrape shows before the first is counted.
+    #: Values of ``labels`` that a scrape shows as zero before the first count.
     values: tuple[tuple[str, ...], ...] = ()
 
     @property
     def exported_name(self) -> str:
-        """As a scrape shows it."""
+        """Name in a scrape."""
         return f"sglang:{self.name}{'_total' if self.kind == 'counter' else ''}"
 
-    def child(self, labels: Mapping[str, object], **own: str) -> Any:
-        """Prometheus' child of this metric (typed by a library without types): ``labels`` are
-        SGLang's, ``own`` the values of ``self.labels``. Registered when it is first asked for."""
-        return _registered(self, (*labels, *self.labels)).labels(**labels, **own)
+    def child(self, labels: Mapping[str, object], **values: str) -> Any:
+        """Return Prometheus' child of this metric, registering the metric on first use. ``labels``:
+        SGLang's; ``values``: those of ``self.labels``."""
+        return _registered(self, (*labels, *self.labels)).labels(**labels, **values)
 
 
 @functools.cache
 def _registered(metric: Metric, labelnames: tuple[str, ...]) -> Any:
-    # Imported late: SGLang sets PROMETHEUS_MULTIPROC_DIR before the first import.
+    # Imported late, because SGLang must set PROMETHEUS_MULTIPROC_DIR before the first import.
     import prometheus_client
 
     options: dict[str, dict[str, Any]] = {
@@ -98,7 +99,7 @@ def declare(
     buckets: tuple[float, ...] = (),
     values: tuple[tuple[str, ...], ...] = (),
 ) -> tuple[Metric, ...]:
-    """Metrics of one kind: ``texts`` has the help of each, by name."""
+    """Return metrics of one kind; ``texts``: name -> help."""
     return tuple(
         Metric(name, kind, side, text, labels, buckets, values) for name, text in texts.items()
     )

@@ -15,8 +15,8 @@ else:
 
 
 class NamespacedScheduler(Scheduler):
-    """This release reads ``extra_key`` and ``cache_salt`` from requests and then drops them when it
-    builds its Req. A tree or a store that outlives requests must keep such namespaces apart."""
+    """Restores the namespace of a request (``extra_key``, ``cache_salt``), which this release reads
+    and then drops when it builds its Req. Needed for a tree or a store that outlives requests."""
 
     _namespace: str | None = None
 
@@ -30,7 +30,7 @@ class NamespacedScheduler(Scheduler):
 
     @override
     def init_req_max_new_tokens(self, req: Req) -> None:
-        super().init_req_max_new_tokens(req)  # the first thing that is done with every new Req
+        super().init_req_max_new_tokens(req)  # the first call for every new Req
         if self._namespace:
             # SGLang's /generate also passes a list of texts.
             req.extra_key = f"{self._namespace}{req.lora_id or ''}"

@@ -1,14 +1,16 @@
-"""What is counted and written down of requests and peers: counters, durations, log lines, events.
+"""Counters, durations, log lines and events of requests and peers.
 
-``STATS`` has this process's counters and durations, by the rows of ``metrics.py``, and
-``TransferReport`` the log line of a pool of transfer workers. ``RateLimitedLog`` writes a line at
-most once in a while for each peer (or other key). ``best_effort`` is for counting and logging: the
-error is logged once, and the caller goes on.
+``STATS`` has this process's counters and durations (rows of ``metrics.py``), ``TransferReport`` the
+log line of a pool of transfer workers. ``RateLimitedLog`` limits lines per peer or other key.
+``best_effort`` wraps counting and logging: an error is logged once and the caller continues.
 
 ``record`` writes to the event log: one JSON line for each step of a room, from its announcement to
-its arrival. It is off unless ``SGLANG_DISAGGREGATION_EVENT_LOG`` names a folder; each scheduler
-process appends to ``<folder>/<side>-<pid>.jsonl``. Times are seconds since the epoch, so that the
-files of two servers on one host can be joined by room.
+its arrival. The log is off unless ``SGLANG_DISAGGREGATION_EVENT_LOG`` names a folder; each
+scheduler process appends to ``<folder>/<side>-<pid>.jsonl``. Times are seconds since the epoch, so
+that the files of two servers on one host can be joined by room.
+
+Contract: ``Telemetry`` and ``TransferReport`` are thread-safe (one lock each, held only for
+updates); ``RateLimitedLog`` belongs to one thread.
 """
 
 from __future__ import annotations
@@ -31,17 +33,17 @@ from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two lines with one key.
+#: Minimum interval between two lines with one key.
 INTERVAL_S = 5.0
-#: Keys told apart at a time. A peer says itself who it is, and a stranger may say so many things.
+#: Maximum keys, because peers choose their names and a hostile one may use many.
 _REMEMBERED_KEYS = 128
-#: Errors quote what a peer sent: a line is cut after so many characters.
+#: Maximum characters of a line, because errors quote what a peer sent.
 _MAX_CHARACTERS = 500
 
 
 class RateLimitedLog:
-    """At most one line per key and interval, so that one peer's noise neither fills the disk nor
-    hides another one's trouble. Used by one thread."""
+    """Logs at most one line per key and interval, so that one peer's errors neither fill the disk
+    nor hide those of another peer. Used by one thread."""
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class RateLimitedLog:
         interval_s: float = INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``interval_s``: seconds between two lines with one key; ``math.inf``: one line ever."""
+        """``interval_s``: minimum seconds between lines with one key; ``math.inf``: one line."""
         self._logger = logger
         self._interval_s = interval_s
         self._clock = clock
@@ -59,7 +61,9 @@ class RateLimitedLog:
         """Log ``message % args`` unless a line with ``key`` was just logged."""
         now = self._clock()
         if key not in self._last and len(self._last) >= _REMEMBERED_KEYS:
-            self._last = {it: at for it, at in self._last.items() if now - at < self._interval_s}
+            self._last = {
+                seen: last for seen, last in self._last.items() if now - last < self._interval_s
+            }
             if len(self._last) >= _REMEMBERED_KEYS:
                 key = "one of many"
         last = self._last.get(key)
@@ -83,7 +87,7 @@ def _log_once(what: str) -> None:
 def best_effort(
     function: Callable[Parameters, Result],
 ) -> Callable[Parameters, Result | None]:
-    """The function, returning None where it would raise; its first error is logged."""
+    """Wrap ``function`` to return None instead of raising; the first error is logged."""
 
     @functools.wraps(function)
     def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result | None:
@@ -98,89 +102,91 @@ def best_effort(
 
 # ---- counters, durations and sizes ----
 
-Totals = defaultdict[tuple[str, ...], float]
+CounterTotals = defaultdict[tuple[str, ...], float]
 #: No label has this value.
 COUNT = "(count)"
 
 
 class Telemetry:
-    """What this process counts and measures, by the names in ``METRICS``; mirrored to Prometheus
-    from ``bind`` on: who counts does not know whether anybody scrapes. Used from any thread."""
+    """This process's counters and histograms by the names in ``METRICS``, exported to Prometheus
+    after ``bind``. Thread-safe."""
 
     def __init__(self) -> None:
-        #: Counters, and the sums of histograms, by name and the values of the metric's own labels;
-        #: and how many values each histogram was given, by name and ``COUNT``.
-        self.totals: Totals = defaultdict(float)
+        #: (Name, label values) -> total of a counter or sum of a histogram; (name, ``COUNT``) ->
+        #: number of values of a histogram.
+        self.totals: CounterTotals = defaultdict(float)
         self._labels: dict[str, object] = {}
         self._children: dict[tuple[str, ...], Any] = {}
         self._lock = threading.Lock()
 
     def bind(self, labels: Mapping[str, object], side: str = "") -> None:
-        """Mirror everything under ``labels`` from now on. The counters of ``side`` ("prefill" or
-        "decode") whose label values are known are there from the start: a rate needs their zero."""
+        """Export under ``labels`` from now on. Counters of ``side`` ("prefill" or "decode") with
+        known label values start at zero, because a rate needs the zero."""
         self._labels = dict(labels)
         for metric in METRICS.values():
-            known = () if metric.labels and not metric.values else metric.values or ((),)
+            known_values = () if metric.labels and not metric.values else metric.values or ((),)
             if metric.kind == "counter" and side and metric.side in (side, "both"):
-                for value in known:
+                for value in known_values:
                     self._child(metric.name, dict(zip(metric.labels, value, strict=True)))
 
-    def since(self, before: Totals) -> Totals:
-        """What was added to ``totals`` since they were ``before``, which is brought up to date."""
+    def since(self, before: CounterTotals) -> CounterTotals:
+        """Return the difference of ``totals`` to ``before``, and update ``before``."""
         with self._lock:
             now = self.totals.copy()
-        added = Totals(float, {key: total - before[key] for key, total in now.items()})
+        added = CounterTotals(float, {key: total - before[key] for key, total in now.items()})
         before.update(now)
         return added
 
-    def by(self, name: str) -> Totals:
-        """A counter with labels of its own, by their values."""
-        return Totals(float, {key[1:]: n for key, n in self.totals.items() if key[0] == name})
+    def by(self, name: str) -> CounterTotals:
+        """Return the totals of a counter by its label values."""
+        return CounterTotals(
+            float, {key[1:]: total for key, total in self.totals.items() if key[0] == name}
+        )
 
     @best_effort
-    def count(self, name: str, amount: float = 1, **own: str) -> None:
-        """``amount`` more of a counter; ``own``: the values of its own labels."""
-        key = (name, *own.values())
+    def count(self, name: str, amount: float = 1, **values: str) -> None:
+        """Add ``amount`` to a counter; ``values``: its label values."""
+        key = (name, *values.values())
         with self._lock:
             self.totals[key] += amount
         if self._labels:
-            self._child(name, own).inc(amount)
+            self._child(name, values).inc(amount)
 
     @best_effort
-    def observe(self, name: str, value: float, **own: str) -> None:
-        """One more value of a histogram."""
-        key = (name, *own.values())
+    def observe(self, name: str, value: float, **values: str) -> None:
+        """Add a value to a histogram; ``values``: its label values."""
+        key = (name, *values.values())
         with self._lock:
             self.totals[key] += value
             self.totals[name, COUNT] += 1
         if self._labels:
-            self._child(name, own).observe(value)
+            self._child(name, values).observe(value)
 
     @best_effort
     def set(self, name: str, value: float) -> None:
-        """The value of a gauge now."""
+        """Set a gauge."""
         if self._labels:
             self._child(name, {}).set(value)
 
-    def _child(self, name: str, own: Mapping[str, str]) -> Any:
-        key = (name, *own.values())
+    def _child(self, name: str, values: Mapping[str, str]) -> Any:
+        key = (name, *values.values())
         child = self._children.get(key)
         if child is None:
-            # Otherwise two transfer workers register one metric, which Prometheus refuses.
+            # Under the lock, because Prometheus refuses a metric that two workers register at once.
             with self._lock:
-                child = self._children[key] = METRICS[name].child(self._labels, **own)
+                child = self._children[key] = METRICS[name].child(self._labels, **values)
         return child
 
 
-#: One for each process: a scheduler process has one transfer manager.
+#: One per process, because a scheduler process has one transfer manager.
 STATS = Telemetry()
 
-#: Of the log line: durations by their short names.
+#: Short name in the log line -> histogram.
 _TIMES = {name: f"kv_transfer_{name}_seconds" for name in ("queue", "build", "post", "wire")}
 
 
 class TransferReport:
-    """Gauges and a log line of one transfer pool. Used from any thread."""
+    """Gauges and a log line of one transfer pool. Thread-safe."""
 
     def __init__(
         self, interval_s: float = 60.0, clock: Callable[[], float] = time.monotonic
@@ -189,7 +195,7 @@ class TransferReport:
         self._interval_s = interval_s
         self._clock = clock
         self._lock = threading.Lock()
-        #: By worker: waiting, in flight, overdue.
+        #: Worker -> transfers waiting, in flight, overdue: now, and maximum since the last tick.
         self._levels: dict[int, tuple[int, int, int]] = {}
         self._highest: dict[int, tuple[int, int, int]] = {}
         self._logged_at = clock()
@@ -197,7 +203,7 @@ class TransferReport:
 
     @best_effort
     def level(self, worker: int, waiting: int, in_flight: int, overdue: int) -> None:
-        """How many transfers of a worker wait, are under way, and are overdue."""
+        """Set a worker's numbers of transfers waiting, in flight and overdue."""
         level = (waiting, in_flight, overdue)
         if self._levels.get(worker) == level:
             return
@@ -208,11 +214,11 @@ class TransferReport:
 
     @best_effort
     def tick(self) -> None:
-        """Called every second or so, by any one thread: sets the gauges, and logs when it is time
-        to and something was moved or failed."""
+        """Set the gauges, and log once per interval if something was moved or failed. Called about
+        once a second by one thread."""
         with self._lock:
             highest, now = (
-                [sum(level[place] for level in levels.values()) for place in range(3)]
+                [sum(level[index] for level in levels.values()) for index in range(3)]
                 for levels in (self._highest, self._levels)
             )
             self._highest = self._levels.copy()
@@ -230,7 +236,7 @@ class TransferReport:
             if key[0] == "kv_transfer_failed" and rooms
         ]
         posted, moved = total[_TIMES["queue"], COUNT], total["kv_transfer_bytes",]
-        # A full prefix hit is queued and posted, but moves nothing that a transport counts.
+        # Not by bytes, because a full prefix hit is posted and moves none.
         if not posted and not failed:
             return
         means = ", ".join(
@@ -253,7 +259,7 @@ now = time.time
 
 
 class Admitted(msgspec.Struct, frozen=True, tag="admitted", kw_only=True):
-    """Decode reserved destination pages for a room and announced them."""
+    """Decode has reserved destination pages for a room and announced them."""
 
     at: float
     room: int | None
@@ -261,12 +267,12 @@ class Admitted(msgspec.Struct, frozen=True, tag="admitted", kw_only=True):
     prompt_tokens: int
     prefix_tokens: int
     pages: list[int]
-    #: Indices of the state that is moved with the last page.
+    #: Indices of the state moved with the last page.
     state: list[int] = []
 
 
 class Sent(msgspec.Struct, frozen=True, tag="sent", kw_only=True):
-    """Prefill posted one chunk of a room to one decode rank."""
+    """Prefill has posted one chunk of a room to one decode rank."""
 
     at: float
     room: int
@@ -284,11 +290,11 @@ class Announced(msgspec.Struct, frozen=True, tag="announced", kw_only=True):
 
 
 class Moved(msgspec.Struct, frozen=True, tag="moved", kw_only=True):
-    """One chunk of a room, and with the last one the metadata, was seen to be with one decode rank.
+    """One chunk of a room, with the metadata for the last chunk, has reached one decode rank.
 
-    ``queue_s``: from ``send`` until a worker took it; then the descriptors were made (``build_s``),
-    the transfers started (``post_s``), and waited for (``wire_s``). Bytes and descriptors are those
-    of everything that went along.
+    ``queue_s``: from ``send`` until a worker took it; ``build_s``: building of descriptors;
+    ``post_s``: start of the transfers; ``wire_s``: wait for their end. Bytes and descriptors
+    include state and metadata.
     """
 
     at: float
@@ -305,18 +311,18 @@ class Moved(msgspec.Struct, frozen=True, tag="moved", kw_only=True):
 
 
 class Arrived(msgspec.Struct, frozen=True, tag="arrived", kw_only=True):
-    """Decode saw that a room is complete."""
+    """Decode has found a room complete."""
 
     at: float
     room: int
 
 
-Event = Admitted | Sent | Announced | Moved | Arrived
+RoomEvent = Admitted | Sent | Announced | Moved | Arrived
 
 
 @functools.cache
 def event_log(side: str) -> BinaryIO | None:
-    """This process's log; None where the variable is not set. ``side``: prefill or decode."""
+    """Open this process's log of ``side`` ("prefill" or "decode"); None if it is off."""
     folder = environment.EVENT_LOG.read()
     if not folder:
         return None
@@ -326,17 +332,18 @@ def event_log(side: str) -> BinaryIO | None:
 
 
 @best_effort
-def record(side: str, event: Callable[[], Event]) -> None:
-    """Write an event to the log of ``side`` (``event_log``); it is made if the log is on."""
+def record(side: str, event: Callable[[], RoomEvent]) -> None:
+    """Write an event to the log of ``side`` (``event_log``). ``event`` is called if it is on."""
     log = event_log(side)
     if log is not None:
-        # One write, so that lines of threads do not mix.
+        # In one write, so that lines of several threads do not mix.
         log.write(msgspec.json.encode(event()) + b"\n")
 
 
 @best_effort
 def count_sent(room: int, peer: str, source: Pages, destination: Pages, moved: int) -> None:
-    """``moved`` bytes of KV went from our ``source`` pages to ``destination`` pages of ``peer``."""
+    """Count and record that ``moved`` bytes were posted from ``source`` pages to ``destination``
+    pages of ``peer``."""
     STATS.count("kv_transfer_sent_bytes", moved)
     record(
         "prefill",

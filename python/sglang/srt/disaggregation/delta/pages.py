@@ -1,21 +1,21 @@
-"""Pages, KV heads, and state beside the KV: no engine and no transport.
+"""Arithmetic of pages, KV heads, and state beside the KV, without engine or transport.
 
-Pages: of those that a prompt lies in only the last may be partly filled. The decode server holds
-the first ``prefix`` tokens, a whole number of pages, so that both sides cut the prompt at the same
-place; the *delta* is every page after it.
+Pages: only the last page of a prompt may be partly filled. The decode server holds the first
+``prefix`` tokens, a whole number of pages, so that both sides cut the prompt at the same place; the
+*delta* is every page after it.
 
-Heads: a rank keeps ``total // size`` KV heads of every token, or one where there are fewer heads
-than ranks: then several ranks hold a replica of the same head. SGLang connects each decode rank to
-the prefill ranks of its share: one prefill rank serves ``decode size // prefill size`` decode
-ranks, or ``prefill size // decode size`` of them serve one decode rank. All that are connected
-report completion, so every one has to be told what to send, also where that is nothing.
+Heads: a rank holds ``total // size`` KV heads of every token. With fewer heads than ranks it holds
+one, and several ranks hold replicas of the same head. SGLang connects each decode rank to the
+prefill ranks of its share: one prefill rank serves ``decode size // prefill size`` decode ranks, or
+``prefill size // decode size`` prefill ranks serve one decode rank. All connected ranks report
+completion, so that each needs a plan, even to send nothing.
 
-What SGLang calls the *state* of a model is one of two things here. Sparse attention (DSA: DeepSeek
-V3.2, GLM-5) has an index cache beside the KV: an index page has the number of a KV page, and the
-index of the same tokens. Where a page is shared, moved or freed, so is its index. Layers with a
-recurrence (gated delta nets, Mamba: Qwen3-Next, Kimi-Linear, Nemotron-H) have a recurrent state of
-fixed size instead of KV. It belongs to one request, at one length of its text: a state slot is
-allocated and freed with the request's row, moved whole with the last page, and never shared.
+State: SGLang's *state* of a model is one of two things. Sparse attention (DSA: DeepSeek V3.2,
+GLM-5) has an index cache beside the KV: an index page has the number of a KV page and the index of
+the same tokens, and is shared, moved and freed with it. Recurrent layers (gated delta nets, Mamba:
+Qwen3-Next, Kimi-Linear, Nemotron-H) have a recurrent state of fixed size instead of KV. A state
+belongs to one request at one length of its text: its slot is allocated and freed with the request's
+row, moved whole with the last page, and never shared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any  # Any: what only pools with recurrent state have
+from typing import TYPE_CHECKING, Any  # Any: attributes of pools with recurrent state
 
 import numpy as np
 import numpy.typing as npt
@@ -39,40 +39,40 @@ Pages = npt.NDArray[np.int32]
 
 
 def share_of_chunk(pages: Pages, part: slice, rank: int, size: int) -> tuple[Pages, slice]:
-    """What ``rank`` of ``size`` ranks sends of a chunk that each of them has: its pages, and their
-    place among the room's destination pages. ``part``: the place of the whole chunk.
+    """Return the share of ``rank`` of ``size`` ranks that all hold a chunk: its pages, and their
+    slice of the room's destination pages. ``part``: slice of the whole chunk.
 
-    Shares follow one another and differ by a page at most. SGLang's own function cuts by the
-    numbers of the pages, as if they were neighbours: what lies outside the range that begins with
-    the lowest is sent by nobody.
+    Shares are consecutive and differ by a page at most. Used instead of SGLang's function, which
+    cuts by page numbers as if they were consecutive: no rank would send pages outside the range
+    that begins with the lowest number.
     """
-    base, more = divmod(len(pages), size)
-    first = rank * base + min(rank, more)
-    end = first + base + (rank < more)
+    base, remainder = divmod(len(pages), size)
+    first = rank * base + min(rank, remainder)
+    end = first + base + (rank < remainder)
     return pages[first:end], slice(part.start + first, part.start + end)
 
 
 class DeltaMismatch(ValueError):
-    """What decode announced does not fit the prompt that prefill holds. Fails the room."""
+    """Raised if decode's announcement does not fit the prompt on prefill. Fails the room."""
 
 
 @dataclass(frozen=True)
 class HeadSlice:
-    """What one prefill rank sends of every token to one decode rank, in heads."""
+    """Heads of every token that one prefill rank sends to one decode rank."""
 
-    #: First head to send, counted from the first that the prefill rank holds.
+    #: First head to send, relative to the prefill rank's first head.
     source_start: int
-    #: Where it goes, counted from the first head that the decode rank holds.
+    #: Its destination, relative to the decode rank's first head.
     destination_start: int
-    #: Heads to send; 0 where another replica sends them.
+    #: Number of heads to send; 0 if another replica sends them.
     count: int
 
 
 def heads_of(rank: int, size: int, total: int) -> range:
-    """The KV heads that ``rank`` of ``size`` holds, of ``total`` in the model.
+    """Return the KV heads that ``rank`` of ``size`` holds, of ``total`` in the model.
 
     Raises:
-        ValueError: there is no such rank, or the heads cannot be laid out evenly over the ranks.
+        ValueError: the rank does not exist, or the heads cannot be distributed evenly.
     """
     if total < 1 or not 0 <= rank < size:
         raise ValueError(f"rank {rank} of {size} cannot hold any of {total} KV heads")
@@ -83,10 +83,10 @@ def heads_of(rank: int, size: int, total: int) -> range:
 
 
 def sources_of(destination_rank: int, source_size: int, destination_size: int) -> range:
-    """The prefill ranks that SGLang connects to a decode rank; each of them reports completion.
+    """Return the prefill ranks that SGLang connects to a decode rank; each reports completion.
 
     Raises:
-        ValueError: neither size divides the other, so that SGLang's mapping leaves ranks out.
+        ValueError: neither size divides the other, so that SGLang's mapping omits ranks.
     """
     small, large = sorted((source_size, destination_size))
     if small < 1 or large % small:
@@ -101,14 +101,13 @@ def sources_of(destination_rank: int, source_size: int, destination_size: int) -
 def plan_heads(
     source_rank: int, source_size: int, destination_rank: int, destination_size: int, total: int
 ) -> HeadSlice:
-    """What a prefill rank sends of every token to a decode rank that SGLang connected it to.
+    """Return the heads that a prefill rank sends to a connected decode rank.
 
-    Over all prefill ranks of one decode rank, each of its heads is sent exactly once: of replicas,
-    the lowest connected rank sends.
+    Over all prefill ranks of one decode rank, each of its heads is sent exactly once: among
+    replicas, the lowest connected rank sends.
 
     Raises:
-        ValueError: the ranks are not connected, or ``heads_of`` or ``sources_of`` refuse the
-            numbers.
+        ValueError: the ranks are not connected, or ``heads_of`` or ``sources_of`` raise.
     """
     ours = heads_of(source_rank, source_size, total)
     theirs = heads_of(destination_rank, destination_size, total)
@@ -119,7 +118,7 @@ def plan_heads(
             f"{destination_rank} of {destination_size}"
         )
     first, end = max(ours.start, theirs.start), min(ours.stop, theirs.stop)
-    # Replicas are neighbours: ranks hold ranges that are equal or apart, in order.
+    # Compare with the rank before, because replicas are on consecutive ranks.
     before = source_rank - 1
     if before in sources and heads_of(before, source_size, total) == ours:
         end = first
@@ -129,7 +128,8 @@ def plan_heads(
 def token_lens(
     *, page: int, source_item_len: int, destination_item_len: int, head_bytes: int, plan: HeadSlice
 ) -> tuple[int, int]:
-    """Bytes of a token in a buffer on either side, from those of a page of ``page`` tokens.
+    """Return the bytes of a token in a buffer on either side, from those of a page of ``page``
+    tokens.
 
     Raises:
         ValueError: the slice does not fit into a token.
@@ -149,11 +149,13 @@ def token_lens(
 
 
 def of_one_shape(item_lens: Sequence[int], *, latent: bool) -> bool:
-    """Whether all layers of a KV pool, and of the draft model's behind it, have heads alike.
+    """Return True if all layers of a KV pool, those of the draft model included, have the same
+    heads.
 
     ``item_lens``: bytes of a page by buffer: keys of the target's layers, their values, then the
-    same of the draft's layers. ``latent``: one buffer a layer (MLA). A draft of as many layers as
-    the target looks like values of another size than keys; real ones have far fewer.
+    same of the draft's layers. ``latent``: one buffer per layer (MLA). A draft with as many layers
+    as the target could not be told from values of a different size than keys, but real drafts have
+    far fewer.
     """
     runs = [(size, len(list(run))) for size, run in groupby(item_lens)]
     if len(runs) <= 1:
@@ -172,8 +174,10 @@ def of_one_shape(item_lens: Sequence[int], *, latent: bool) -> bool:
 INDEX = "index_k_with_scale_buffer"
 #: Attribute of SGLang's pools with recurrent state: the pool of states.
 RECURRENT = "mamba_pool"
-#: Values of ``KVArgs.state_type`` for them.
-INDEX_TYPE, RECURRENT_TYPE = "nsa", "mamba"
+#: Value of ``KVArgs.state_type`` for an index.
+INDEX_TYPE = "nsa"
+#: Value of ``KVArgs.state_type`` for recurrent state.
+RECURRENT_TYPE = "mamba"
 
 
 def index_buffers(pool: KVCache) -> Sequence[torch.Tensor]:
@@ -182,7 +186,7 @@ def index_buffers(pool: KVCache) -> Sequence[torch.Tensor]:
 
 
 def has_other_state(pool: KVCache) -> bool:
-    """True if ``pool`` has state that is neither an index of its pages nor recurrent."""
+    """Return True if ``pool`` has state that is neither an index of its pages nor recurrent."""
     return hasattr(pool, "get_state_buf_infos") and not (
         index_buffers(pool) or hasattr(pool, RECURRENT)
     )
@@ -197,7 +201,7 @@ def moved_state(
     so a full hit moves none. Recurrent state is moved whole, for a full hit too.
     """
     if hasattr(pool, RECURRENT):
-        # Copied as it lies, for the reason that ``prefill.scheduler.page_indices`` gives.
+        # Copied first and converted on the host; see ``prefill.scheduler.page_indices``.
         return _state_slot(rows, req).cpu().numpy().astype(np.int32)
     pages = delta() if index_buffers(pool) else None
     return pages if pages is not None and len(pages) else None
@@ -206,11 +210,11 @@ def moved_state(
 def copy_state(
     pool: KVCache, rows: ReqToTokenPool, req: Req, slots: torch.Tensor
 ) -> list[torch.Tensor] | None:
-    """Return a CPU copy of the state of ``req``, whose tokens are in ``slots`` (1-D, from the
-    beginning of a page on); None if there is no state.
+    """Return a CPU copy of the state of ``req``, whose tokens are in ``slots`` (1-D, starting at a
+    page), or None if there is no state.
 
-    SGLang's copy of a retracted request has its KV only. A resumed request would select tokens by
-    the index of another text, or continue from the state of another request.
+    Needed because SGLang's copy of a retracted request has only its KV: a resumed request would
+    select tokens by the index of another text, or continue from another request's state.
     """
     if hasattr(pool, RECURRENT):
         slot = _state_slot(rows, req).long()
@@ -223,8 +227,8 @@ def load_state(
     pool: KVCache, rows: ReqToTokenPool, req: Req, copy: Sequence[torch.Tensor],
     slots: torch.Tensor, shared: int,
 ) -> None:  # fmt: skip
-    """Load the result of ``copy_state``. For an index: the part behind ``shared`` tokens (whole
-    pages), into the pages of ``slots`` (1-D, whole pages, except the last)."""
+    """Load the result of ``copy_state``. Of an index, load the part after ``shared`` tokens (whole
+    pages) into the pages of ``slots`` (1-D, whole pages except the last)."""
     if hasattr(pool, RECURRENT):
         slot = _state_slot(rows, req).long()
         for part, saved in zip(_state_parts(pool), copy, strict=True):
@@ -241,13 +245,13 @@ def _pages(pool: KVCache, slots: torch.Tensor) -> torch.Tensor:
 
 
 def _state_parts(pool: Any) -> list[torch.Tensor]:
-    """Tensors of shape (layers, slots, ...)."""
+    """Return the tensors of shape (layers, slots, ...)."""
     states = getattr(pool, RECURRENT).mamba_cache
     return [*states.conv, states.temporal]
 
 
 def _state_slot(rows: Any, req: Req) -> torch.Tensor:
-    """Return the state slot of ``req``, a view of shape (1,), as the model's layers look it up."""
+    """Return the state slot of ``req``, a view of shape (1,), as used by the model's layers."""
     row = req.req_pool_idx
     slot: torch.Tensor = rows.get_mamba_indices(slice(row, row + 1))
     return slot

@@ -1,4 +1,7 @@
-"""A rank, as its helpers are given it: who it is, and SGLang's status of each of its rooms."""
+"""A rank's identity for its helpers, and SGLang's status of each of its rooms.
+
+Contract: any thread; ``Statuses`` has a lock, ``RankView`` is frozen.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 
 @dataclass(frozen=True)
 class RankView:
-    """What does not change of a rank, once SGLang's manager knows it."""
+    """Constants of a rank, from SGLang's manager."""
 
     #: SGLang's ``KVArgs``: the rank's memory.
     kv_args: Any
@@ -19,17 +22,17 @@ class RankView:
     tp_size: int
     tp_rank: int
     pp_size: int
-    #: As it has registered at the bootstrap server.
+    #: As registered at the bootstrap server.
     dp_rank: int
-    #: Where it listens for messages of other servers.
+    #: Address of the socket for messages of other servers.
     host: str
     port: int
-    #: Tells this prefill rank from the others that write for one decode rank.
+    #: Unique among the prefill ranks that write to one decode rank.
     writer_id: int
 
     @classmethod
     def of(cls, manager: Any) -> RankView:
-        """Of the rank of SGLang's ``CommonKVManager``."""
+        """Return the view of the rank of SGLang's ``CommonKVManager``."""
         by_process = manager.system_dp_size > 1
         stage = manager.attn_tp_rank * manager.pp_size + manager.pp_rank
         return cls(
@@ -46,8 +49,8 @@ class RankView:
 
 
 class Statuses:
-    """SGLang's status of each room whose request is here, and why rooms failed: what it keeps in
-    ``request_status`` and ``failure_records``. Used by any thread."""
+    """SGLang's tables ``request_status`` and ``failure_records``: status of each room that has a
+    request here, and reasons of failed rooms. Thread-safe."""
 
     def __init__(self, statuses: dict[int, KVPoll], failures: dict[int, str]) -> None:
         self._statuses = statuses
@@ -58,13 +61,13 @@ class Statuses:
         return room in self._statuses
 
     def update(self, room: int, status: KVPoll) -> None:
-        """A room is as far as that. As SGLang's, but a room that failed stays failed: SGLang merges
-        states with ``max``, where Failed is the lowest, and a late message would revive it."""
+        """Set the status of a room as SGLang does, but keep a failed room failed: SGLang merges
+        with ``max``, where Failed is the lowest, so that a late message would revive it."""
         with self._lock:
             self._merge(room, self._statuses.get(room, status), status)
 
     def advance(self, room: int, status: KVPoll) -> None:
-        """``update`` for a room whose request is here: a late message opens no other."""
+        """Update a room only if its request is here, so that a late message opens no room."""
         with self._lock:
             if room in self._statuses:
                 self._merge(room, self._statuses[room], status)
@@ -74,8 +77,8 @@ class Statuses:
         self._statuses[room] = KVPoll.Failed if is_failed else max(known, status)
 
     def fail_known(self, room: int, text: str) -> bool:
-        """Fail a room whose request is here and that has neither ended nor failed; whether it
-        was one."""
+        """Fail a room if its request is here and it has neither ended nor failed. Return True if it
+        was failed."""
         with self._lock:
             known = self._statuses.get(room)
             if known in (None, KVPoll.Failed, KVPoll.Success):
@@ -85,14 +88,14 @@ class Statuses:
             return True
 
     def failure_of(self, room: int) -> str:
-        """Why a room failed, for its client and the log."""
+        """Return why a room failed, for its client and the log."""
         elsewhere = (
             f"room {room} failed on another rank of this server, or two requests used its number"
         )
         return self._failures.get(room, elsewhere)
 
     def forget(self, room: int) -> None:
-        """The room's request is done with: nothing about it is kept, now or later."""
+        """Remove a room, whose request has ended."""
         with self._lock:
             self._statuses.pop(room, None)
             self._failures.pop(room, None)

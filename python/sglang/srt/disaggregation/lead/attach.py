@@ -1,9 +1,9 @@
-"""Puts the parts that are switched on around SGLang's methods.
+"""Wraps SGLang's methods with the parts that are switched on.
 
-SGLang 0.5.23 calls ``activate`` in each of its processes, by the entry point ``disagg_lead`` of
-the group ``sglang.srt.plugins``. A part is a module of this package with ``install(wrap)``, which
-imports the classes that it needs and names the methods that it wraps. With no part on nothing of
-SGLang is imported or replaced.
+SGLang 0.5.23 calls ``activate`` in each of its processes, through the entry point ``disagg_lead``
+of the group ``sglang.srt.plugins``. A part is a module of this package with ``install(wrap)``,
+which imports the classes and names the methods that it wraps. With all parts off, nothing of SGLang
+is imported or replaced.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 Function = Callable[..., Any]
 
 
-class Part(NamedTuple):
-    """A module of this package, and whether it is switched on. ``is_plain``: servers on which it
-    was not run refuse to start with it (``settings``)."""
+class LeadPart(NamedTuple):
+    """A module of this package. ``is_on`` returns True if it is switched on. ``is_plain``: servers
+    with settings on which it was not tested refuse to start with it (``settings``)."""
 
     name: str
     is_on: Callable[[], bool]
@@ -38,24 +38,24 @@ def _is_local() -> bool:
     return environment.LOCAL_TOKENS.read() + environment.FALLBACK_PREFILL_TOKENS.read() > 0
 
 
-#: In the order in which they wrap: the later one's function is called first.
-PARTS: tuple[Part, ...] = (
-    Part("prefill_exit", _is_local),
-    Part("local_scheduler", _is_local),
-    Part("without_prefill", lambda: environment.FALLBACK_PREFILL_TOKENS.read() > 0),
-    Part("thread", lambda: environment.NIXL_PROGRESS_DELAY.read(0) > 0, is_plain=False),
-    Part("admission", lambda: environment.DECODE_ADMISSION.read() == "remaining"),
+#: In wrapping order: the function of a later part is called first.
+PARTS: tuple[LeadPart, ...] = (
+    LeadPart("prefill_exit", _is_local),
+    LeadPart("local_scheduler", _is_local),
+    LeadPart("without_prefill", lambda: environment.FALLBACK_PREFILL_TOKENS.read() > 0),
+    LeadPart("thread", lambda: environment.NIXL_PROGRESS_DELAY.read(0) > 0, is_plain=False),
+    LeadPart("admission", lambda: environment.DECODE_ADMISSION.read() == "remaining"),
 )
 
-#: The parts that are attached in this process.
+#: Names of the parts attached in this process.
 attached: list[str] = []
 
 
-def parts_on() -> list[Part]:
-    """The parts that the environment switches on.
+def parts_on() -> list[LeadPart]:
+    """Return the parts that the environment switches on.
 
     Raises:
-        ValueError: a variable is set to something that is not allowed.
+        ValueError: a variable has a value that is not allowed.
     """
     if not environment.is_active() or LEAD in environment.DISABLED_GROUPS.read():
         return []
@@ -63,11 +63,11 @@ def parts_on() -> list[Part]:
 
 
 def activate() -> None:
-    """Called by SGLang's plugin loader.
+    """Attach the parts that are switched on. Called by SGLang's plugin loader.
 
     Raises:
-        SystemExit: a variable or a method of SGLang is not what it has to be. The loader logs any
-            other exception and starts the server without the plugin.
+        SystemExit: a variable has a wrong value or a method of SGLang another signature. Not
+            another exception, because the loader would log it and start without the plugin.
     """
     if not environment.is_active():
         return
@@ -79,7 +79,7 @@ def activate() -> None:
         return
     if found != CURRENT_VERSION:
         logger.warning(
-            "inert: the group %s is for SGLang %s, found %s", LEAD, CURRENT_VERSION, found
+            "group %s is inert: made for SGLang %s, found %s", LEAD, CURRENT_VERSION, found
         )
         return
     wraps = Wraps()
@@ -94,49 +94,49 @@ def activate() -> None:
 
 
 class Wraps:
-    """Methods to be replaced, all or none."""
+    """Methods to replace, all or none."""
 
     def __init__(self) -> None:
-        self._wanted: list[tuple[type, str, Function]] = []
-        #: What does not fit, each by its name.
+        self._replacements: list[tuple[type, str, Function]] = []
+        #: Methods whose signature differs, as text.
         self.misfits: list[str] = []
 
     def __call__(self, owner: type, name: str, signature: str) -> Callable[[Function], Function]:
-        """A decorator: the function gets the stock method before the method's own arguments, and
-        takes its place in ``owner`` and wherever that class is inherited or bound.
+        """Return a decorator for a function that replaces the method ``name`` of ``owner``. The
+        function gets the stock method before the method's own arguments.
 
-        ``signature``: the stock method's in 0.5.23, without annotations, as ``"(self, req)"``.
+        ``signature``: of the stock method in 0.5.23, without annotations, as ``"(self, req)"``.
         """
         stock = getattr(owner, name, None)
         found = "nothing" if stock is None else shape(stock)
         if found != signature:
             self.misfits.append(f"{owner.__name__}.{name} is {found}, not {signature}")
 
-        def note(ours: Function) -> Function:
-            self._wanted.append((owner, name, ours))
-            return ours
+        def decorate(wrapper: Function) -> Function:
+            self._replacements.append((owner, name, wrapper))
+            return wrapper
 
-        return note
+        return decorate
 
     def bind(self) -> None:
-        """Replace them."""
-        for owner, name, ours in self._wanted:
+        """Replace the methods."""
+        for owner, name, wrapper in self._replacements:
             stock = getattr(owner, name)
-            setattr(owner, name, _around(stock, ours))
+            setattr(owner, name, _around(stock, wrapper))
 
 
-def _around(stock: Function, ours: Function) -> Function:
+def _around(stock: Function, wrapper: Function) -> Function:
     @functools.wraps(stock)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return ours(functools.partial(stock, self), self, *args, **kwargs)
+        return wrapper(functools.partial(stock, self), self, *args, **kwargs)
 
     return method
 
 
 def shape(function: Function) -> str:
-    """The signature of ``function`` without annotations."""
+    """Return the signature of ``function`` without annotations."""
     signature = inspect.signature(function)
-    plain = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+    plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     return str(signature.replace(parameters=plain, return_annotation=signature.empty))
 
 

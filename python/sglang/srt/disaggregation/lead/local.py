@@ -38,7 +38,7 @@ from sglang.srt.disaggregation.delta.decode.turn_costs import (
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
 from sglang.srt.disaggregation.lead import local_chunk
-from sglang.srt.disaggregation.lead.prefill_exit import Peers, release
+from sglang.srt.disaggregation.lead.prefill_exit import ReleasingServers, release_room
 from sglang.srt.disaggregation.policy.memory import page_ceil
 from sglang.srt.patchset import environment
 
@@ -85,7 +85,7 @@ class LocalTurns:
     ) -> None:
         self._scheduler, self._limits, self._clock = scheduler, limits, clock
         self.measured = Measured(limits.max_itl)
-        self.peers, self.telemetry = Peers(), STATS
+        self.peers, self.telemetry = ReleasingServers(), STATS
         self.choice, self.pace = Choice(limits), Pace(limits.share)
         self.times = StepTimes(self.measured, blocking=scheduler.server_args.device == "cpu")
         #: Admitted in this step, in no batch yet; and the batch that they are built into.
@@ -313,7 +313,7 @@ class LocalTurns:
         gone = {id(entry) for entry in entries}
         queue.queue = [entry for entry in queue.queue if id(entry) not in gone]
         for entry in entries:
-            release(entry.kv_receiver)
+            release_room(entry.kv_receiver)
             entry.kv_receiver = None
             self._made(entry.req)
 

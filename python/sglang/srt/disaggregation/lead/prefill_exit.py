@@ -1,9 +1,13 @@
-"""Prefill's half of a request that decode computes: it ends with an empty answer and status 200.
+"""End of prefill's half of a request that decode computes: an empty answer with status 200.
 
-Decode says so by SGLang's ABORT message with a third frame, which a stock server does not read. It
-says it only to servers that answer ``ROUTE``: a stock one would answer its client with an error.
-An ABORT that comes before its request is remembered; SGLang ignores it, and the request then waits
-until its bootstrap timeout.
+Decode sends SGLang's ABORT message with a third frame, which a stock server does not read, and only
+to servers that answer ``RELEASES_ROUTE``, because a stock server would answer the client with an
+error. An ABORT that arrives before its request is remembered; SGLang ignores it, so that the
+request would wait until its bootstrap timeout.
+
+Contract: ``Rooms`` is used by a prefill rank's reader and scheduler threads; each access is one
+atomic call of the dictionary. ``ReleasingServers`` is called by the scheduler thread; its query
+threads change only their own entry. ``_end`` contains a collective over prefill's ranks.
 """
 
 from __future__ import annotations
@@ -21,77 +25,84 @@ from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)
 
-#: SGLang's ``ABORT_TAG``; and the third frame of that message: decode computes the request.
-ABORT, LOCAL = b"ABORT", b"LOCAL"
-#: Of the bootstrap server: answers 200 where the prefill server knows ``LOCAL``.
-ROUTE = "/releases_local_prefill"
-#: The youngest rooms are remembered; anybody can send others' numbers.
-MOST_ROOMS = 10_000
+#: SGLang's ``ABORT_TAG``.
+ABORT = b"ABORT"
+#: Third frame of that message: decode computes the request.
+LOCAL_NOTICE = b"LOCAL"
+#: Route of the bootstrap server that answers 200 if the prefill server reads ``LOCAL``.
+RELEASES_ROUTE = "/releases_local_prefill"
+#: Maximum rooms remembered, the newest ones. Bounded, because any peer can send room numbers.
+MAX_ROOMS = 10_000
 
 
 class Rooms(OrderedDict[int, bool | None]):
-    """What one prefill rank was told of rooms: True, decode computes the request; False, it was
-    aborted before it came; None, its request came. A room of which more is heard after that has
-    ended, or is asked for again under its number. The rank's reader and its scheduler come here:
-    each call is one of the dictionary's own."""
+    """Notices to one prefill rank, by room. True: decode computes the request. False: aborted
+    before the request arrived. None: the request has arrived; a later notice for the room means
+    that it has ended or that its number is used again."""
 
     @staticmethod
     def of(manager: Any) -> Rooms:
-        """Those of a rank's manager."""
+        """Return the rooms of a rank's manager."""
         return manager.__dict__.setdefault("lead_rooms", Rooms())
 
-    def note(self, room: int, what: bool | None) -> None:
-        """The oldest one is forgotten for it, if there are too many."""
-        self[room] = what
-        if len(self) > MOST_ROOMS:
+    def note(self, room: int, notice: bool | None) -> None:
+        """Record a notice; remove the oldest room beyond ``MAX_ROOMS``."""
+        self[room] = notice
+        if len(self) > MAX_ROOMS:
             self.popitem(last=False)
 
 
-class Peers:
-    """Which prefill servers release rooms. Only the scheduler's thread calls this; they are asked
-    in others, which take their own entry away where there is no answer."""
+class ReleasingServers:
+    """Knows which prefill servers release rooms. Servers are queried on threads, which remove their
+    entry if there is no answer."""
 
     def __init__(self) -> None:
         self._releases: dict[str, bool | None] = {}
 
     def keep(self, reachable: Container[str]) -> list[str]:
-        """Forgets servers that are not ``reachable`` any more: the next one there is asked anew.
-        Returns their addresses."""
+        """Forget servers that are no longer ``reachable``, so that a server there is queried again.
+        Return their addresses."""
         gone = [address for address in [*self._releases] if address not in reachable]
         for address in gone:
             self._releases.pop(address, None)
         return gone
 
     def releases(self, address: str) -> bool:
-        """Whether the server at ``address`` is known to release rooms; else it is asked."""
+        """Return True if the server at ``address`` is known to release rooms. Query it if it is
+        not known."""
         if address not in self._releases:
-            self._releases[address] = None  # nothing is known yet
-            threading.Thread(target=self._ask, args=(address,), daemon=True).start()
+            self._releases[address] = None  # query in flight
+            threading.Thread(target=self._query, args=(address,), daemon=True).start()
         return bool(self._releases.get(address))
 
-    def _ask(self, address: str) -> None:
-        url = f"http://{address}{ROUTE}"
+    def _query(self, address: str) -> None:
+        url = f"http://{address}{RELEASES_ROUTE}"
         try:
-            found = requests.get(url, timeout=environment.HANDSHAKE_TIMEOUT.read()).status_code
+            status = requests.get(url, timeout=environment.HANDSHAKE_TIMEOUT.read()).status_code
         except requests.RequestException as error:
-            logger.warning("prefill server %s could not be asked: %s", url, error)
+            logger.warning(
+                "prefill server %s did not answer (%s): it computes all its requests until a later "
+                "query succeeds",
+                url,
+                error,
+            )
             self._releases.pop(address, None)
             return
         if address in self._releases:
-            self._releases[address] = found == 200
-        if found != 200:
+            self._releases[address] = status == 200
+        if status != 200:
             logger.warning(
-                "prefill server %s does not release rooms (stock SGLang, or without %s): all its "
-                "requests are computed there",
+                "prefill server %s does not release rooms (stock SGLang, or without %s): it "
+                "computes all its requests",
                 address,
                 environment.LOCAL_TOKENS.name,
             )
 
 
-def release(receiver: Any) -> None:
-    """Ends the request of ``receiver``, and has one rank tell one rank of prefill, which are
-    connected, that decode computes it. Prefill's ranks agree on what one of them has heard."""
-    message = [ABORT, str(receiver.bootstrap_room).encode("ascii"), LOCAL]
+def release_room(receiver: Any) -> None:
+    """End the request of ``receiver``. Rank 0 notifies one connected prefill rank that decode
+    computes it; prefill's ranks agree on notices of any rank."""
+    message = [ABORT, str(receiver.bootstrap_room).encode("ascii"), LOCAL_NOTICE]
     for info in receiver.bootstrap_infos[:1]:
         if receiver.kv_mgr.attn_tp_rank != 0:
             continue
@@ -101,18 +112,19 @@ def release(receiver: Any) -> None:
                 socket.send_multipart(message)
         except Exception as error:
             logger.warning(
-                "prefill rank %s was not told that room %s is computed by decode (%s): its half "
+                "room %s: prefill rank %s was not notified that decode computes it (%s); its half "
                 "ends by its bootstrap timeout",
-                info.get("rank_ip"),
                 receiver.bootstrap_room,
+                info.get("rank_ip"),
                 error,
             )
     receiver.clear()
 
 
 def install(wrap: Wraps) -> None:
-    """See ``attach``. Mooncake's module is not imported: it imports ``prometheus_client``. The HTTP
-    server's process must not, before SGLang has prepared that, or there are no metrics."""
+    """Wrap SGLang's methods (``attach``). Do not import Mooncake's module, because it imports
+    ``prometheus_client``: in the HTTP server's process, before SGLang has prepared it, that would
+    disable all metrics."""
     from sglang.srt.disaggregation.common import conn
     from sglang.srt.disaggregation.nixl.conn import NixlKVManager
     from sglang.srt.managers.scheduler import Scheduler
@@ -121,7 +133,7 @@ def install(wrap: Wraps) -> None:
     def note(stock: Function, self: Any, msg: list[bytes]) -> Any:
         notice = conn.AbortNotification.from_zmq(msg) if msg[:1] == [ABORT] else None
         if notice is not None:
-            rooms, is_local = Rooms.of(self), msg[2:] == [LOCAL]
+            rooms, is_local = Rooms.of(self), msg[2:] == [LOCAL_NOTICE]
             if notice.room not in rooms or (is_local and notice.room in self.request_status):
                 rooms.note(notice.room, is_local)
         return stock(msg)
@@ -142,10 +154,10 @@ def install(wrap: Wraps) -> None:
     ) -> None:
         stock(mgr, bootstrap_addr, bootstrap_room, *rest, **more)
         rooms = Rooms.of(mgr)
-        told = rooms.get(bootstrap_room)
-        rooms.note(bootstrap_room, told or None)
-        if told is not None:
-            mgr.record_failure(bootstrap_room, "aborted by decode before the request came")
+        notice = rooms.get(bootstrap_room)
+        rooms.note(bootstrap_room, notice or None)
+        if notice is not None:
+            mgr.record_failure(bootstrap_room, "aborted by decode before the request arrived")
             mgr.update_status(bootstrap_room, conn.KVPoll.Failed)
 
     wrap(Scheduler, "handle_bootstrap_failure", "(self, req)")(_end)
@@ -157,12 +169,12 @@ def install(wrap: Wraps) -> None:
         async def answer(_: Any) -> Any:
             return conn.web.Response(text="OK")
 
-        self.app.router.add_get(ROUTE, answer)
+        self.app.router.add_get(RELEASES_ROUTE, answer)
 
 
 def _end(stock: Function, self: Any, req: Any) -> None:
-    """Ends a request on prefill before its transfer: with an empty answer where decode computes
-    it, as all ranks agree."""
+    """End a request on prefill before its transfer, with an empty answer if any rank was notified
+    that decode computes it."""
     from torch.distributed import ReduceOp
 
     from sglang.srt.disaggregation.prefill import maybe_release_metadata_buffer
@@ -186,8 +198,8 @@ def _end(stock: Function, self: Any, req: Any) -> None:
         release_kv_cache(req, self.tree_cache, checkpoint=False)
     maybe_release_metadata_buffer(req, self.req_to_metadata_buffer_idx_allocator)
     req.pending_bootstrap = False
-    prepare_abort(req, "")  # no log probabilities either
+    prepare_abort(req, "")  # also without log probabilities
     req.finished_reason = FINISH_LENGTH(length=0)
     self.output_streamer.stream_output([req], req.return_logprob)
-    # Its prefetch from a HiCache store has no other end: prefill will not read what it brings.
+    # End its prefetch from a HiCache store, because no other code will.
     self.tree_cache.finish(req.cache_request_handle, CacheRequestOutcome.ABORT)

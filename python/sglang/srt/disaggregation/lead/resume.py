@@ -1,9 +1,12 @@
-"""A retracted request comes back with what the tree still holds of its prompt.
+"""Resume of a retracted request with the prefix that the tree still holds.
 
-Stock allocates its whole text anew, although other requests may hold the same prefix, and admits
-nobody while it waits. Here its prompt is matched and locked first, as a new request's is, and only
-what lies behind the match is allocated and copied back from the CPU. Shared pages are never
-written: others read them.
+Stock allocates the request's whole text again, although other requests may hold the same prefix,
+and admits no request while it waits. Here the prompt is matched and locked first, like a new
+request's, and only the part after the match is allocated and copied back from the CPU. Shared pages
+are not written, because running requests read them.
+
+Contract: scheduler thread; all ranks resume the same request in the same step. A ``Lease`` holds a
+tree lock within one call of SGLang's.
 """
 
 from __future__ import annotations
@@ -17,25 +20,25 @@ if TYPE_CHECKING:
 
 
 class Lease:
-    """The lock on the prefix of one retracted request that may resume now. Only as long as one
-    call of SGLang's (``Admission.step``)."""
+    """The lock on the prefix of one retracted request that may resume in this call of SGLang's
+    (``Admission.step``)."""
 
     def __init__(self, queue: Any, req: Any) -> None:
         before = queue.tree_cache.evictable_size()
         self.req, self._tree = req, queue.tree_cache
         self.prefix = queue._match_prefix_and_lock(req).prefix_indices
-        #: Tokens that it need not allocate: the prefix, but for what counted as free before.
+        #: Tokens that need no allocation: the prefix without the part that counted as free before.
         self.saved: int = len(self.prefix) - (before - self._tree.evictable_size())
 
     def release(self) -> None:
-        """It does not resume now: it holds nothing again."""
+        """Undo the match, because the request does not resume now."""
         self._tree.unlock(self.req.lock)
         self.req.lock = self.req.last_node = None
         self.req.prefix_len = 0
 
 
 def load_kv_cache(stock: Function, self: Any, rows: Any, allocator: Any) -> None:
-    """``Req.load_kv_cache``: copies back what lies behind the prefix that the request shares."""
+    """Copy back only the KV after the shared prefix (wraps ``Req.load_kv_cache``)."""
     shared = self.kv.cache_protected_len
     if not shared:
         stock(rows, allocator)

@@ -1,8 +1,8 @@
 """Settings of SGLang 0.5.23 with which the parts of the group are refused.
 
-Checked where SGLang resolves its arguments: before a process is started, and in each scheduler
-before it loads weights. A row is the setting as ``flags.is_given`` reads it, and why it is refused.
-``python -m benchmark.tables`` prints the rows into the page of the group. A test holds a verdict on
+Checked when SGLang resolves its arguments: before a process is started, and in each scheduler
+before it loads weights. A row is the setting as ``flags.is_given`` reads it, and the reason.
+``python -m benchmark.tables`` prints the rows into the page of the group. A test has a verdict on
 every other argument of that release.
 """
 
@@ -16,7 +16,7 @@ from sglang.srt.patchset.flags import NO_PREFIX_CHUNKS, is_given
 _TREE = "KV is also in other places, or stays locked between requests"
 _LOOP = "another event loop, or another order of admission"
 
-#: On prefill and on decode.
+#: Refused on prefill and on decode: setting -> reason.
 ON_BOTH: dict[str, str] = {
     "another --disaggregation-transfer-backend than nixl": (
         "only NIXL's manager on prefill notes that decode computes a request"
@@ -64,6 +64,7 @@ ON_BOTH: dict[str, str] = {
     "another --kv-canary than none": "not run with KV that decode computes",
 }
 
+#: Refused on decode: setting -> reason.
 ON_DECODE: dict[str, str] = {
     "no --disaggregation-decode-enable-radix-cache": "the parts match prompts against the tree",
     "--enable-hierarchical-cache": _TREE,
@@ -139,7 +140,8 @@ def refused(args: Any, config: Any) -> Iterator[str]:
         yield MLA
 
 
-#: SGLang prepares no chunks of a prefix on a decode server (``FlashInferMLAAttnBackend``).
+#: Refused because SGLang sets up no prefix chunks on a decode server
+#: (``FlashInferMLAAttnBackend``).
 MLA = (
     f"--attention-backend {', '.join(sorted(NO_PREFIX_CHUNKS))} for a model with MLA without "
     "--disable-chunked-prefix-cache: a local turn behind a long prefix would end the server"
@@ -154,7 +156,7 @@ def _chunks_of_prefixes_fail(args: Any, config: Any) -> bool:
 
 
 def _kinds(config: Any) -> dict[str, bool]:
-    """Return the kinds of models that are refused, and whether ``config`` is of one."""
+    """Return each refused kind of model with True if ``config`` is of it."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import is_deepseek_dsa, is_minimax_sparse
 

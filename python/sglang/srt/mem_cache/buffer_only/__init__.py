@@ -1,6 +1,6 @@
 """``--hicache-host-memory-mode buffer_only``: host memory as a staging buffer before the store.
 
-KV goes device -> stage -> store (backup) and store -> stage -> device (prefetch, load back); no
-node of the tree has a host copy. What a node has in the store is noted on it, and a node that
-leaves the device leaves the tree.
+KV moves device -> staging buffer -> store (backup) and store -> staging buffer -> device (prefetch,
+load back). No tree node has a host copy: each node records how much of it the store has, and a node
+evicted from the device leaves the tree.
 """

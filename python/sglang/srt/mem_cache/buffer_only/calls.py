@@ -1,5 +1,10 @@
-"""What is asked of the store for the prefetches of one rank: questions, and pages on their way into
-the staging buffer or there for a request.
+"""Store calls for the prefetches of one rank: queries, and pages being fetched into the staging
+buffer or staged there for a request.
+
+Contract: scheduler thread. ``votes`` is local; every other method runs in the same step on all
+ranks, with arguments that are agreed or derived from the queue and the tree. A piece keeps its
+staging pages until the store has answered on all ranks, and after an overdue call until that call
+has returned.
 """
 
 from __future__ import annotations
@@ -9,18 +14,18 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.buffer_only.prefetch import Piece, Prefetch, Query
 from sglang.srt.mem_cache.buffer_only.settings import minimal_transfer
-from sglang.srt.mem_cache.buffer_only.stage import Direction, slots_of
+from sglang.srt.mem_cache.buffer_only.staging import Direction, slots_of
 from sglang.srt.mem_cache.buffer_only.transfer_vote import FETCH_SLOTS, PENDING
-from sglang.srt.mem_cache.buffer_only.worth import SIDE_BY_SIDE, Mean
+from sglang.srt.mem_cache.buffer_only.worth import FETCH_THREADS, Mean
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.context import Context
 
-#: Threads that ask the store; those that fetch are ``SIDE_BY_SIDE``.
+#: Threads that query the store; ``FETCH_THREADS`` read from it.
 QUERY_THREADS = 2
-#: Pieces that the threads have at a time: more of them would be fetched out of turn.
-MAX_FETCHES = 2 * SIDE_BY_SIDE
-#: Most bytes of a piece.
+#: Maximum pieces in flight, because more would be fetched before requests that arrive ahead.
+MAX_FETCHES = 2 * FETCH_THREADS
+#: Maximum bytes of a piece.
 PIECE_BYTES = 32 * 2**20
 
 
@@ -29,115 +34,117 @@ class Calls:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._askers = context.threads("query", QUERY_THREADS)
-        self._fetchers = context.threads("fetch", SIDE_BY_SIDE)
-        #: Without an answer of all ranks, oldest first: what the ranks vote on.
+        self._queriers = context.threads("query", QUERY_THREADS)
+        self._fetchers = context.threads("fetch", FETCH_THREADS)
+        #: Queries not answered by all ranks, oldest first: the ranks vote on them in this order.
         self.queries: list[Query] = []
-        #: Pieces that the store works for, or may still write into; the same.
+        #: Pieces not answered by all ranks, or in use by an overdue call; voted on in this order.
         self.fetches: list[Piece] = []
-        #: Who brings a page, or has it in the staging buffer.
-        self.brought: dict[str, Prefetch] = {}
-        #: Grows whenever there may be something else to fetch for somebody; and when somebody does
-        #: not bring pages any more, or brings them later than others.
-        self.changes = self.let_go = 0
-        #: Of queries that were answered, on this rank. Where few are asked, because the last ones
-        #: were slow, a few that are not must tell.
+        #: Page key -> the prefetch that is fetching or has staged it.
+        self.fetched_by: dict[str, Prefetch] = {}
+        #: ``changes`` grows whenever a prefetch might fetch more. ``withdrawals`` grows when a
+        #: prefetch no longer delivers pages, or moves back in the queue.
+        self.changes = self.withdrawals = 0
+        #: Mean query time on this rank. Fades fast, because a slow mean makes queries rare, and a
+        #: few fast ones must correct it.
         self.query_seconds = Mean(keep=0.5)
-        #: Of fetches that were answered, on this rank: seconds and bytes.
+        #: Mean fetch time and size on this rank.
         self.call_seconds, self.call_bytes = Mean(), Mean()
-        round_pages = max(1, context.stage.shares[Direction.PREFETCH].ceiling // 2)
+        round_pages = max(1, context.staging_pool.shares[Direction.PREFETCH].ceiling // 2)
         #: Pages of the smallest hit that is fetched.
-        self._least_hit = minimal_transfer(context.page_size, context.settings.prefetch_threshold)
-        #: Fewer pages than this are not worth a call, unless they are all that is missing.
-        self.least_pages = min(self._least_hit, round_pages)
-        #: Most pages of a piece: half of the staging buffer, so that one half can be copied to the
-        #: device while the other one is fetched.
+        self._min_hit_pages = minimal_transfer(
+            context.page_size, context.settings.prefetch_threshold
+        )
+        #: Minimum pages of a call, unless fewer are missing.
+        self.min_call_pages = min(self._min_hit_pages, round_pages)
+        #: Maximum pages of a piece: half of the staging buffer, so that one half is copied to the
+        #: device while the other half is fetched.
         self.piece_pages = max(1, min(PIECE_BYTES // max(1, context.page_bytes), round_pages))
 
     @property
     def running(self) -> int:
-        """Fetches under way without those that were given up."""
+        """Number of fetches in flight, overdue ones excluded."""
         return sum(not piece.overdue for piece in self.fetches)
 
     @property
     def capacity(self) -> int:
-        """Pages that could be fetched now."""
-        return self._context.stage.capacity(Direction.PREFETCH)
+        """Pages that can be fetched now."""
+        return self._context.staging_pool.capacity(Direction.PREFETCH)
 
     @property
-    def most(self) -> int:
-        """Pages that could be fetched if nothing else were in the staging buffer."""
-        return self._context.stage.capacity(Direction.PREFETCH, eventually=True)
+    def max_capacity(self) -> int:
+        """Pages that can be fetched once all but stranded pages are released."""
+        return self._context.staging_pool.capacity(Direction.PREFETCH, eventually=True)
 
     @property
     def can_fetch(self) -> bool:
-        """Whether another piece may be started; each may leave one behind."""
+        """True if another piece may be started. Each running one may leave an overdue one."""
         return self.running < MAX_FETCHES and len(self.fetches) < FETCH_SLOTS - MAX_FETCHES
 
     @property
     def stuck(self) -> bool:
-        """Whether nothing can be fetched until a call returns that was given up."""
+        """True if nothing can be fetched until an overdue call returns."""
         overdue = len(self.fetches) - self.running
-        return self.most < self.least_pages or overdue >= FETCH_SLOTS - MAX_FETCHES
+        return self.max_capacity < self.min_call_pages or overdue >= FETCH_SLOTS - MAX_FETCHES
 
     def votes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What this rank knows of each query, and of each fetch."""
+        """Return this rank's outcome of each query and of each fetch."""
         jobs = [(piece.job, piece.overdue) for piece in self.fetches]
         fetches = tuple(job.outcome(overdue) for job, overdue in jobs if job is not None)
         return tuple(query.job.pages for query in self.queries), fetches
 
     # ---- queries ----
 
-    def ask(
+    def query(
         self,
         prefetch: Prefetch,
         begin: int,
         last_hash: str | None,
         prefix_keys: list[str] | None,
     ) -> None:
-        """Ask for what comes behind the first ``begin`` pages of a prompt.
+        """Start a query for the pages after the first ``begin`` pages of a prompt.
 
         Args:
-            last_hash: page hash of the last of these; None at the start.
-            prefix_keys: keys of all of them, where the backend wants them.
+            last_hash: hash of page ``begin - 1``; None at the start.
+            prefix_keys: keys of the first ``begin`` pages, if the backend takes them.
         """
         context, key = self._context, prefetch.key
-        look = context.store.search(
+        search = context.store.search(
             key.token_ids[begin * context.page_size :],
             last_hash,
             key.extra_key,
             begin,
             prefix_keys,
-            self._least_hit,
+            self._min_hit_pages,
         )
 
         context.checksum.note("query", prefetch.rid, begin)
-        prefetch.query = Query(prefetch, self._askers.submit(look), begin, prefix_keys)
+        prefetch.query = Query(prefetch, self._queriers.submit(search), begin, prefix_keys)
         self.queries.append(prefetch.query)
 
-    def answered(
+    def take_answered(
         self, outcomes: Sequence[int]
     ) -> list[tuple[Prefetch, Query, list[str], list[str]]]:
-        """Take what the store has answered on all ranks: for whom, to what, and the hashes and keys
-        of the pages that all ranks found."""
-        found = []
+        """Remove the queries answered on all ranks. Return each one's prefetch, the query, and the
+        hashes and keys of the pages that all ranks found."""
+        answered = []
         for query, pages in zip(list(self.queries), outcomes, strict=True):
             if pages == PENDING:
                 continue
             job, owner = query.job, query.owner
             self.queries.remove(query)
-            # One that was given up may have ended early: it counts if it took longer all the same.
+            # A cancelled query may have ended early, so that it counts only if it was slow.
             if not job.cancelled or job.seconds > self.query_seconds.value:
                 self.query_seconds.add(job.seconds)
             self._context.counters["store_query_failures"] += job.fault is not None
             if owner is not None:
                 owner.query = None
                 hashes, keys = job.found
-                found.append((owner, query, hashes[:pages], keys[:pages]))
-        return found
+                answered.append((owner, query, hashes[:pages], keys[:pages]))
+        return answered
 
     def forget_query(self, prefetch: Prefetch) -> None:
-        """Nobody wants the answer any more."""
+        """Cancel the query of ``prefetch``, if any."""
         if prefetch.query is not None:
             prefetch.query.job.cancelled = True
             prefetch.query.owner = None
@@ -146,12 +153,12 @@ class Calls:
     # ---- pieces ----
 
     def fetch(self, prefetch: Prefetch, start: int, stop: int) -> None:
-        """Fetch the pages ``start .. stop`` of a prompt, for which there is capacity."""
+        """Fetch the pages ``start .. stop`` of a prompt; the caller has checked the capacity."""
         context, store = self._context, self._context.store
-        staging = context.stage.allocate(Direction.PREFETCH, stop - start)
+        staging = context.staging_pool.allocate(Direction.PREFETCH, stop - start)
         keys = prefetch.keys[start - prefetch.begin : stop - prefetch.begin]
         prefix_keys = prefetch.prefix_keys
-        if prefix_keys is not None:  # then of all pages before these
+        if prefix_keys is not None:  # the call passes the keys of all pages before ``start``
             prefix_keys = [*prefix_keys, *prefetch.keys[: start - prefetch.begin]]
         slots = slots_of(staging.pages, context.page_size)
         context.checksum.note("fetch", prefetch.rid, start, stop)
@@ -160,15 +167,15 @@ class Calls:
         )
         piece = Piece(prefetch, start, keys, staging, job)
         prefetch.pieces.append(piece)
-        prefetch.pieces.sort(key=lambda one: one.start)
+        prefetch.pieces.sort(key=lambda piece: piece.start)
         self.fetches.append(piece)
         for key in keys:
-            self.brought.setdefault(key, prefetch)
+            self.fetched_by.setdefault(key, prefetch)
         self.changes += 1
 
-    def fetched(self, outcomes: Sequence[int]) -> list[Prefetch]:
-        """Act on what the store has answered on all ranks; whose pieces have come."""
-        came = []
+    def take_fetched(self, outcomes: Sequence[int]) -> list[Prefetch]:
+        """Process the fetches answered on all ranks. Return the prefetches that got pages."""
+        owners = []
         for piece, pages in zip(list(self.fetches), outcomes, strict=True):
             if pages == PENDING:
                 if piece.overdue:
@@ -179,15 +186,15 @@ class Calls:
                 self.fetches.remove(piece)
                 piece.staging.release()
             elif piece.owner is None:
-                piece.overdue = True  # until it is known that nothing writes into it any more
+                piece.overdue = True  # until the ranks agree that no call writes into it
             else:
-                came.append(piece.owner)
-                self._came(piece.owner, piece, pages)
-        return came
+                owners.append(piece.owner)
+                self._record_staged(piece.owner, piece, pages)
+        return owners
 
-    def _came(self, prefetch: Prefetch, piece: Piece, pages: int) -> None:
-        """``piece`` is in the staging buffer, as far as it is good."""
-        counters, whole, job = self._context.counters, len(piece.keys), piece.job
+    def _record_staged(self, prefetch: Prefetch, piece: Piece, pages: int) -> None:
+        """Record that the first ``pages`` pages of ``piece`` are staged and the rest is lost."""
+        counters, length, job = self._context.counters, len(piece.keys), piece.job
         assert job is not None
         counters["store_read_failures"] += job.fault is not None
         counters["store_read_pages"] += pages
@@ -195,7 +202,7 @@ class Calls:
             self.call_seconds.add(job.seconds)
             self.call_bytes.add(pages * self._context.page_bytes)
         rest = piece
-        if 0 < pages < whole:
+        if 0 < pages < length:
             staging = piece.staging.split(pages)
             rest = Piece(None, piece.start + pages, piece.keys[pages:], staging, job)
             piece.keys = piece.keys[:pages]
@@ -204,38 +211,38 @@ class Calls:
         if pages:
             self.fetches.remove(piece)
             piece.job = None
-        if pages < whole:  # the store has lost the rest since it was asked
-            self.cut(prefetch, rest.start)
+        if pages < length:  # the store has lost the rest since the query
+            self.truncate(prefetch, rest.start)
             rest.overdue = True
 
     def drop(self, prefetch: Prefetch, pieces: Iterable[Piece]) -> None:
-        """Give pieces back; those on their way, as soon as the store has let go of them."""
+        """Release ``pieces``; those in flight once the store no longer uses their pages."""
         for piece in list(pieces):
-            self.hand_over(prefetch, [piece])
-            prefetch.all_comes = piece.owner = None
+            self.detach(prefetch, [piece])
+            prefetch.covered_at = piece.owner = None
             if piece.job is None:
                 piece.staging.release()
             else:
                 piece.job.cancelled = True
 
-    def cut(self, prefetch: Prefetch, end: int) -> None:
-        """Its hit ends at page ``end``."""
+    def truncate(self, prefetch: Prefetch, end: int) -> None:
+        """Shorten the hit of ``prefetch`` to end at page ``end``."""
         pages = max(0, end - prefetch.begin)
         lost = max(0, len(prefetch.keys) - pages) * self._context.page_size
         self._context.counters["prefetch_unfulfilled_tokens"] += lost
         prefetch.hashes, prefetch.keys = prefetch.hashes[:pages], prefetch.keys[:pages]
         prefetch.unready = None
-        self.drop(prefetch, [one for one in prefetch.pieces if one.stop > end])
+        self.drop(prefetch, [piece for piece in prefetch.pieces if piece.stop > end])
 
-    def hand_over(self, prefetch: Prefetch, pieces: Iterable[Piece]) -> None:
-        """The staging pages of ``pieces`` are a copy's to give back."""
+    def detach(self, prefetch: Prefetch, pieces: Iterable[Piece]) -> None:
+        """Remove ``pieces`` from ``prefetch``. The caller releases their staging pages."""
         for piece in pieces:
             self.changes += 1
             prefetch.pieces.remove(piece)
             self._forget(prefetch, piece.keys)
 
     def _forget(self, prefetch: Prefetch, keys: Iterable[str]) -> None:
-        self.let_go += 1
+        self.withdrawals += 1
         for key in keys:
-            if self.brought.get(key) is prefetch:
-                del self.brought[key]
+            if self.fetched_by.get(key) is prefetch:
+                del self.fetched_by[key]

@@ -1,4 +1,4 @@
-"""What backup, prefetch and load back of one rank share."""
+"""Objects that backup, prefetch and load back of one rank share."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from sglang.srt.disaggregation.delta.rank_agreement import Checksum
 from sglang.srt.mem_cache.buffer_only.jobs import Threads
 from sglang.srt.mem_cache.buffer_only.nodes import page_hashes
-from sglang.srt.mem_cache.buffer_only.settings import Settings
-from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage
-from sglang.srt.mem_cache.buffer_only.store_client import PageStore
-from sglang.srt.mem_cache.buffer_only.worth import Choice
+from sglang.srt.mem_cache.buffer_only.page_store import PageStore
+from sglang.srt.mem_cache.buffer_only.settings import BufferSettings
+from sglang.srt.mem_cache.buffer_only.staging import Copier, StagingPool
+from sglang.srt.mem_cache.buffer_only.worth import FetchChoice
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
@@ -22,36 +22,40 @@ if TYPE_CHECKING:
 
 @dataclass
 class Context:
-    """What backup, prefetch and load back of one rank work with."""
+    """Objects that backup, prefetch and load back of one rank share.
+
+    Contract: written by the scheduler thread only. ``checksum``, ``now_ms`` and the namespace of
+    ``store`` are equal on all ranks that act together.
+    """
 
     tree: HiRadixCache
-    stage: Stage
+    staging_pool: StagingPool
     store: PageStore
     copier: Copier
-    settings: Settings
-    #: Another rank writes for this one (models whose ranks all hold the same KV).
+    settings: BufferSettings
+    #: True if another rank writes for this one (models whose ranks all hold the same KV).
     skip_backup: bool = False
-    #: Of all transfers that were started.
+    #: Checksum of all transfers started.
     checksum: Checksum = field(default_factory=Checksum)
-    #: What was done so far: see ``metrics.COUNTERS``.
+    #: Totals by name (``metrics.COUNTERS``).
     counters: Counter[str] = field(default_factory=Counter)
-    #: Hits, by what became of them.
-    choices: Counter[Choice] = field(default_factory=Counter)
-    #: Is told of durations that have ended: name of the histogram, seconds.
+    #: Number of hits by choice.
+    choices: Counter[FetchChoice] = field(default_factory=Counter)
+    #: Callback that records a duration: name of the histogram, seconds.
     observe: Callable[[str, float], None] = lambda name, seconds: None
     #: Agreed time in milliseconds, as of the last step.
     now_ms: int = 0
     #: Bytes of a page in the staging buffer.
     page_bytes: int = 0
-    #: Makes threads, of a name and as many as wanted; tests make ones that stand still.
+    #: Factory of threads, given a name and a count; tests pass one that can be stopped.
     make_thread: Callable[..., Threads] = Threads
-    #: All that were made, to be closed at the end.
-    made: list[Threads] = field(default_factory=list)
+    #: All threads, to be closed at the end.
+    all_threads: list[Threads] = field(default_factory=list)
 
     def threads(self, name: str, count: int = 1) -> Threads:
-        """Threads that live as long as the server."""
-        self.made.append(self.make_thread(name, count))
-        return self.made[-1]
+        """Return new threads, which live as long as the server."""
+        self.all_threads.append(self.make_thread(name, count))
+        return self.all_threads[-1]
 
     @property
     def page_size(self) -> int:
@@ -59,14 +63,15 @@ class Context:
         return self.settings.page_size
 
     def match(self, key: RadixKey) -> tuple[int, TreeNode]:
-        """Pages of ``key`` that the tree has, and the node in which they end."""
+        """Match ``key`` in the tree. Return the number of pages found and the last node."""
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
         match = self.tree.match_prefix(MatchPrefixParams(key=key))
         return len(match.device_indices) // self.page_size, match.last_device_node
 
     def prefix_keys(self, node: TreeNode) -> list[str] | None:
-        """Keys of all pages up to the end of ``node``, where the backend wants them."""
+        """Return the keys of all pages up to the end of ``node``; None unless the backend takes
+        them."""
         if not self.settings.pass_prefix_keys:
             return None
         extra_key, hashes = node.key.extra_key, list[str]()

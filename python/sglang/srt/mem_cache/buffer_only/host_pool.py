@@ -1,15 +1,17 @@
-"""SGLang's host pools as a staging buffer: how large one is, and what a page of it consists of.
+"""SGLang's host pools as a staging buffer: its size, and the parts of a page.
 
-SGLang demands a host pool larger than the device pool, which is right for a cache and not for a
-staging buffer. The size is given by :func:`staging_buffer` around the construction; elsewhere the
-classes are the stock ones. Besides, a mixin for the device pool of sparse attention, which waits
-for what is loaded of its index.
+SGLang requires a host pool larger than the device pool, which fits a cache but not a staging
+buffer. :func:`staging_buffer` sets the size of the pools built inside it; all other pools are
+stock. ``LoadedIndexPool`` makes the device pool of sparse attention wait for its loaded index.
 
-What a store has to keep of a page, and where that lies: a *part* is one tensor of the host pool
-seen as pages: keys, values, a latent, an index; or several, one behind the other. A *value* is what
-a store keeps under one key: a part. A page's values come in one fixed order, and all lists here are
-page by page: every value of the first page, then those of the next. A page is there only if all its
-values are, and only leading pages count, since KV behind a gap is of no use.
+A *part* is one tensor of the host pool viewed as pages (keys, values, a latent, an index), or
+several tensors concatenated. A store keeps one part under one key, as a *value*. A page's values
+have a fixed order, and all lists here are page by page: all values of the first page, then those of
+the next. A page exists only if all its values do, and only leading pages count, because KV after a
+gap is unusable.
+
+Contract: ``_WANTED`` is set only while a pool is built, on the thread that builds it. Everything
+else here is stateless; the pages' memory is shared with the store's threads (``staging``).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any  # Any: what SGLang's pools have and answer
+from typing import TYPE_CHECKING, Any  # Any: attributes and results of SGLang's pools
 
 import torch
 from typing_extensions import override
@@ -47,15 +49,14 @@ else:
 logger = logging.getLogger(__name__)
 
 
-#: Size of the staging buffer that is built now, in pages or, if these are 0, in gigabytes; None
-#: where what is built belongs to no staging buffer.
+#: Size of the staging buffer being built, in pages or, if these are 0, in gigabytes; None outside
+#: of :func:`staging_buffer`.
 _WANTED: ContextVar[tuple[int, float] | None] = ContextVar("size of the pool", default=None)
 
 
 @contextmanager
 def staging_buffer(pages: int = 0, gigabytes: float = 0) -> Iterator[None]:
-    """Host pools that are built inside have so many pages, or so much memory in units of 10**9
-    bytes."""
+    """Build host pools inside with ``pages`` pages, or with ``gigabytes`` * 10**9 bytes."""
     token = _WANTED.set((pages, gigabytes))
     try:
         yield
@@ -64,11 +65,11 @@ def staging_buffer(pages: int = 0, gigabytes: float = 0) -> Iterator[None]:
 
 
 def chosen_pages(device_pool: KVCache, page_size: int, args: ServerArgs) -> int:
-    """Pages of the staging buffer of ``device_pool`` by the server's arguments; 0 where
-    ``--hicache-size`` says it in gigabytes.
+    """Return the pages of the staging buffer of ``device_pool`` by the server's arguments; 0 if
+    ``--hicache-size`` gives it in gigabytes.
 
-    ``--hicache-buffer-pages`` comes first, then ``--hicache-size``, then a ``--hicache-ratio`` of
-    its own, as part of the device pool.
+    Precedence: ``--hicache-buffer-pages``, ``--hicache-size``, a non-default ``--hicache-ratio`` of
+    the device pool, the computed default.
     """
     pages: int | None = args.hicache_buffer_pages
     if pages is not None or args.hicache_size > 0:
@@ -76,15 +77,15 @@ def chosen_pages(device_pool: KVCache, page_size: int, args: ServerArgs) -> int:
     device_pages = device_pool.size // page_size
     if args.hicache_ratio != CACHE_RATIO:
         return int(args.hicache_ratio * device_pages)
-    found = device_pool.get_kv_size_bytes()
-    pool_bytes = sum(found) if isinstance(found, tuple) else found
+    kv_bytes = device_pool.get_kv_size_bytes()
+    pool_bytes = sum(kv_bytes) if isinstance(kv_bytes, tuple) else kv_bytes
     threshold = prefetch_threshold(args.hicache_storage_backend_extra_config)
     page_bytes = pool_bytes / device_pool.size * page_size
     return default_pages(page_bytes, device_pages, page_size, threshold)
 
 
 class _Sized:
-    """A device pool that claims another size: SGLang derives the host pool's size from it."""
+    """View of a device pool with another size, from which SGLang derives the host pool's size."""
 
     def __init__(self, pool: KVCache, size: int) -> None:
         self._pool = pool
@@ -97,48 +98,47 @@ class _Sized:
 def _sized(
     pool: KVCache, page_size: int, ratio: float, gigabytes: float
 ) -> tuple[KVCache | _Sized, float, float]:
-    """``pool``, or a view of it, with a ratio and a size from which SGLang computes the wanted
+    """Return the device pool (or a view of it), ratio and size from which SGLang computes the
     number of host pages."""
-    wanted = _WANTED.get()
-    if wanted is None:
+    size = _WANTED.get()
+    if size is None:
         return pool, ratio, gigabytes
-    pages, gigabytes = wanted
-    if gigabytes:  # SGLang knows the bytes of a token, and demands more than a device pool
+    pages, gigabytes = size
+    if gigabytes:  # SGLang computes the pages; a device size of 0 passes its size check
         return _Sized(pool, 0), ratio, gigabytes
-    # SGLang's page-first layouts index the page axis by layer number. One page less: SGLang always
-    # adds one, and so its size check is met as well.
+    # At least a page per layer, because SGLang's page-first layouts index the page axis by layer
+    # number. Minus one page, because SGLang adds one; this also passes its size check.
     return _Sized(pool, (max(pages, pool.layer_num) - 1) * page_size), 1.0, 0
 
 
 def _finish(host: HostKVCache, device_pool: KVCache) -> None:
-    wanted = _WANTED.get()
-    if wanted is None:
+    size = _WANTED.get()
+    if size is None:
         return
     host.device_pool = device_pool
-    host.is_stage = True  # storage backends look at it
+    host.is_staging = True  # read by the storage backends
     logger.info(
         "HiCache host memory is a staging buffer of %d pages of %d tokens (%.1f MB of host "
         "memory; the device pool has %d tokens)",
-        wanted[0] or host.page_num,
+        size[0] or host.page_num,
         host.page_size,
         host.size * host.size_per_token / 1e6,
         device_pool.size,
     )
 
 
-class _StagePool(_Pool):
-    """What host pools of every kind have in common."""
+class _StagingHostPool(_Pool):
+    """Base of the mixins for all kinds of host pools."""
 
-    #: Pages of the staging buffer that are in use, asked of its owner; None where the pool is no
-    #: staging buffer.
+    #: Returns the pages in use of the staging buffer; None if the pool is not one.
     used_pages: Callable[[], int] | None = None
 
     @override
     def init_kv_buffer(self) -> Any:
-        wanted = _WANTED.get()
-        if wanted is not None and wanted[1]:
-            # Before memory is taken: the page-first layouts want at least a page a layer.
-            check_size(wanted[1], self.page_num, self.page_size, self.layer_num)
+        size = _WANTED.get()
+        if size is not None and size[1]:
+            # Before the allocation, because page-first layouts need at least a page per layer.
+            check_size(size[1], self.page_num, self.page_size, self.layer_num)
         return super().init_kv_buffer()
 
     @override
@@ -148,8 +148,8 @@ class _StagePool(_Pool):
         return int(self.size - self.used_pages() * self.page_size)
 
 
-class StagePoolMHA(_StagePool):
-    """For ``MHATokenToKVPoolHost``."""
+class StagingHostPoolMHA(_StagingHostPool):
+    """Mixin for ``MHATokenToKVPoolHost``."""
 
     @override
     def __init__(
@@ -163,12 +163,12 @@ class StagePoolMHA(_StagePool):
         _finish(self, device_pool)
 
 
-class StagePoolNSA(StagePoolMHA):
-    """For ``NSATokenToKVPoolHost``, which has the same arguments."""
+class StagingHostPoolNSA(StagingHostPoolMHA):
+    """Mixin for ``NSATokenToKVPoolHost``, which has the same arguments."""
 
 
-class StagePoolMLA(_StagePool):
-    """For ``MLATokenToKVPoolHost``."""
+class StagingHostPoolMLA(_StagingHostPool):
+    """Mixin for ``MLATokenToKVPoolHost``."""
 
     @override
     def __init__(
@@ -183,20 +183,20 @@ class StagePoolMLA(_StagePool):
         _finish(self, device_pool)
 
 
-class StageController(HiCacheController):
-    """Stock unless it is built inside :func:`staging_buffer`."""
+class StagingController(HiCacheController):
+    """Controller mixin. Stock unless built inside :func:`staging_buffer`."""
 
-    #: Whether the host pool is a staging buffer.
+    #: True if the host pool is a staging buffer.
     staging: bool = False
 
     @override
     def _start_storage_threads(self) -> None:
-        # Called first by the constructor; the mode of a controller does not change after that.
+        # The constructor calls this first; the mode does not change afterwards.
         self.staging = self.staging or _WANTED.get() is not None
         if not self.staging:
             super()._start_storage_threads()
             return
-        # Others look at their lengths.
+        # Never filled; SGLang reads their lengths.
         self.prefetch_queue: queue.Queue[object] = queue.Queue()
         self.backup_queue: queue.Queue[object] = queue.Queue()
         self.prefetch_revoke_queue: queue.Queue[object] = queue.Queue()
@@ -205,47 +205,47 @@ class StageController(HiCacheController):
 
     @override
     def reset(self) -> None:
-        # A staging buffer has no threads to stop, and the pipelines have seen to the copies before.
+        # A staging buffer has no threads to stop, and the pipelines have ended the copies before.
         if not self.staging:
             super().reset()
 
 
 class LoadedIndexPool(NSATokenToKVPool):
-    """For ``NSATokenToKVPool``: the index of sparse attention is loaded before it is read. Stock
-    where nothing is loaded from host memory."""
+    """Mixin for ``NSATokenToKVPool`` that waits for the loaded index of sparse attention before it
+    is read. Stock if nothing is loaded from host memory."""
 
     @override
     def set_index_k_scale_buffer(
         self, layer_id: int, loc: torch.Tensor, index_k: torch.Tensor, index_k_scale: torch.Tensor
     ) -> None:
-        # A layer stores its new tokens, and then selects among all. SGLang waits for what is loaded
-        # of the layer where a fused kernel stores them, and nowhere where that cannot be built.
+        # A layer stores its new tokens and then selects among all. SGLang waits for the load only
+        # in its fused store kernel, not in the path used where that kernel cannot be built.
         self.get_index_k_with_scale_buffer(layer_id)
         super().set_index_k_scale_buffer(layer_id, loc, index_k, index_k_scale)
 
 
-# ---- what a page consists of ----
+# ---- parts of a page ----
 
-#: Layouts whose rows are pages; those of the others are slots.
+#: Layouts whose rows are pages; in the other layouts rows are slots.
 _PAGE_ROWS = ("page_first_direct", "page_head")
 _LAYOUTS = ("layer_first", "page_first", *_PAGE_ROWS)
 
 
 @dataclass(frozen=True)
-class Part:
-    """One tensor of a page, or several, in every page of a host pool."""
+class PagePart:
+    """One tensor, or several, of every page of a host pool."""
 
-    #: What SGLang's keys call it: "k" and "v", also "k" for a latent; "index" for NSA's index; ""
-    #: for a flat page.
+    #: Name in SGLang's keys: "k" and "v", also "k" for a latent; "index" for NSA's index; "" for a
+    #: flat page.
     label: str
-    #: Views of the pool's memory, uint8, (pages, bytes): of each tensor one, or one a layer in
-    #: layer_first.
+    #: Views of the pool's memory, uint8, (pages, bytes): one per tensor, in layer_first one per
+    #: layer.
     pieces: tuple[torch.Tensor, ...]
-    #: All tensor parallel ranks hold the same: the key has no rank, and one rank writes.
+    #: True if all tensor parallel ranks hold the same: the key has no rank, and one rank writes.
     shared: bool = False
-    #: SGLang's own keys and flat pages do not know it.
+    #: True if SGLang's own keys and flat pages lack it.
     extra: bool = False
-    #: The group of KV heads it has, where a rank's heads are stored apart.
+    #: Group of KV heads, if the heads of a rank are stored in groups.
     group: int = 0
 
     @property
@@ -255,11 +255,11 @@ class Part:
 
     @property
     def in_place(self) -> bool:
-        """Whether it lies in one piece, so that a store can read and write the pool's memory."""
+        """True if it is contiguous, so that a store can use the pool's memory directly."""
         return len(self.pieces) == 1
 
     def gather(self, page: int) -> torch.Tensor:
-        """The bytes of ``page``, 1-D uint8: a copy unless it is ``in_place``."""
+        """Return the bytes of ``page``, 1-D uint8: a copy unless ``in_place``."""
         rows = [piece[page] for piece in self.pieces]
         return rows[0] if self.in_place else torch.cat(rows)
 
@@ -272,46 +272,46 @@ class Part:
             offset += width
 
 
-# ---- what a pool has ----
+# ---- parts of a pool ----
 
 
-def describe(pool: HostKVCache, groups: int = 1) -> tuple[Part, ...]:
-    """The parts of a page in one of SGLang's host pools, in the order in which they are stored.
+def describe(pool: HostKVCache, groups: int = 1) -> tuple[PagePart, ...]:
+    """Return the parts of a page in one of SGLang's host pools, in storage order.
 
     Args:
         pool: ``MHATokenToKVPoolHost``, ``MLATokenToKVPoolHost`` or ``NSATokenToKVPoolHost``.
-        groups: parts into which K and V are cut by heads; needs the layout ``page_head``.
+        groups: number of head groups into which K and V are split; needs the layout ``page_head``.
 
     Raises:
-        ValueError: a pool or a layout whose pages are not known here.
+        ValueError: unknown pool class or layout.
     """
     from sglang.srt.mem_cache import memory_pool_host as pools
 
     if isinstance(pool, pools.NSATokenToKVPoolHost):
-        latent = Part("k", _rows(pool, pool.kv_buffer), shared=True)
+        latent = PagePart("k", _rows(pool, pool.kv_buffer), shared=True)
         index = _rows(pool, pool.index_k_with_scale_buffer, by_page=True)
-        return (latent, Part("index", index, shared=True, extra=True))
+        return (latent, PagePart("index", index, shared=True, extra=True))
     if isinstance(pool, pools.MLATokenToKVPoolHost):
-        return (Part("k", _rows(pool, pool.kv_buffer), shared=True),)
+        return (PagePart("k", _rows(pool, pool.kv_buffer), shared=True),)
     if not isinstance(pool, pools.MHATokenToKVPoolHost):
         raise ValueError(f"the parts of a page of {type(pool).__name__} are not known")
     sides = [("k", _rows(pool, pool.kv_buffer[0])), ("v", _rows(pool, pool.kv_buffer[1]))]
     if groups == 1:
-        return tuple(Part(label, rows) for label, rows in sides)
+        return tuple(PagePart(label, rows) for label, rows in sides)
     if pool.layout != "page_head" or pool.head_num % groups:
         raise ValueError(
             f"{pool.head_num} heads in layout {pool.layout} cannot be stored in {groups} groups: "
             "this needs --hicache-mem-layout page_head"
         )
     return tuple(
-        Part(label, (rows[0].view(len(rows[0]), groups, -1)[:, group],), group=group)
+        PagePart(label, (rows[0].view(len(rows[0]), groups, -1)[:, group],), group=group)
         for group in range(groups)
         for label, rows in sides
     )
 
 
 def tensors(pool: HostKVCache) -> list[torch.Tensor]:
-    """All host tensors of a pool, each in one stretch of memory: what a store has to register."""
+    """Return all host tensors of a pool, each contiguous, which a store has to register."""
     index = getattr(pool, "index_k_with_scale_buffer", [])
     return [pool.kv_buffer, *([index] if isinstance(index, torch.Tensor) else index)]
 
@@ -319,35 +319,35 @@ def tensors(pool: HostKVCache) -> list[torch.Tensor]:
 def _rows(
     pool: HostKVCache, buffer: torch.Tensor | Sequence[torch.Tensor], by_page: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Views of a buffer as (pages, bytes): one where a page lies together, else one a layer.
+    """Return views of a buffer as (pages, bytes): one if a page is contiguous, else one per layer.
 
-    ``by_page``: its rows are pages in every layout, as those of NSA's index are.
+    ``by_page``: the buffer's rows are pages in every layout, as in NSA's index.
     """
     layout, page_size = pool.layout, pool.page_size
     if layout not in _LAYOUTS:
         raise ValueError(f"pages of layout {layout} are not known (--hicache-mem-layout)")
-    wholes: list[torch.Tensor] = list(buffer) if layout == "layer_first" else [buffer]
+    buffers: list[torch.Tensor] = list(buffer) if layout == "layer_first" else [buffer]
     slots = 1 if by_page or layout in _PAGE_ROWS else page_size
-    return tuple(whole.view(torch.uint8).view(len(whole) // slots, -1) for whole in wholes)
+    return tuple(rows.view(torch.uint8).view(len(rows) // slots, -1) for rows in buffers)
 
 
-# ---- how a store keeps it ----
+# ---- values of a store ----
 
 
-def together(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """SGLang's flat page under one key, with an empty label; what it does not know apart."""
+def together(parts: Sequence[PagePart]) -> tuple[PagePart, ...]:
+    """Return SGLang's flat page as one part with an empty label, followed by the extra parts."""
     flat = tuple(piece for part in parts if not part.extra for piece in part.pieces)
-    return (Part("", flat), *(part for part in parts if part.extra))
+    return (PagePart("", flat), *(part for part in parts if part.extra))
 
 
 # ---- lists ----
 
 
 def page_numbers(host_indices: torch.Tensor, page_size: int) -> list[int]:
-    """The host pages that ``host_indices`` (1-D, slots) stand for, in their order.
+    """Return the host pages of ``host_indices`` (1-D, slots), in order.
 
     Raises:
-        ValueError: they are not whole pages, each with its slots in order.
+        ValueError: the slots are not whole pages, each with its slots in order.
     """
     slots = host_indices.reshape(-1)
     if len(slots) % page_size:
@@ -360,16 +360,17 @@ def page_numbers(host_indices: torch.Tensor, page_size: int) -> list[int]:
 
 
 def fold(found: Sequence[bool], per_page: int, count: int) -> list[bool]:
-    """Results by value as results by page: a page is there if all its ``per_page`` values are.
+    """Convert results by value to results by page: a page is good if all its ``per_page`` values
+    are.
 
     Raises:
-        ValueError: results for anything but ``count`` pages.
+        ValueError: the results are not those of ``count`` pages.
     """
     if len(found) != per_page * count:
         raise ValueError(f"{len(found)} results for {count} pages of {per_page} values")
-    return [all(found[at : at + per_page]) for at in range(0, len(found), per_page)]
+    return [all(found[start : start + per_page]) for start in range(0, len(found), per_page)]
 
 
 def leading(pages: Sequence[bool]) -> int:
-    """How many pages are there before the first that is not."""
-    return next((at for at, there in enumerate(pages) if not there), len(pages))
+    """Return the number of good pages before the first bad one."""
+    return next((index for index, is_good in enumerate(pages) if not is_good), len(pages))

@@ -1,5 +1,9 @@
-"""What the scheduler has other threads do: jobs for the store, whose calls may never return; and
-when what has failed is tried again."""
+"""Store jobs on other threads, whose calls may never return, and the back-off after failures.
+
+Contract: a ``Job`` is run by one thread and read by the scheduler thread. ``Job.pages`` is written
+last and publishes the other fields. ``Threads.start`` may be called from any thread; ``_lock``
+guards its counts. ``BackOff`` has no lock: the caller provides one.
+"""
 
 from __future__ import annotations
 
@@ -17,56 +21,56 @@ logger = logging.getLogger(__name__)
 
 
 class Job:
-    """Pages asked of the store, in a row, on a thread of :class:`Threads`. What it has found out is
-    read by the scheduler thread, which alone decides what follows from it."""
+    """Store calls for consecutive pages, on a thread of :class:`Threads`. Only the scheduler thread
+    acts on the results."""
 
     def __init__(self, work: Callable[[Job], int]) -> None:
         self._work = work
-        #: Page hashes and keys of what a query found, beside ``pages``.
+        #: Page hashes and keys that a query found; ``pages`` of each.
         self.found: tuple[list[str], list[str]] = ([], [])
-        #: Why not all pages are good, where the store was at fault.
+        #: The store's fault, if it is the reason that not all pages are good.
         self.fault: str | None = None
         #: Calls that were given up and may still use the staging pages.
         self.overdue_calls: list[Future[object]] = []
-        #: Pages noted as stored that the store was found not to have.
+        #: Pages marked as stored that the store does not have.
         self.lost = 0
-        #: How long the work took.
+        #: Duration of the work.
         self.seconds = 0.0
         #: Leading good pages; ``PENDING`` until the job has ended.
         self.pages = PENDING
-        #: Nobody waits for it any more: it ends at its next call of the store.
+        #: True if the result is no longer needed: the job ends before its next store call.
         self.cancelled = False
 
     def outcome(self, overdue: bool) -> int:
-        """What this rank votes: ``pages``; of an ``overdue`` one ``PENDING`` while a call may still
-        use its staging pages."""
-        used = overdue and not all(call.done() for call in self.overdue_calls)
-        return PENDING if used else self.pages
+        """Return this rank's vote: ``pages``, or ``PENDING`` while a call of an ``overdue`` job may
+        still use the staging pages."""
+        in_use = overdue and not all(call.done() for call in self.overdue_calls)
+        return PENDING if in_use else self.pages
 
     def run(self) -> None:
-        """Do the work."""
+        """Run the work and publish its result."""
         pages, began = 0, time.monotonic()
         try:
             pages = self._work(self)
         except Exception:
             self.fault = "internal"
             logger.exception(
-                "HiCache buffer: an unexpected error in a job for the store; its pages count as "
-                "missing, and their requests compute them. This is a defect: please report it"
+                "HiCache buffer: unexpected error in a store job (bug; please report); its pages "
+                "count as missing, and requests compute them"
             )
         finally:
             self.seconds = time.monotonic() - began
-            self.pages = pages  # last: the scheduler looks at everything else after it
+            self.pages = pages  # last, because it publishes the other fields to the scheduler
 
 
 class Threads:
-    """Daemon threads that run calls in the order in which they come: one that never returns does
-    not keep the process alive.
+    """Threads that run calls first in, first out. They are daemons, so that a call that never
+    returns does not keep the process alive.
 
     Args:
-        name: of the threads, behind "hicache-".
-        count: of threads, which are made at once. None: they are made when they are needed and used
-            again, and how many there may be is for the caller to bound.
+        name: suffix of the threads' names, after "hicache-".
+        count: number of threads, created at once. None: threads are created on demand and reused;
+            the caller bounds the number of calls.
     """
 
     def __init__(self, name: str, count: int | None = 1) -> None:
@@ -79,8 +83,8 @@ class Threads:
             self._add_thread()
 
     def start(self, call: Callable[[], Any]) -> Future[Any]:
-        """Run ``call`` when a thread has time for it. The future is done when it has returned or
-        raised, whatever it raised, or could not be started; its callbacks run on that thread."""
+        """Queue ``call``. Return a future, which is done when the call has returned or raised, or
+        could not be started; its callbacks run on the call's thread."""
         future: Future[Any] = Future()
         try:
             with self._lock:
@@ -94,14 +98,14 @@ class Threads:
         return future
 
     def submit(self, work: Callable[[Job], int]) -> Job:
-        """Do a job for the scheduler when a thread has time for it."""
+        """Queue ``work`` as a job. Return the job."""
         job = Job(work)
         self.start(job.run)
         return job
 
     def close(self, until: float = 0.0) -> bool:
-        """End the threads after what they have to do; False if one runs on at ``until``, of
-        ``time.monotonic``."""
+        """End the threads after the queued calls. Return False if one still runs at ``until``
+        (``time.monotonic``)."""
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads:
@@ -119,21 +123,21 @@ class Threads:
             result, error = None, None
             try:
                 result = call()
-            except BaseException as raised:  # a store that exits the interpreter is one that failed
+            except BaseException as raised:  # also SystemExit: it counts as the store's failure
                 error = raised
-            # Idle before the future is done: who waits for it may start the next call at once.
+            # Count the thread as idle first, because the future's waiter may start a call at once.
             with self._lock:
                 self._under_way -= 1
             if error is not None:
                 future.set_exception(error)
             else:
                 future.set_result(result)
-            del task, call, future, result, error  # an idle thread holds no tensors
+            del task, call, future, result, error  # so that an idle thread holds no tensors
 
 
 class BackOff:
-    """When what has failed is tried again: after ``first``, then after twice that and so on, at
-    most ``longest`` apart. Times are numbers of one clock. Not thread-safe."""
+    """Retry times after failures: the interval starts at ``first`` and doubles up to ``longest``.
+    All times are of one clock. Not thread-safe."""
 
     def __init__(self, first: float, longest: float) -> None:
         self._first, self._longest = first, longest
@@ -141,19 +145,19 @@ class BackOff:
         self._due = 0.0
         #: The interval before the next attempt.
         self.interval = first
-        #: Whether it has failed and has not worked since.
+        #: True from a failure until the next success.
         self.failing = False
 
     def failed(self, now: float, more: int = 0) -> None:
-        """The next attempt is due an interval later, and ``more`` times the interval after that."""
+        """Record a failure: the next attempt is due after ``1 + more`` intervals."""
         self.failing, self.interval = True, self._next
         self._due = now + self.interval * (1 + more)
         self._next = min(2 * self._next, self._longest)
 
     def waits(self, now: float) -> bool:
-        """Whether it is not to be tried yet."""
+        """Return True if the next attempt is not due yet."""
         return self.failing and now < self._due
 
     def worked(self) -> None:
-        """The next failure is a new one."""
+        """Record a success: the next failure starts at the first interval."""
         self.failing, self._next = False, self._first

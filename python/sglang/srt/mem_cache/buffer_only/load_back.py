@@ -1,9 +1,15 @@
-"""Load back: fetched pages become part of the device tree, and are copied there from the staging
-buffer.
+"""Load back: inserts staged pages into the device tree and copies them there.
 
-That happens when their request is admitted: the tree has the pages from then on, the request holds
-them like any other prefix, and the batch that it is in waits for each layer of its own copy, just
-before it uses it (SGLang's layer events). Nothing is locked but what is being copied.
+This happens at the admission of their request, which then holds the pages like any other prefix.
+Its batch waits for each layer of the copy just before using it (SGLang's layer events).
+
+Contract:
+
+- Thread: scheduler thread only.
+- Ranks: ``add`` and ``launch`` run in the same step on all ranks; ``finish`` gets the agreed number
+  of ended copies.
+- Locks: the new node is locked from ``add`` until its copy has ended on all ranks; the staging
+  pages are released at the same time.
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache.buffer_only.stage import Copies, Pair, StagingPages, slots_of
+from sglang.srt.mem_cache.buffer_only.staging import Copies, SlotPair, StagingPages, slots_of
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class LoadBack:
-    """Staged pages on their way to the device. Until they are there, ``node`` is locked."""
+    """A copy of staged pages to the device, which holds a lock on ``node`` until it ends."""
 
     node: TreeNode
     staging: list[StagingPages]
@@ -33,59 +39,60 @@ class LoadBack:
 
 
 class LoadBacks:
-    """All copies to the device of one rank, in order."""
+    """All copies to the device of one rank, in order; see the module's contract."""
 
     def __init__(self, context: Context, calls: Calls) -> None:
         self._context, self._calls = context, calls
         #: For the next launch.
-        self.queued: list[tuple[LoadBack, Pair]] = []
+        self.queued: list[tuple[LoadBack, SlotPair]] = []
         self.copies: Copies[LoadBack] = Copies()
-        #: The layer events of the last launch.
+        #: Index of the last launch's layer events.
         self._layers = -1
 
     def __len__(self) -> int:
         return len(self.queued) + len(self.copies.launches)
 
-    def has_room(self, prefetch: Prefetch, held: int, node: TreeNode) -> bool:
-        """Whether its request could be admitted, with the ``held`` pages that end in ``node``. The
-        copy locks them: those that run would be retracted for what a waiting request holds."""
+    def has_room(self, prefetch: Prefetch, tree_pages: int, node: TreeNode) -> bool:
+        """Return True if the request could be admitted while its ``tree_pages``, which end in
+        ``node``, are locked. Checked because a copy locks them: without room, running requests
+        would be retracted for pages of a waiting one."""
         tree = self._context.tree
         tree.inc_lock_ref(node)
         try:
-            return len(prefetch.key) - held * self._context.page_size <= tree.room()
+            return len(prefetch.key) - tree_pages * self._context.page_size <= tree.room()
         finally:
             tree.dec_lock_ref(node)
 
     def add(
         self, prefetch: Prefetch, start: int, stop: int
     ) -> tuple[torch.Tensor, TreeNode] | None:
-        """The staged pages ``start .. stop`` of a prompt enter the tree, which has all before them;
-        the next launch copies them.
+        """Insert the staged pages ``start .. stop`` of a prompt after the pages before them in the
+        tree; the next launch copies them.
 
         Returns:
-            The device slots of the pages and their node; None, and nothing has changed, where the
-            device has no memory for them even after eviction, or the tree has something else.
+            The device slots of the pages and their node. None, with nothing changed, if the device
+            has no memory for them even after eviction, or the tree's prefix has another length.
         """
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
         context, tree, page = self._context, self._context.tree, self._context.page_size
         key, pages = prefetch.key[: stop * page], prefetch.staging_of(start, stop)
         values, above = tree._match_prefix_helper(tree.root_node, key)
-        held, new = sum(map(len, values)), len(pages) * page
-        if held + new != len(key):
+        tree_tokens, new = sum(map(len, values)), len(pages) * page
+        if tree_tokens + new != len(key):
             return None
         allocator = tree.token_to_kv_pool_allocator
         short = new - allocator.available_size()
         if short > 0:
-            tree.inc_lock_ref(above)  # or eviction could take what the pages hang below
+            tree.inc_lock_ref(above)  # because eviction could remove the parent
             tree.evict(EvictParams(num_tokens=short))
             tree.dec_lock_ref(above)
         slots = allocator.alloc(new)
         if slots is None:
             return None
-        # A new leaf that is in the store already.
+        # A new leaf, already stored.
         node = type(tree.root_node)(priority=above.priority if above.parent is not None else 0)
-        node.parent, node.key, node.value = above, key[held:], slots.clone()
+        node.parent, node.key, node.value = above, key[tree_tokens:], slots.clone()
         node.hash_value = prefetch.hashes[start - prefetch.begin : stop - prefetch.begin]
         node.stored = node.launched = new
         node.touch_after_ms = context.now_ms + context.settings.touch_ms
@@ -96,9 +103,9 @@ class LoadBacks:
         tree._record_store_event(node)
         tree.inserts += 1
         tree.inc_lock_ref(node)
-        used = [one for one in prefetch.pieces if one.staged and one.start < stop]
-        self._calls.hand_over(prefetch, used)
-        load_back = LoadBack(node, [one.staging for one in used], context.now_ms)
+        used = [piece for piece in prefetch.pieces if piece.staged and piece.start < stop]
+        self._calls.detach(prefetch, used)
+        load_back = LoadBack(node, [piece.staging for piece in used], context.now_ms)
         self.queued.append((load_back, (slots_of(pages, page), slots)))
         context.counters["prefetch_loaded_tokens"] += new
         hits = tree.prefetch_loaded_tokens_by_reqid
@@ -106,13 +113,13 @@ class LoadBacks:
         return slots, node
 
     def launch(self, apart: bool = False) -> int:
-        """Copy what is queued, for the batch that is being formed; its layer events, -1 where no
-        copy is under way. ``apart``: no batch came for it; one such copy at a time.
+        """Copy the queued pages, for the batch that is being formed. Return the index of the layer
+        events to wait for, -1 if no copy is in flight. ``apart``: there is no such batch; at most
+        one copy at a time is launched so.
 
-        While one is, every batch waits for the last: it may use what comes with it. The batch that
-        it was made for need not have waited: it may have been formed without the request that was
-        loaded, and one without any prefix reads no KV (FlashInfer, MLA). Where it has, this is no
-        wait.
+        While a copy is in flight, every batch waits for the last one, because any batch may use its
+        pages and the batch that it was launched for may not have waited: that batch may lack the
+        loaded request, and a batch without a prefix reads no KV (FlashInfer, MLA).
         """
         if self.queued and not (apart and len(self.copies.launches)):
             pairs = [pair for _, pair in self.queued]
@@ -122,14 +129,14 @@ class LoadBacks:
         return self._layers if len(self.copies.launches) else -1
 
     def finish(self, launches: int) -> None:
-        """The first ``launches`` launches have ended on all ranks, or are waited for now."""
+        """End the first ``launches`` copies, waiting for those that still run on this rank."""
         for load_back in self.copies.pop(launches):
             seconds = (self._context.now_ms - load_back.since_ms) / 1000
             self._context.observe("load_back_seconds", seconds)
             self._release(load_back)
 
     def reset(self) -> None:
-        """The tree is about to be emptied."""
+        """End all copies, because the tree is about to be emptied."""
         self.finish(len(self.copies.launches))
         for load_back, _ in self.queued:
             self._release(load_back)

@@ -1,5 +1,8 @@
-"""What the buffer-only mode reports to Prometheus, under SGLang's storage labels; where the time of
-a request with a prefetch went."""
+"""Prometheus metrics of the buffer-only mode, under SGLang's storage labels, with the time that a
+prefetch spent in each state.
+
+Contract: scheduler thread; each rank reports its own values.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.metrics import Metric, declare
-from sglang.srt.mem_cache.buffer_only.prefetch import State
+from sglang.srt.mem_cache.buffer_only.prefetch import PrefetchState
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch
     from sglang.srt.observability.metrics_collector import StorageMetricsCollector
 
 BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-#: By the names that this package uses.
+#: Declared under the names that this package uses.
 _DECLARED = (
     *declare(
         "gauge",
@@ -28,15 +31,13 @@ _DECLARED = (
             "write_pages": "Staging pages in use on the way to the store",
             "read_pages": "Staging pages in use on the way from the store",
             "peak_pages": "Most staging pages in use at one time",
-            "stranded_pages": "Staging pages that a call of the store that was given up may still "
-            "use",
-            "pending_intents": "Nodes that wait for staging pages to be written",
+            "stranded_pages": "Staging pages that an overdue store call may still use",
+            "pending_intents": "Nodes queued to be written to the store",
             "pending_tokens": "Tokens of these nodes",
-            "store_up": "1 if the store is used; 0 after a call hung until a probe is answered, "
-            "while reads are refused, and while all calls that it may "
-            "have hang",
-            "store_calls": "Calls of the store under way",
-            "store_overdue_calls": "Calls of the store that were given up and have not returned",
+            "store_up": "1 if the store is used; 0 after a hung call until a probe is answered, "
+            "while reads are refused, and while the maximum number of calls hang",
+            "store_calls": "Store calls in flight",
+            "store_overdue_calls": "Store calls that were given up and have not returned",
         },
     ),
     *declare(
@@ -46,84 +47,85 @@ _DECLARED = (
             "store_written_pages": "Pages that became durable in the store, on all ranks",
             "store_read_pages": "Pages read from the store, on all ranks",
             "store_write_failures": "Writes that ended before their last page on some rank",
-            "store_lost_pages": "Pages of this rank, in use on the device, that the store had "
-            "lost, to be written again",
+            "store_lost_pages": "Pages in use on this rank's device that the store had lost; they "
+            "are written again",
             "store_query_failures": "Queries that failed on this rank",
             "store_read_failures": "Reads that failed on this rank",
-            "prefetch_hit_tokens": "Tokens that the store was found to have for a request, once a "
+            "prefetch_hit_tokens": "Tokens of requests that queries found in the store, once per "
             "request",
-            "prefetch_loaded_tokens": "Tokens that came from the store into the device tree",
+            "prefetch_loaded_tokens": "Tokens loaded from the store into the device tree",
             "prefetch_deferred_tokens": "Tokens of hits that waited for staging pages, once a hit",
-            "prefetch_timeouts": "Requests that were computed after waiting too long",
-            "prefetch_unfulfilled_tokens": "Tokens of hits that were computed after all",
+            "prefetch_timeouts": "Requests computed because their prefetch timed out",
+            "prefetch_unfulfilled_tokens": "Tokens of hits that were computed and not loaded",
         },
     ),
     *declare(
         "counter",
         "every",
-        {"dropped_tokens": "Tokens that were to be written and were not"},
+        {"dropped_tokens": "Tokens queued to be written and dropped"},
         labels=("reason",),
     ),
     *declare(
         "counter",
         "every",
-        {"store_faults": "What the store did wrong, in calls or pages of this rank"},
+        {"store_faults": "Faults of the store, in calls or pages of this rank"},
         labels=("fault",),
     ),
     *declare(
         "counter",
         "every",
-        {"prefetch_choices": "Hits, by whether they were fetched, and why"},
+        {"prefetch_choices": "Hits by decision to fetch or compute"},
         labels=("choice",),
     ),
     *declare(
         "histogram",
         "every",
         {
-            "prefetch_query_seconds": "From a request's arrival until the store has said what it "
-            "has of it",
-            "prefetch_wait_seconds": "From there until its hit is fetched, as far as the stage was "
-            "full",
-            "prefetch_fetch_seconds": "Until the hit is in the stage",
-            "prefetch_staged_seconds": "From there until the request runs, or is gone",
-            "load_back_seconds": "From the admission until the copy to the device was seen to have "
+            "prefetch_query_seconds": "From a request's arrival until the store has answered the "
+            "query for it",
+            "prefetch_wait_seconds": "Wait of a hit for staging pages",
+            "prefetch_fetch_seconds": "Fetch of a hit into the staging buffer",
+            "prefetch_staged_seconds": "From the fetch until the request runs or is gone",
+            "load_back_seconds": "From the admission until the copy to the device is known to have "
             "ended",
         },
         buckets=BUCKETS,
     ),
 )
-#: Those that are exported without a prefix: as SGLang 0.5.23 names them.
+#: Metrics exported without the prefix, because SGLang 0.5.23 has them under this name.
 _NAMES = {"prefetch_hit_tokens": "storage_prefetch_hit_tokens"}
-METRICS: dict[str, Metric] = {
+BUFFER_METRICS: dict[str, Metric] = {
     metric.name: replace(metric, name=_NAMES.get(metric.name, f"hicache_buffer_{metric.name}"))
     for metric in _DECLARED
 }
 #: Kept in ``Context.counters``.
 COUNTERS = tuple(
-    name for name, metric in METRICS.items() if metric.kind == "counter" and not metric.labels
+    name
+    for name, metric in BUFFER_METRICS.items()
+    if metric.kind == "counter" and not metric.labels
 )
-#: Methods of SGLang's collector that count tokens, with the pages that they are told of.
+#: Methods of SGLang's collector that count tokens -> our counter of pages.
 SGLANG = {
     "log_backuped_tokens": "store_written_pages",
     "log_prefetched_tokens": "store_read_pages",
 }
-#: Histogram of a state, beside WAITING, which counts as part of the query.
-STATES = {
-    State.QUERYING: "prefetch_query_seconds",
-    State.FOUND: "prefetch_wait_seconds",
-    State.FETCHING: "prefetch_fetch_seconds",
-    State.STAGED: "prefetch_staged_seconds",
+#: State -> its histogram. WAITING counts as QUERYING.
+STATE_HISTOGRAMS = {
+    PrefetchState.QUERYING: "prefetch_query_seconds",
+    PrefetchState.FOUND: "prefetch_wait_seconds",
+    PrefetchState.FETCHING: "prefetch_fetch_seconds",
+    PrefetchState.STAGED: "prefetch_staged_seconds",
 }
 #: Seconds between two updates.
-EVERY_S = 1.0
+UPDATE_INTERVAL_S = 1.0
 
 
 class BufferMetrics:
-    """Mirrors counters, stage and queue to Prometheus.
+    """Exports counters and gauges to Prometheus.
 
     Args:
-        labels: of all metrics.
-        collector: SGLang's, which counts tokens: ``page_size`` in a page.
+        labels: labels of all metrics.
+        collector: SGLang's, which counts tokens (``page_size`` per page).
     """
 
     def __init__(
@@ -136,46 +138,47 @@ class BufferMetrics:
         self._labels, self._collector, self._page_size = dict(labels), collector, page_size
         self._clock = clock
         self._updated_at = -math.inf
-        #: Of each counter, as of the last update.
+        #: Value of each counter at the last update.
         self._seen: Counts[tuple[str, str]] = Counts()
 
     def observe(self, name: str, seconds: float) -> None:
-        """A duration has ended."""
-        METRICS[name].child(self._labels).observe(seconds)
+        """Record a duration."""
+        BUFFER_METRICS[name].child(self._labels).observe(seconds)
 
     def update(
         self,
         gauges: Callable[[], dict[str, int]],
         totals: Callable[[], dict[tuple[str, str], int]],
     ) -> None:
-        """Called in every step; does something once in ``EVERY_S``.
+        """Export the metrics, at most once per ``UPDATE_INTERVAL_S``; called in every step.
 
         Args:
-            gauges: the value of each now.
-            totals: each counter's value, by name and the value of its own label, "" without one.
+            gauges: returns the current value of each gauge.
+            totals: returns each counter's value by name and label value ("" without a label).
         """
-        at = self._clock()
-        if at - self._updated_at < EVERY_S:
+        now = self._clock()
+        if now - self._updated_at < UPDATE_INTERVAL_S:
             return
-        self._updated_at = at
+        self._updated_at = now
         for name, value in gauges().items():
-            METRICS[name].child(self._labels).set(value)
+            BUFFER_METRICS[name].child(self._labels).set(value)
         counted = totals()
         for method, pages in SGLANG.items():
             new = counted[pages, ""] - self._seen[pages, ""]
             getattr(self._collector, method)(new * self._page_size)
         for (name, key), total in counted.items():
-            own = dict.fromkeys(METRICS[name].labels, key)
-            METRICS[name].child(self._labels, **own).inc(total - self._seen[name, key])
+            label = dict.fromkeys(BUFFER_METRICS[name].labels, key)
+            BUFFER_METRICS[name].child(self._labels, **label).inc(total - self._seen[name, key])
             self._seen[name, key] = total
 
 
-def ended(prefetch: Prefetch, now_ms: int, observe: Callable[[str, float], None]) -> None:
-    """Its request runs, or is gone: how long each state lasted. One that it was never in does not
-    count."""
+def observe_states(prefetch: Prefetch, now_ms: int, observe: Callable[[str, float], None]) -> None:
+    """Record the time that an ended prefetch spent in each state that it was in."""
     spent = dict(prefetch.spent_ms)
     spent[prefetch.state] = spent.get(prefetch.state, 0) + now_ms - prefetch.since_ms
-    spent[State.QUERYING] = spent.get(State.QUERYING, 0) + spent.pop(State.WAITING, 0)
-    for state, name in STATES.items():
+    spent[PrefetchState.QUERYING] = spent.get(PrefetchState.QUERYING, 0) + spent.pop(
+        PrefetchState.WAITING, 0
+    )
+    for state, name in STATE_HISTOGRAMS.items():
         if state in spent:
             observe(name, spent[state] / 1000)

@@ -1,17 +1,17 @@
-"""Whose KV a page in the store is: the namespace that is hashed into every key.
+"""The namespace that is hashed into every store key, so that servers share only equal KV.
 
-SGLang's page hash covers the tokens up to the end of a page and nothing else, and several storage
-backends add no more than a rank. But a page is of use only to a server that would have computed the
-same bytes, so a namespace stands for
+SGLang's page hash covers only the tokens up to the end of a page, and several storage backends add
+only a rank. But a page is useful only to a server that would compute the same bytes. So a namespace
+identifies
 
 - the model: a fingerprint of the weights in memory, and its configuration;
-- how KV lies in a page: pool, dtype, layout, page size, sizes of its parts, tensor parallel size;
-- the request's own: ``extra_key``, which has LoRA adapter and salt in it.
+- the page layout: pool, dtype, layout, page size, sizes of its parts, tensor parallel size;
+- the request: ``extra_key``, which contains the LoRA adapter and the salt.
 
-The fingerprint is taken of what the ranks hold and not of a path, so that servers of one model meet
-wherever its files lie, two models never do, and an update of the weights ends the old keys without
-clearing the store: servers that are updated to the same weights meet again. No key is one of
-SGLang's own: stock servers write KV of LoRA adapters and of salted requests under those.
+The fingerprint is computed from the weights in memory, not from a path. So servers of one model
+share pages wherever its files are, two models never do, and updated weights get new keys without
+clearing the store; servers updated to the same weights share again. Keys never equal SGLang's own,
+under which stock servers write KV of LoRA adapters and of salted requests.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool_host import HostKVCache
 
 
-#: Grows when an identity is encoded in another way: pages of the old one are not read.
+#: Increment the number when the encoding of an identity changes, so that old pages are not read.
 _FORMAT = b"hicache namespace 2"
 
 
 @dataclass(frozen=True)
 class Namespace:
-    """Makes keys of page hashes; those of different namespaces are different."""
+    """Derives store keys from page hashes; different namespaces give different keys."""
 
     seed: bytes
 
     @classmethod
     def of(cls, identity: Mapping[str, Any]) -> Namespace:
-        """The namespace of all who have this ``identity``: whatever JSON can hold."""
+        """Return the namespace of all servers with this ``identity`` (JSON values)."""
         text = json.dumps(identity, sort_keys=True)
         return cls(hashlib.sha256(_FORMAT + text.encode()).digest())
 
     def within(self, name: str | None, kind: bytes = b"within") -> Namespace:
-        """The part of this namespace that is called ``name``; without a name, itself. Parts of
-        different ``kind``, of as many bytes, never meet: clients choose names of tenants."""
+        """Return the sub-namespace ``name``, or ``self`` without a name. Because clients choose
+        names, ``kind`` separates kinds of names; all kinds must have the same length."""
         if not name:
             return self
-        # A client's text may have lone surrogates, which plain UTF-8 refuses.
+        # A client's text may have lone surrogates, which strict UTF-8 rejects.
         text = name.encode(errors="surrogatepass")
         return Namespace(hashlib.sha256(kind + self.seed + text).digest())
 
     def keys(self, hashes: Sequence[str]) -> list[str]:
-        """Keys of pages (hex of SHA-256), given SGLang's page hashes (hex)."""
+        """Return the keys of pages (hex of SHA-256) for SGLang's page hashes (hex)."""
         seed = hashlib.sha256(self.seed)
         keys = []
         for page in hashes:
@@ -70,10 +70,10 @@ class Namespace:
 
 
 def pool_identity(pool: HostKVCache, tp_size: int) -> dict[str, Any]:
-    """How KV lies in a page of ``pool``, on each of ``tp_size`` ranks.
+    """Return the page layout of ``pool`` on each of ``tp_size`` ranks.
 
-    The number of ranks counts even where a rank's share is as large with more of them: with more
-    ranks than KV heads, ranks hold replicas, and the same rank another head.
+    ``tp_size`` is part of it even if a rank's share has the same size: with more ranks than KV
+    heads, ranks hold replicas, and a given rank holds a different head.
     """
     parts = describe(pool)
     return {
@@ -88,8 +88,8 @@ def pool_identity(pool: HostKVCache, tp_size: int) -> dict[str, Any]:
 
 
 def _lasting(value: Any) -> Any:
-    """``value`` as JSON that is the same on every server: ``str`` of an object may hold an address,
-    and that of a set has another order in every process."""
+    """Convert ``value`` to JSON that is equal on every server, because ``str`` of an object may
+    contain an address, and the order of a set differs between processes."""
     if isinstance(value, Mapping):
         return {
             str(name): _lasting(part)
@@ -107,24 +107,24 @@ def _lasting(value: Any) -> Any:
     if hasattr(value, "__dict__") and not callable(value):
         return [type(value).__qualname__, _lasting(vars(value))]
     raise ValueError(
-        f"the model's configuration holds {text}, which differs on every server: servers with "
-        "--hicache-host-memory-mode buffer_only would not find each other's KV. Remove it from "
-        "the configuration or remove the flag"
+        f"the model's configuration contains {text}, which differs on every server, so that "
+        "servers with --hicache-host-memory-mode buffer_only would not find each other's KV. "
+        "Remove it from the configuration or remove the flag"
     )
 
 
 # ---- weights ----
 
-#: Elements that are looked at in one go, which takes up to 200 MB of device memory.
+#: Elements hashed at a time, which takes up to 200 MB of device memory.
 _BLOCK = 1 << 22
 
 
 def fingerprint(model: torch.nn.Module) -> str:
-    """Of all weights of ``model`` on this rank, in memory, wherever they came from.
+    """Return a hash of all weights of ``model`` in this rank's memory.
 
-    Every bit counts. Names do not, since LoRA support wraps modules; nor do buffers that are not
-    saved, some of which grow while a server runs. All is computed where the weights are, one block
-    at a time: a second or so for tens of gigabytes on a GPU.
+    It covers every bit, but not names, because LoRA support wraps modules, and not unsaved buffers,
+    because some grow while a server runs. Computed on the weights' device, one block at a time:
+    about a second for tens of gigabytes on a GPU.
     """
     import torch
 
@@ -136,15 +136,14 @@ def fingerprint(model: torch.nn.Module) -> str:
             hasher.update(f"{part.dtype}{tuple(part.shape)}".encode())
             for block in _sums(part):
                 hasher.update(block.to_bytes(8, "little", signed=True))
-    for module in model.modules():  # of quantized KV, kept as plain attributes
+    for module in model.modules():  # scales of quantized KV are plain attributes
         for name in ("k_scale_float", "v_scale_float"):
             hasher.update(repr(getattr(module, name, None)).encode())
     return hasher.hexdigest()
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """``tensor``, or, of a quantized one with operators of its own (torchao), what it is made
-    of."""
+    """Yield ``tensor``, or the components of a quantized tensor subclass (torchao)."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
@@ -154,7 +153,7 @@ def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _sums(tensor: torch.Tensor) -> list[int]:
-    """A weighted sum, modulo 2**64, of the bytes of each block of ``tensor``."""
+    """Return a weighted sum, modulo 2**64, of the bytes of each block of ``tensor``."""
     import torch
 
     sums: list[torch.Tensor] = []
@@ -164,17 +163,17 @@ def _sums(tensor: torch.Tensor) -> list[int]:
         if len(words) % 4 == 0:
             words = words.view(torch.int32)
         if len(weights) < len(words):
-            # An odd number for each position, so that no two elements can change places unseen.
-            at = torch.arange(1, len(words) + 1, dtype=torch.int64, device=words.device)
-            at = at * 0x9E3779B97F4A7C1 ^ at * 0x85EBCA6B
-            weights = (at ^ (at >> 29)) * 2 + 1
+            # A different odd weight per position, so that swapping two elements changes the sum.
+            index = torch.arange(1, len(words) + 1, dtype=torch.int64, device=words.device)
+            index = index * 0x9E3779B97F4A7C1 ^ index * 0x85EBCA6B
+            weights = (index ^ (index >> 29)) * 2 + 1
         sums.append((words.long() * weights[: len(words)]).sum())
     return torch.stack(sums).tolist() if sums else []
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """All of ``tensor`` in pieces of at most ``_BLOCK`` elements, in an order that does not depend
-    on how it lies in memory; it may be a transposed view, of which no whole copy is to be made."""
+    """Yield ``tensor`` in blocks of at most ``_BLOCK`` elements, in an order independent of its
+    strides. Never copies all of it, as flattening a transposed view would."""
     if tensor.numel() <= _BLOCK:
         if tensor.numel():
             yield tensor
@@ -186,10 +185,9 @@ def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def model_identity(config: Mapping[str, Any], fingerprints: Iterable[str]) -> dict[str, Any]:
-    """Of a server's model: its configuration (``PretrainedConfig.to_dict``), and what each rank
-    holds of its weights. The configuration has what the weights do not say, such as the base of the
-    rotary embedding; where the model was loaded from, and by which version of a library, is left
-    out."""
+    """Return the identity of a model: its configuration (``PretrainedConfig.to_dict``) and each
+    rank's weights. The configuration covers values that are not in the weights, such as the base of
+    the rotary embedding; the model's path and the library version are left out."""
     text = json.dumps(_lasting(config), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return {"config": digest, "weights": list(fingerprints)}

@@ -1,4 +1,14 @@
-"""Backup and prefetch of one rank, and the one step that drives them."""
+"""Backup and prefetch of one rank, and the step that drives them.
+
+Contract:
+
+- Thread: scheduler thread only.
+- Ranks: ``step`` runs once in every scheduler step of every rank and contains the only collective
+  (``agree``); a rank that skips it blocks the rest. ``reset``, ``use``, ``hide`` and
+  ``clear_store`` run in the same step on all ranks. On a decode server each rank runs alone,
+  without a collective.
+- Locks: none; see ``backup`` and ``load_back`` for locks on tree nodes.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +21,23 @@ from sglang.srt.mem_cache.buffer_only.backup import Backups, Touches
 from sglang.srt.mem_cache.buffer_only.metrics import COUNTERS
 from sglang.srt.mem_cache.buffer_only.namespaces import Namespace
 from sglang.srt.mem_cache.buffer_only.prefetch_line import PrefetchLine
-from sglang.srt.mem_cache.buffer_only.stage import Direction
+from sglang.srt.mem_cache.buffer_only.staging import Direction
 from sglang.srt.mem_cache.buffer_only.store_client import Fault
 from sglang.srt.mem_cache.buffer_only.transfer_vote import TransferVote
-from sglang.srt.mem_cache.buffer_only.worth import Choice, Mean
+from sglang.srt.mem_cache.buffer_only.worth import FetchChoice, Mean
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.context import Context
 
-#: How long the store may keep the threads when the server ends, all of them together.
+#: Longest wait for all store threads at the end of the server.
 CLOSE_S = 10.0
 
 
 class Pipelines:
-    """Backups and prefetches over one stage.
+    """Backups and prefetches of one rank; see the module's contract.
 
     Args:
-        context: what both work with.
+        context: shared objects.
         reduce_min: elementwise minimum of a vector of integers over the ranks of this server.
         clock: seconds.
     """
@@ -39,11 +49,11 @@ class Pipelines:
         self.backups = Backups(context)
         self.prefetches = PrefetchLine(context)
         self.touches = Touches(context)
-        #: To compute a token of a prompt, on this rank.
+        #: Mean time to compute a prompt token on this rank.
         self._token_seconds = Mean(keep=0.9997)
-        #: Set by a scheduler without a batch: the time of the next step is idle time.
+        #: True if the scheduler had no batch, so that the time until the next step is idle time.
         self.is_idle = False
-        #: Of the weights that the server has.
+        #: Namespace of the server's current weights.
         self._namespace = context.store.namespace
         self._reduce_min = reduce_min
         self._clock = clock
@@ -51,40 +61,44 @@ class Pipelines:
 
     @property
     def busy(self) -> bool:
-        """Whether anything waits or is on its way, apart from what was given up."""
+        """True if a transfer waits or is in flight. Overdue calls do not count."""
         return self.backups.busy or self.prefetches.busy
 
     def totals(self) -> dict[tuple[str, str], int]:
-        """For ``BufferMetrics.update``."""
+        """Return the counters for ``BufferMetrics.update``."""
         context, dropped = self.context, self.backups.queue.dropped
         faults = context.store.client.faults
         return {
             **{(name, ""): context.counters[name] for name in COUNTERS},
             **{("dropped_tokens", reason): tokens for reason, tokens in dropped.items()},
             **{("store_faults", fault.value): faults[fault] for fault in Fault},
-            **{("prefetch_choices", each.value): context.choices[each] for each in Choice},
+            **{
+                ("prefetch_choices", choice.value): context.choices[choice]
+                for choice in FetchChoice
+            },
         }
 
     def gauges(self) -> dict[str, int]:
-        """For ``BufferMetrics.update``."""
-        stage, queue = self.context.stage, self.backups.queue
+        """Return the gauges for ``BufferMetrics.update``."""
+        pool, queue = self.context.staging_pool, self.backups.queue
         client = self.context.store.client
         return {
-            "pages": stage.pages,
-            "write_pages": stage.used(Direction.BACKUP),
-            "read_pages": stage.used(Direction.PREFETCH),
-            "peak_pages": stage.peak,
-            "stranded_pages": stage.stranded,
+            "pages": pool.pages,
+            "write_pages": pool.used(Direction.BACKUP),
+            "read_pages": pool.used(Direction.PREFETCH),
+            "peak_pages": pool.peak,
+            "stranded_pages": pool.stranded,
             "pending_intents": len(queue),
             "pending_tokens": queue.tokens,
-            # 0 while all calls that the store may have hang, because further calls are refused.
+            # 0 while ``max_calls`` calls hang, because further calls are refused.
             "store_up": int(client.up and client.overdue < client.settings.max_calls),
             "store_calls": client.under_way,
             "store_overdue_calls": client.overdue,
         }
 
     def step(self) -> None:
-        """Once in each scheduler step, on all ranks: agree, act on what has ended, start more."""
+        """Agree with all ranks, process ended transfers and start new ones. Called once in each
+        scheduler step."""
         backup_copies, backups = self.backups.vote()
         queries, fetches = self.prefetches.calls.votes()
         load_back_copies = self.prefetches.load_backs.copies.ended()
@@ -108,19 +122,19 @@ class Pipelines:
         self.prefetches.apply(agreed, self.context.now_ms - before_ms, self.is_idle)
         self.is_idle = False
         self.touches.apply(agreed.touched)
-        # Prefetches first: a request waits for them.
+        # Prefetches first, because requests wait for them.
         self.prefetches.launch()
         self.backups.launch()
         if agreed.store_up:
             self.touches.launch()
 
     def ran(self, seconds: float, tokens: int) -> None:
-        """A batch took so long; it has computed so many tokens of prompts."""
+        """Record that a batch computed ``tokens`` prompt tokens in ``seconds``."""
         if tokens > 0 and seconds > 0:
             self._token_seconds.add(seconds / tokens, tokens)
 
     def reset(self) -> None:
-        """The tree is about to be emptied."""
+        """Forget the tree, which is about to be emptied."""
         self.backups.reset()
         self.prefetches.cancel_all()
         self.prefetches.load_backs.reset()
@@ -128,11 +142,11 @@ class Pipelines:
         self.context.store.namespace = self._namespace
 
     def use(self, namespace: Namespace, nonce: str) -> None:
-        """The server's weights are those of ``namespace`` from now on.
+        """Use the keys of ``namespace``, which names the server's new weights.
 
-        A tree that was not emptied has KV of other weights, and what is computed below that is of
-        neither. Until it is emptied the keys are this server's alone, by ``nonce``, which is the
-        same on all ranks and on no other server.
+        A tree that was not emptied has KV of the old weights, and KV computed after such a prefix
+        belongs to neither. So until it is emptied, the keys are private to this server by
+        ``nonce``, which is equal on all ranks and unique to the server.
         """
         if namespace == self._namespace:
             return
@@ -143,17 +157,17 @@ class Pipelines:
         store.namespace = namespace.within(f"mixed {nonce}") if mixed else namespace
 
     def hide(self, nonce: str) -> None:
-        """The server's weights have changed, and nobody knows yet into which: until ``use`` the
-        keys are this server's alone, by ``nonce``."""
+        """Make the keys private to this server by ``nonce`` until ``use``, because its weights have
+        changed and their fingerprint is not known yet."""
         self._namespace = self._namespace.within(f"changed {nonce}")
         self.prefetches.cancel_all()
         self.context.store.namespace = self._namespace
 
     def clear_store(self) -> bool:
-        """Remove everything from the store; whether it did.
+        """Remove everything from the store. Return True on success.
 
-        What is known of it is forgotten in any case, since the ranks may have fared differently: a
-        page that is there is not written again, but one that is believed to be there never is.
+        Nodes lose their marks in any case, because some ranks may have failed: a page that is still
+        there is just found again, but a page wrongly marked as stored would never be written.
         """
         cleared = self.context.store.client.clear()
         self.prefetches.cancel_all()
@@ -162,11 +176,11 @@ class Pipelines:
         return cleared
 
     def close(self) -> bool:
-        """End the threads, and close the store; False if it is still in a call, and then it is left
-        as it is. What is queued for requests is not asked any more."""
+        """Cancel all prefetches, end the threads and close the store. Return False, with the store
+        left open, if a call still runs after ``CLOSE_S``."""
         client, until = self.context.store.client, time.monotonic() + CLOSE_S
         self.prefetches.cancel_all()
-        ended = [threads.close(until) for threads in self.context.made]
+        ended = [threads.close(until) for threads in self.context.all_threads]
         if not all(ended) or client.under_way:
             return False
         return client.close(until)

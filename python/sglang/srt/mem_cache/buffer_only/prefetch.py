@@ -1,14 +1,15 @@
-"""What one request wants of the store: its states, the pages of it that are in the staging buffer,
-and its place in line.
+"""The prefetch of one request: its state, its pages in the staging buffer, its place in the queue.
 
-WAITING and QUERYING hold nothing. FOUND: the store has pages that nobody fetches yet; FETCHING:
-some are on their way; STAGED: all that will come is in the staging buffer; MISSED: nothing will.
-None of them holds anything of the device: no lock, no pin, no pages. What the tree held at the
-query may be gone by the time of admission; then the store is queried once more for what is missing.
+States: WAITING (to be queried) and QUERYING hold nothing. FOUND: the store has pages that are not
+being fetched. FETCHING: some are in flight. STAGED: all that will arrive is in the staging buffer.
+MISSED: nothing will arrive. No state holds device resources: no lock, no pin, no pages. So the tree
+may lose the prefix before admission; the store is then queried again.
 
-A prompt's pages are numbered from its start. Those in the staging buffer are kept in *pieces*, each
-the pages of one call of the store. A piece that nobody wants any more keeps its staging pages until
-the store has answered on all ranks, and after a call that was given up until that has returned.
+A prompt's pages are numbered from its start. Pages in the staging buffer belong to *pieces*, each
+the pages of one store call. A piece without an owner keeps its staging pages until the store has
+answered on all ranks, and after an overdue call until that call has returned.
+
+Contract: scheduler thread. Every field but ``Job`` results is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache.buffer_only.worth import Choice
+from sglang.srt.mem_cache.buffer_only.worth import FetchChoice
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.jobs import Job
-    from sglang.srt.mem_cache.buffer_only.stage import StagingPages
+    from sglang.srt.mem_cache.buffer_only.staging import StagingPages
     from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 
-class State(enum.Enum):
-    """See the module's text. From any state a prefetch may become MISSED, or STAGED with what is
-    there, or WAITING, where the tree has lost what came before."""
+class PrefetchState(enum.Enum):
+    """States of a prefetch (module docstring). From any state it may become MISSED, or STAGED with
+    the pages that are there, or WAITING after the tree has lost the prefix."""
 
     WAITING = enum.auto()
-    #: After WAITING alone.
+    #: After WAITING only.
     QUERYING = enum.auto()
-    #: After QUERYING, and where staged pages were given back.
+    #: After QUERYING, or after staged pages were released.
     FOUND = enum.auto()
-    #: After FOUND, and from one call to the next.
+    #: After FOUND, and from one store call to the next.
     FETCHING = enum.auto()
     STAGED = enum.auto()
     MISSED = enum.auto()
@@ -44,158 +45,158 @@ class State(enum.Enum):
 
 @dataclass(eq=False)
 class Piece:
-    """Pages ``start .. stop`` of a prompt, in the staging buffer or on their way there."""
+    """Pages ``start .. stop`` of a prompt, staged or being fetched."""
 
-    #: None when nobody wants it any more.
+    #: None once the pages are not needed.
     owner: Prefetch | None
     start: int
     keys: list[str]
     staging: StagingPages
     #: None as soon as the pages are in the staging buffer on all ranks.
     job: Job | None
-    #: Answered on all ranks; but an overdue call may still write into the staging pages.
+    #: True if answered on all ranks while an overdue call may still write to the staging pages.
     overdue: bool = False
 
     @property
     def stop(self) -> int:
-        """The page behind the last one."""
+        """Index after the last page."""
         return self.start + len(self.keys)
 
     @property
     def staged(self) -> bool:
-        """Whether the pages are there."""
+        """True if the pages are in the staging buffer on all ranks."""
         return self.job is None
 
 
 @dataclass(eq=False)
 class Query:
-    """A question to the store; ``owner`` is None when nobody wants the answer any more."""
+    """A store query."""
 
+    #: None once the answer is not needed.
     owner: Prefetch | None
     job: Job
-    #: Page of the prompt from which it was asked, and keys of all before, where the backend wants
-    #: them.
+    #: Index of the first page queried.
     begin: int
+    #: Keys of the pages before ``begin``, if the backend takes them.
     prefix_keys: list[str] | None
 
 
 @dataclass(eq=False)
 class Prefetch:
-    """What one request wants of the store."""
+    """The prefetch of one request."""
 
     rid: str
-    #: Of the prompt, whole pages, at least one token short of the end.
+    #: The prompt's whole pages, at least one token short of its end.
     key: RadixKey
-    #: When the state was entered, and how long each one lasted before; agreed milliseconds.
+    #: When the state was entered, and the time spent in each state before; agreed milliseconds.
     since_ms: int = 0
-    spent_ms: Counter[State] = field(default_factory=Counter)
-    state: State = State.WAITING
-    #: Place in line; smaller is earlier.
+    spent_ms: Counter[PrefetchState] = field(default_factory=Counter)
+    state: PrefetchState = PrefetchState.WAITING
+    #: Place in the queue; smaller is earlier.
     place: int = 0
-    #: The store was asked for the pages from ``begin`` on; the hit, from there to ``end``.
+    #: Index of the first page queried, and hashes and keys of the hit, which starts there.
     begin: int = 0
     hashes: list[str] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
-    #: Keys of the pages before ``begin``, where the backend wants them.
+    #: Keys of the pages before ``begin``, if the backend takes them.
     prefix_keys: list[str] | None = None
-    #: In the order of the prompt.
+    #: In prompt order.
     pieces: list[Piece] = field(default_factory=list)
     query: Query | None = None
-    #: Tokens that were counted as its hit; what is found again is not counted again.
+    #: Tokens counted as its hit, so that later queries count only more.
     hit_tokens: int = 0
-    #: How often all was asked for anew, since the tree had lost what came before.
-    anews: int = 0
-    #: Time of the steps in which the scheduler waited for it; None if it does not wait for it.
+    #: Number of queries repeated because the tree had lost the prefix.
+    requeries: int = 0
+    #: Duration of the steps in which the scheduler waited for it; None while it does not wait.
     waited_ms: int | None = None
+    #: True if its hit was counted as deferred.
     deferred: bool = False
-    #: Whether the hit is fetched, and why; None before that was decided.
-    choice: Choice | None = None
-    #: Whether the store was asked only to see how fast it is by now.
+    #: Decision for the hit; None before.
+    choice: FetchChoice | None = None
+    #: True if the store is queried only to measure its current speed.
     trial: bool = False
-    #: ``Calls.let_go`` when all that is missing was on its way, by its own pieces or with those of
-    #: others: so it is until somebody lets go of pages.
-    all_comes: int | None = None
-    #: Of when it was last not ready: ``inserts`` of the tree, and how far the tree reached for it,
-    #: pages and the node in which they end.
+    #: ``Calls.withdrawals`` when every missing page was being fetched, by this prefetch or by an
+    #: earlier one. While the number is the same, nothing needs to be fetched for this prefetch.
+    covered_at: int | None = None
+    #: State of the last check that was not ready: ``inserts`` of the tree, pages of the prompt in
+    #: the tree, and their last node.
     unready: tuple[int, int, TreeNode] | None = None
 
-    def enter(self, state: State, now_ms: int) -> None:
-        """It is in ``state`` from now on. Nothing else writes the state."""
+    def enter(self, state: PrefetchState, now_ms: int) -> None:
+        """Change to ``state``. No other code writes the state."""
         self.spent_ms[self.state] += now_ms - self.since_ms
         self.state, self.since_ms = state, now_ms
 
     @property
     def end(self) -> int:
-        """The page behind the last one of the hit."""
+        """Index after the last page of the hit."""
         return self.begin + len(self.keys)
 
-    def staged_from(self, held: int) -> int:
-        """Pages in the staging buffer without a gap, behind the ``held`` pages that the tree
-        has."""
-        if held < self.begin:
-            return 0  # what connects them to the tree was evicted
-        at = held
+    def staged_from(self, tree_pages: int) -> int:
+        """Return the number of staged pages that follow the tree's ``tree_pages`` without a gap."""
+        if tree_pages < self.begin:
+            return 0  # the pages between tree and hit were evicted
+        index = tree_pages
         for piece in self.pieces:
-            if piece.staged and piece.start <= at < piece.stop:
-                at = piece.stop
-        return max(0, min(at, self.end) - held)
+            if piece.staged and piece.start <= index < piece.stop:
+                index = piece.stop
+        return max(0, min(index, self.end) - tree_pages)
 
     def missing(
-        self, held: int, most: int, brought: Mapping[str, Prefetch]
+        self, tree_pages: int, max_pages: int, fetched_by: Mapping[str, Prefetch]
     ) -> tuple[int, int] | None:
-        """The first pages that somebody has to fetch: from where, and behind where; at most
-        ``most``. None if there are none.
+        """Return the first gap to fetch as (first page, page after the last), or None.
 
         Args:
-            held: pages that the tree has.
-            brought: who brings the page of a key. What somebody earlier in line does is not
-                missing: a burst of requests with one prefix would fetch it once for each of them.
+            tree_pages: pages of the prompt in the tree.
+            max_pages: maximum length of the gap.
+            fetched_by: page key -> the prefetch that fetches it. A page of an earlier request is
+                not missing, or a burst of requests with one prefix would fetch it once each.
         """
 
-        def comes(page: int) -> bool:
-            other = brought.get(self.keys[page - self.begin])
+        def is_coming(page: int) -> bool:
+            other = fetched_by.get(self.keys[page - self.begin])
             return other is not None and other.place < self.place
 
-        at = held
-        while at < self.end:
-            mine = [piece.stop for piece in self.pieces if piece.start <= at < piece.stop]
-            if mine:
-                at = max(mine)
-            elif comes(at):
-                at += 1
+        start = tree_pages
+        while start < self.end:
+            stops = [piece.stop for piece in self.pieces if piece.start <= start < piece.stop]
+            if stops:
+                start = max(stops)
+            elif is_coming(start):
+                start += 1
             else:
                 break
         else:
             return None
-        ahead = [piece.start for piece in self.pieces if piece.start > at]
-        limit, stop = min([at + most, self.end, *ahead]), at + 1
-        while stop < limit and not comes(stop):
+        later = [piece.start for piece in self.pieces if piece.start > start]
+        limit, stop = min([start + max_pages, self.end, *later]), start + 1
+        while stop < limit and not is_coming(stop):
             stop += 1
-        return at, stop
+        return start, stop
 
     def staging_of(self, start: int, stop: int) -> list[int]:
-        """Staging pages of the pages ``start .. stop``, which are all staged."""
-        found: list[int] = []
+        """Return the staging pages of ``start .. stop``, which must all be staged."""
+        staging_pages: list[int] = []
         for piece in self.pieces:
-            at = start + len(found)
-            if piece.staged and piece.start <= at < min(piece.stop, stop):
-                found += piece.staging.pages[at - piece.start : stop - piece.start]
-        assert len(found) == stop - start, "pages that are not in the stage"
-        return found
+            index = start + len(staging_pages)
+            if piece.staged and piece.start <= index < min(piece.stop, stop):
+                staging_pages += piece.staging.pages[index - piece.start : stop - piece.start]
+        assert len(staging_pages) == stop - start, "some pages are not in the staging buffer"
+        return staging_pages
 
 
 class WaitingLine:
-    """The prefetches of the requests that wait, in the order of the queue. Iterates over a
-    snapshot, first in line first.
+    """Prefetches of the waiting requests, in queue order. Iterates over a snapshot.
 
-    A step with nothing new costs nothing here, however many wait: the order is looked at when the
-    scheduler's queue is another one.
+    The order is recomputed only when the scheduler's queue has changed, so that an unchanged step
+    costs nothing, however long the queue is.
     """
 
     def __init__(self) -> None:
-        #: First in line first.
+        #: In queue order.
         self._by_rid: dict[str, Prefetch] = {}
-        #: The scheduler's queue when the order was last looked at; None after an arrival.
+        #: The scheduler's queue when the order was last computed; None after an arrival.
         self._queue: list[str] | None = None
         self._last_place = 0
 
@@ -206,44 +207,44 @@ class WaitingLine:
         return iter(list(self._by_rid.values()))
 
     def get(self, rid: str) -> Prefetch | None:
-        """The prefetch of a request, if it has one."""
+        """Return the prefetch of a request, or None."""
         return self._by_rid.get(rid)
 
     def add(self, prefetch: Prefetch) -> None:
-        """At the end of the line; nobody else in it has its request id."""
+        """Append ``prefetch``; its request id must be new."""
         self._by_rid[prefetch.rid] = prefetch
         self._queue = None
         self._last_place += 1
         prefetch.place = self._last_place
 
     def remove(self, prefetch: Prefetch) -> None:
-        """It is in line no more."""
+        """Remove ``prefetch``."""
         del self._by_rid[prefetch.rid]
 
     def arrange(self, queue: list[str]) -> tuple[list[Prefetch], bool]:
-        """``queue`` has the request ids that wait, first in line first.
+        """Sort by ``queue``, the ids of the waiting requests in order.
 
         Returns:
-            Whose request is not among them, to be removed; and whether the others have changed
-            places.
+            The prefetches whose request is not in ``queue``, which the caller removes, and True if
+            the rest has changed its order.
         """
         if queue == self._queue:
             return [], False
         self._queue = queue
-        here = {rid: self._by_rid[rid] for rid in queue if rid in self._by_rid}
-        gone = [one for rid, one in self._by_rid.items() if rid not in here]
-        before = [rid for rid in self._by_rid if rid in here] if gone else list(self._by_rid)
-        moved = before != list(here)
+        waiting = {rid: self._by_rid[rid] for rid in queue if rid in self._by_rid}
+        gone = [prefetch for rid, prefetch in self._by_rid.items() if rid not in waiting]
+        old_order = [rid for rid in self._by_rid if rid in waiting] if gone else list(self._by_rid)
+        moved = old_order != list(waiting)
         if moved:
-            self._by_rid = here | {one.rid: one for one in gone}
+            self._by_rid = waiting | {prefetch.rid: prefetch for prefetch in gone}
             for prefetch in self._by_rid.values():
                 self._last_place += 1
                 prefetch.place = self._last_place
         return gone, moved
 
     def ahead(self, page_size: int) -> Iterator[tuple[Prefetch, int]]:
-        """Each of the line, with the tokens that those before it will compute; first in line
-        first, as things stand when it is its turn."""
+        """Yield each prefetch with the number of tokens that earlier requests will compute,
+        evaluated when the prefetch is reached."""
         tokens = 0
         for prefetch in self:
             yield prefetch, tokens

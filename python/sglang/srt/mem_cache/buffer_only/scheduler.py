@@ -1,7 +1,9 @@
-"""The scheduler over a cache that loads from the store: prefetch, preemption, what a response
-reports. ``store_scheduler`` has the part that write-only servers share.
+"""Scheduler mixins for a cache that loads from the store: prefetch, preemption, reported hits.
+``store_scheduler`` has the part that write-only servers share.
 
-No other server's scheduler has this mixin (``when`` in ``patchset/table.py``).
+Contract: scheduler thread. The queue and the batches must be equal on all ranks, because the
+prefetch line is updated from them without a vote. Only servers that read from the store have these
+mixins (``when`` in ``patchset/table.py``).
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any  # Any: requests and answers of SGLang's, handed on
+from typing import TYPE_CHECKING, Any  # Any: SGLang's requests and answers, passed through
 
 from typing_extensions import override
 
@@ -58,30 +60,30 @@ class ReadyPreemption(PrefillAdder):
         preempted = len(self.preempt_list)
         if self._preemptible[0] != preempted:
             running = sorted(
-                (sign * one.priority, self._get_running_request_total_token_offset(one))
-                for one in self.running_batch.reqs
-                if one not in self.preempt_list and not one.finished()
+                (sign * req.priority, self._get_running_request_total_token_offset(req))
+                for req in self.running_batch.reqs
+                if req not in self.preempt_list and not req.finished()
             )
             freed = [0.0, *itertools.accumulate(tokens for _, tokens in running)]
             self._preemptible = preempted, [rank for rank, _ in running], freed
         rank = sign * req.priority - self.priority_scheduling_preemption_threshold
         outranked = bisect.bisect_left(self._preemptible[1], rank)
-        most_new = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
+        max_new_tokens = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
         freed_tokens = self.rem_total_tokens + self._preemptible[2][outranked]
-        return outranked > 0 and bool(req.extend_input_len + most_new <= freed_tokens)
+        return outranked > 0 and bool(req.extend_input_len + max_new_tokens <= freed_tokens)
 
 
 class BufferOnlyScheduler(NamespacedScheduler, Scheduler):
     """Delays admission until a request's prefetch has ended. Requires ``StoreScheduler``."""
 
     _store_ignored: bool = False
-    #: When a flush that waits is made all the same; agreed milliseconds.
+    #: Deadline of a pending flush, which then runs in any case; agreed milliseconds.
     _flush_due_ms: int | None = None
     _last_result: float = 0.0
 
     @cached_property
     def _launched(self) -> deque[float]:
-        """When the batches were launched whose results are not processed."""
+        """Launch times of the batches whose results are not processed."""
         return deque(maxlen=4)
 
     @override
@@ -106,30 +108,30 @@ class BufferOnlyScheduler(NamespacedScheduler, Scheduler):
 
         tokens = [*req.origin_input_ids, *req.output_ids]
         if req.return_logprob and req.logprob_start_len >= 0:
-            # SGLang takes no prefix beyond there: the request would wait for what it computes.
+            # SGLang uses no prefix beyond, so that the request would wait for unused pages.
             tokens = tokens[: req.logprob_start_len + 1]
         self.tree_cache.request_prefetch(req.rid, RadixKey(tokens, req.extra_key))
 
     @override
     def get_new_batch_prefill(self) -> ScheduleBatch | None:
         prefetches = self.tree_cache.buffer.prefetches
-        # On a prefill server they wait for their decode server first.
+        # On a prefill server requests first wait for their decode server.
         bootstrap = getattr(self, "disagg_prefill_bootstrap_queue", None)
         reqs = [*self.waiting_queue, *(bootstrap.queue if bootstrap is not None else ())]
-        prefetches.in_line([req.rid for req in reqs], self._is_full)
+        prefetches.set_queue([req.rid for req in reqs], self._is_full)
         running, before = self.running_batch, self.running_batch.reqs
         batch = super().get_new_batch_prefill()
         if batch is None and running.reqs is not before:
             # SGLang queues preempted requests again only if it admits another one.
-            for req in [one for one in before if one not in running.reqs]:
+            for req in [req for req in before if req not in running.reqs]:
                 self._add_request_to_queue(req)
         if batch is not None:
             for req in batch.reqs:
                 prefetches.cancel(req.rid)  # it runs
                 tokens = self.tree_cache.take_storage_hit(req.rid)
-                # SGLang counts every cached token that is in the device tree as a device hit. What
-                # was evicted again since it was fetched, and what a retracted request finds, is not
-                # counted.
+                # SGLang counts every cached token in the device tree as a device hit. Not counted
+                # as storage hits: tokens evicted again since the fetch, and hits of retracted
+                # requests.
                 if not req.retracted_stain:
                     storage = min(tokens, req.cached_tokens_device)
                     req.cached_tokens_device -= storage
@@ -138,23 +140,22 @@ class BufferOnlyScheduler(NamespacedScheduler, Scheduler):
 
     @property
     def _is_full(self) -> bool:
-        """Whether SGLang admits nobody in this step: by its count of requests, since it refused
-        one for want of room, or since a request that is computed in chunks takes all of this
-        one."""
+        """True if SGLang admits no request in this step: the request limit is reached, a request
+        was refused for lack of memory, or a chunked request takes the whole step."""
         running, chunked = self.running_batch, self.chunked_req
-        places = self.get_num_allocatable_reqs(len(running.reqs)) - (chunked is not None)
-        is_full = running.batch_is_full or places <= 0
+        free_rows = self.get_num_allocatable_reqs(len(running.reqs)) - (chunked is not None)
+        is_full = running.batch_is_full or free_rows <= 0
         if is_full and not self.enable_priority_preemption:
             return True
         if chunked is None or self.chunked_prefill_size is None:
             return False
         rest = len(chunked.origin_input_ids) + len(chunked.output_ids) - len(chunked.prefix_indices)
-        decoding = len(running.reqs) if self.is_mixed_chunk else 0
-        return bool(self.chunked_prefill_size - decoding - rest < self.page_size)
+        decode_tokens = len(running.reqs) if self.is_mixed_chunk else 0
+        return bool(self.chunked_prefill_size - decode_tokens - rest < self.page_size)
 
     def _admission_room(self) -> int:
-        """Tokens that a request could take which is admitted now, by SGLang's own count: with what
-        those that run are expected to take."""
+        """Return the tokens that a request admitted now could take, by SGLang's own count, which
+        subtracts the expected growth of running requests."""
         from sglang.srt.managers.schedule_policy import PrefillAdder
 
         adder = PrefillAdder(
@@ -174,15 +175,15 @@ class BufferOnlyScheduler(NamespacedScheduler, Scheduler):
     @override
     def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: Any = None) -> Any:
         self._launched.append(time.monotonic())
-        # A draft model's verification writes to more than these.
+        # With a draft model, verification writes to more slots than ``out_cache_loc``.
         plain = self.spec_algorithm.is_none()
         self.tree_cache.written = batch.out_cache_loc if plain else None
         if batch.forward_mode.is_decode():
-            # It still has its prefill's, of which another copy may have been made since.
+            # Reset the prefill's index, because another copy may use it by now.
             batch.hicache_consumer_index = -1
         if not self.is_generation:
-            # SGLang does so for models that generate alone: the layers of others would be computed
-            # before what is loaded for them is there.
+            # SGLang does this for generating models only. Without it, layers of other models would
+            # be computed before their KV is loaded.
             self.tp_worker.set_hicache_consumer(batch.hicache_consumer_index)
         return super().run_batch(batch, pp_proxy_tensors)
 
@@ -190,7 +191,7 @@ class BufferOnlyScheduler(NamespacedScheduler, Scheduler):
     def process_batch_result(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
         super().process_batch_result(batch, result)
         if self._launched:
-            # A batch that was launched under another one begins when that has ended.
+            # With overlap, a batch starts when the previous one has ended.
             now, began = time.monotonic(), max(self._launched.popleft(), self._last_result)
             self._last_result = now
             extends = batch.forward_mode.is_extend() and batch.prefill_stats is not None
@@ -223,8 +224,8 @@ class BufferOnlyScheduler(NamespacedScheduler, Scheduler):
     @override
     def _check_pending_flush(self) -> None:
         # A flush with a timeout waits for pending writes but is not refused because of them. Its
-        # time ends in the same step on all ranks, because a rank that empties its tree earlier
-        # would start other transfers than the rest.
+        # deadline is in agreed time, because a rank that empties its tree one step earlier would
+        # start different transfers.
         if self._pending_flush is None:
             self._flush_due_ms = None
             super()._check_pending_flush()
@@ -233,7 +234,7 @@ class BufferOnlyScheduler(NamespacedScheduler, Scheduler):
         if self._flush_due_ms is None:
             timeout_s = float(self._pending_flush[0].timeout_s or 0.0)
             self._flush_due_ms = now_ms + int(timeout_s * 1000)
-        if now_ms >= self._flush_due_ms or self._engine_paused:  # no step while it is paused
+        if now_ms >= self._flush_due_ms or self._engine_paused:  # paused: no step would end it
             with self._without_the_store():
                 super()._check_pending_flush()
         elif self.is_fully_idle():
@@ -245,5 +246,5 @@ class BufferOnlyScheduler(NamespacedScheduler, Scheduler):
     def release_memory_occupation(self, recv_req: Any) -> Any:
         with self._without_the_store():
             if not recv_req.tags or "kv_cache" in recv_req.tags:
-                self.flush_cache()  # ends the copies before their memory is taken away
+                self.flush_cache()  # ends the copies before their memory is released
             return super().release_memory_occupation(recv_req)

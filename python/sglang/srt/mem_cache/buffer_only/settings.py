@@ -1,5 +1,5 @@
-"""Sizes and limits of the mode: how many staging pages there are, how the two directions share them
-(pure arithmetic), and how long anybody waits."""
+"""Sizes and limits of the mode: the number of staging pages, the share of each direction, and
+timeouts. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -13,59 +13,60 @@ SIZE_FLAG = "--hicache-size"
 
 RATIO_FLAG = "--hicache-ratio"
 
-#: SGLang's default for ``--hicache-ratio``, which is for a cache: as good as not given.
+#: SGLang's default for ``--hicache-ratio``. Sized for a cache, so that it counts as not given.
 CACHE_RATIO = 2.0
-#: The default stage holds what a store delivers (bytes a second of a rank: 100 Gbit/s) while pages
-#: stay in it (seconds: the call, and the wait for a batch), and as much on the way to the store.
-STORE_RATE, STAY_S = 12.5e9, 0.2
+# The default staging buffer holds the store's rate times the stay of a page, in each direction.
+#: Bytes per second and rank: 100 Gbit/s.
+STORE_RATE = 12.5e9
+#: Seconds of a store call and of the wait for a batch.
+STAY_S = 0.2
 
-
-#: Bytes and pages of one call of the store. A call that moves more takes longer than others can
-#: wait, and in the end longer than its deadline: this much is in time from 4 MB/s on.
-CALL_BYTES, BATCH_PAGES = 32 << 20, 128
+#: Maximum bytes of a store call, because a larger one would delay later calls and miss its
+#: deadline: 32 MiB meet it from 4 MB/s on.
+CALL_BYTES = 32 << 20
+#: Maximum pages of a store call, for the same reason, and of a query.
+BATCH_PAGES = 128
 
 
 def call_pages(page_bytes: int) -> int:
-    """Pages of ``page_bytes`` that one call of the store moves."""
+    """Return the number of pages of ``page_bytes`` that one store call moves."""
     return max(1, min(BATCH_PAGES, CALL_BYTES // page_bytes))
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one direction is sure of, and what it may take at most, in pages."""
+    """Guaranteed and maximum number of pages of one direction."""
 
     floor: int
     ceiling: int
 
 
 def pages_of(tokens: int, page_size: int) -> int:
-    """Pages that hold ``tokens``, the last one perhaps not full."""
+    """Return the number of pages that hold ``tokens``, rounded up."""
     return -(-tokens // page_size)
 
 
 def minimal_transfer(page_size: int, prefetch_threshold: int) -> int:
-    """Pages of the smallest hit that is fetched at all (``prefetch_threshold`` in tokens)."""
+    """Return the pages of the smallest hit that is fetched (``prefetch_threshold`` in tokens)."""
     return max(1, pages_of(prefetch_threshold, page_size))
 
 
 def minimum_pages(page_size: int, prefetch_threshold: int) -> int:
-    """The smallest stage: one minimal transfer in each direction at the same time."""
+    """Return the pages of the smallest staging buffer: one minimal transfer in each direction."""
     return 2 * minimal_transfer(page_size, prefetch_threshold)
 
 
 def default_pages(
     page_bytes: float, device_pages: int, page_size: int, prefetch_threshold: int
 ) -> int:
-    """The store's rate times how long a page stays, in both directions; no more than the device
-    pool, which is all that the staging buffer could ever be asked for, and no less than the
-    minimum."""
-    wanted = int(2 * STORE_RATE * STAY_S / page_bytes)
-    return max(min(wanted, device_pages), minimum_pages(page_size, prefetch_threshold))
+    """Return the default number of staging pages: rate times stay for both directions, capped at
+    the device pool's pages and at least the minimum."""
+    pages = int(2 * STORE_RATE * STAY_S / page_bytes)
+    return max(min(pages, device_pages), minimum_pages(page_size, prefetch_threshold))
 
 
-def check_pages(pages: int, page_size: int, prefetch_threshold: int) -> None:
-    """Raise ``ValueError`` for a staging buffer in which nothing could be fetched while something
-    is written."""
+def check_staging_pages(pages: int, page_size: int, prefetch_threshold: int) -> None:
+    """Raise ``ValueError`` for a staging buffer too small for a fetch during a write."""
     needed = minimum_pages(page_size, prefetch_threshold)
     if pages < needed:
         raise ValueError(
@@ -77,7 +78,7 @@ def check_pages(pages: int, page_size: int, prefetch_threshold: int) -> None:
 
 
 def check_size(gigabytes: float, pages: int, page_size: int, needed: int) -> None:
-    """Raise ``ValueError`` where ``gigabytes`` hold ``pages``, which are fewer than ``needed``."""
+    """Raise ``ValueError`` if the ``pages`` that ``gigabytes`` hold are fewer than ``needed``."""
     if pages < needed:
         raise ValueError(
             f"{SIZE_FLAG} {gigabytes} is too small: it holds {pages} pages of --page-size "
@@ -87,37 +88,36 @@ def check_size(gigabytes: float, pages: int, page_size: int, needed: int) -> Non
 
 
 def shares(pages: int) -> tuple[Share, Share]:
-    """The shares of backups and of prefetches in a stage of ``pages``.
+    """Return the shares of backups and prefetches in a staging buffer of ``pages``.
 
-    Prefetches get more, because a request waits for them. Each direction's ceiling leaves the other
-    its floor, so that neither starves: a slow store cannot fill the staging buffer with backups and
-    stop all prefetches, nor the reverse.
+    Prefetches get more, because requests wait for them. Each ceiling leaves the other direction its
+    floor, so that backups to a slow store cannot stop all prefetches, nor the reverse.
     """
     backup, prefetch = max(1, pages // 4), max(1, pages // 2)  # floors
     return Share(backup, pages - prefetch), Share(prefetch, pages - backup)
 
 
 @dataclass(frozen=True)
-class Settings:
-    """All times in milliseconds of the agreed clock; sizes in tokens and pages."""
+class BufferSettings:
+    """Settings of the mode: times in milliseconds of the agreed clock, sizes in tokens."""
 
     page_size: int
     prefetch_threshold: int
     #: "best_effort", "timeout" or "wait_complete" (--hicache-storage-prefetch-policy).
     policy: str = "wait_complete"
-    #: Longest wait of a request for its prefetch, from when the scheduler first looked at it.
+    #: Longest wait of a request for its prefetch, from the scheduler's first check of it.
     prefetch_timeout_ms: int = 10_000
-    #: Under the policy "timeout", this and so much for each page instead.
+    #: Longest wait under the policy "timeout": base plus a time per page.
     timeout_base_ms: float = 1_000.0
     timeout_page_ms: float = 4.0
     pass_prefix_keys: bool = False
-    #: Fetch every hit, however slow the store is.
+    #: True if every hit is fetched, however slow the store is.
     always_fetch: bool = False
-    #: A path in use is looked up in the store once in so long, which keeps it there.
+    #: Interval at which a path in use is queried in the store, which keeps it there.
     touch_ms: int = 10_000
 
     def timeout_ms(self, tokens: int) -> float:
-        """How long a request waits for a prefetch of ``tokens`` tokens."""
+        """Return the longest wait of a request for a prefetch of ``tokens`` tokens."""
         limit_ms = self.timeout_base_ms + tokens // self.page_size * self.timeout_page_ms
         return min(self.prefetch_timeout_ms, limit_ms if self.policy == "timeout" else math.inf)
 
@@ -128,12 +128,12 @@ class StoreClientSettings:
     ``_FIRST_RETRY`` and ``_LONGEST_RETRY``; durations in seconds.
 
     Raises:
-        ValueError: a variable is no such number; the message names it.
+        ValueError: a variable is not a number in range; the message names it.
     """
 
     deadline: float = field(default_factory=environment.STORE_DEADLINE.read)
-    #: Largest number of calls under way, including those that were given up. A store that answers
-    #: has at most ten: two queries, four reads, a write, a touch, the statistics and a clear.
+    #: Maximum calls in flight, including overdue ones. A store that answers has at most ten: two
+    #: queries, four reads, a write, a touch, the statistics and a clear.
     max_calls: int = 16
     first_retry: float = field(default_factory=environment.STORE_FIRST_RETRY.read)
     longest_retry: float = field(default_factory=environment.STORE_LONGEST_RETRY.read)

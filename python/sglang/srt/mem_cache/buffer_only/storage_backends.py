@@ -1,9 +1,12 @@
-"""Storage backends on the parts of a page: what they share, SGLang's ``file`` and ``mooncake``, and
-the factory that puts them on.
+"""Storage backends that keep the parts of a page: their base, mixins for SGLang's ``file`` and
+``mooncake``, and the factory that applies the mixins.
 
-Only on the backends that a staging buffer uses (``is_stage`` is true on its host pool); elsewhere
-they are SGLang's own. Not by rows of the replacement table: their modules are all imported at
-start, and a backend's module may need a client library that most machines do not have.
+The mixins act only on backends of a staging buffer (``is_staging`` is true on its host pool); other
+backends stay stock. They are not rows of the replacement table, because the table imports every
+module at start, and a backend's module may need a client library that is not installed.
+
+Contract: threads of ``StoreClient`` call the backends, several at a time. ``page_values`` is set
+once, at the registration of the host pool.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any  # Any: SGLang's, handed on; what a backend answers
+from typing import TYPE_CHECKING, Any  # Any: SGLang's arguments; a backend's answers
 
 import torch
 from typing_extensions import override
@@ -36,46 +39,45 @@ logger = logging.getLogger(__name__)
 
 
 class StoreError(Exception):
-    """A store's answer that says nothing about the keys that it was asked for."""
+    """Raised if a store's answer says nothing about the keys in question."""
 
 
-def is_stage(pool: object) -> bool:
-    """Whether a host pool is HiCache's stage (``--hicache-host-memory-mode buffer_only``)."""
-    return bool(getattr(pool, "is_stage", False))
+def is_staging(pool: object) -> bool:
+    """Return True if ``pool`` is a staging buffer (``--hicache-host-memory-mode buffer_only``)."""
+    return bool(getattr(pool, "is_staging", False))
 
 
 class PartStore(HiCacheStorage):
-    """A storage backend that keeps values of pages; SGLang's own unless the host pool is a staging
-    buffer.
+    """A storage backend that keeps values of pages. Stock unless the host pool is a staging buffer.
 
-    A backend says how it lays out a page (``page_values``), names a value (``value_key``), and has,
-    gets and puts values; what is folded into pages, copied or skipped is decided here.
+    A subclass defines the layout of a page (``page_values``) and the name of a value
+    (``value_key``), and queries, gets and puts values. This class maps pages to values.
     """
 
-    #: Values of a page in their order; empty: everything goes SGLang's own way.
-    page_values: tuple[host_pool.Part, ...] = ()
+    #: Values of a page in order; empty: stock behaviour.
+    page_values: tuple[host_pool.PagePart, ...] = ()
 
-    # ---- what a backend answers ----
+    # ---- implemented by a backend ----
 
-    def value_key(self, page_hash: str, value: host_pool.Part) -> str:
-        """The name of a value of a page; SGLang's own where it knows the value."""
+    def value_key(self, page_hash: str, value: host_pool.PagePart) -> str:
+        """Return the key of a value of a page: SGLang's own key, if SGLang has the value."""
         raise NotImplementedError
 
     def has_values(self, keys: list[str], sizes: list[int]) -> list[bool]:
-        """Which keys are there, with ``sizes`` bytes where the backend can tell.
+        """Return for each key True if it exists, with its size in bytes if the backend can tell.
 
         Raises:
-            StoreError: it cannot be said.
+            StoreError: the store gave no answer.
         """
         raise NotImplementedError
 
     def get_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[int]:
-        """Read values into ``memory`` (1-D uint8, of the size that each must have); returns how
-        many bytes were read of each, zero or less for one that is not there."""
+        """Read values into ``memory`` (1-D uint8, of the exact size of each). Return the bytes read
+        of each; zero or less if it does not exist."""
         raise NotImplementedError
 
     def put_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[bool]:
-        """Write values that are not there; returns which are there now, whoever wrote them."""
+        """Write missing values. Return for each True if it exists now, written by any server."""
         raise NotImplementedError
 
     # ---- SGLang's interface ----
@@ -84,8 +86,8 @@ class PartStore(HiCacheStorage):
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         if not self.page_values:
             return int(super().batch_exists(keys, extra_info))
-        _, there = self._look_up(keys)
-        return host_pool.leading(host_pool.fold(there, len(self.page_values), len(keys)))
+        _, exists = self._look_up(keys)
+        return host_pool.leading(host_pool.fold(exists, len(self.page_values), len(keys)))
 
     @override
     def batch_get_v1(
@@ -98,13 +100,13 @@ class PartStore(HiCacheStorage):
             value.gather(page) if value.in_place else torch.empty(value.size, dtype=torch.uint8)
             for value, page in slots
         ]
-        whole = []
+        is_complete = []
         counts = self.get_values(self._names(keys), memory)
         for (value, page), content, count in zip(slots, memory, counts, strict=True):
-            whole.append(count == value.size)
+            is_complete.append(count == value.size)
             if count == value.size and not value.in_place:
                 value.scatter(page, content)
-        return host_pool.fold(whole, len(self.page_values), len(keys))
+        return host_pool.fold(is_complete, len(self.page_values), len(keys))
 
     @override
     def batch_set_v1(
@@ -113,18 +115,18 @@ class PartStore(HiCacheStorage):
         if not self.page_values:
             return super().batch_set_v1(keys, host_indices, extra_info)
         slots = self._slots(keys, host_indices)
-        names, there = self._look_up(keys)
+        names, exists = self._look_up(keys)
         absent = [
-            (at, value, page)
-            for at, ((value, page), found) in enumerate(zip(slots, there, strict=True))
+            (index, value, page)
+            for index, ((value, page), found) in enumerate(zip(slots, exists, strict=True))
             if not found
         ]
         if absent:
             memory = [value.gather(page) for _, value, page in absent]
-            done = self.put_values([names[at] for at, _, _ in absent], memory)
-            for (at, _, _), good in zip(absent, done, strict=True):
-                there[at] = good
-        return host_pool.fold(there, len(self.page_values), len(keys))
+            results = self.put_values([names[index] for index, _, _ in absent], memory)
+            for (index, _, _), is_stored in zip(absent, results, strict=True):
+                exists[index] = is_stored
+        return host_pool.fold(exists, len(self.page_values), len(keys))
 
     # ---- inside ----
 
@@ -134,14 +136,14 @@ class PartStore(HiCacheStorage):
         ]
 
     def _look_up(self, keys: list[str]) -> tuple[list[str], list[bool]]:
-        """Names of all values of all pages, and which are there."""
+        """Return the names of all values of all pages, and for each True if it exists."""
         names = self._names(keys)
         return names, self.has_values(names, [value.size for value in self.page_values] * len(keys))
 
     def _slots(
         self, keys: list[str], host_indices: torch.Tensor
-    ) -> list[tuple[host_pool.Part, int]]:
-        """All values of all pages, with the host page of each."""
+    ) -> list[tuple[host_pool.PagePart, int]]:
+        """Return all values of all pages, each with its host page."""
         pages = host_pool.page_numbers(host_indices, self.mem_pool_host.page_size)
         if len(pages) != len(keys):
             raise ValueError(f"{len(keys)} keys for {len(pages)} host pages")
@@ -150,16 +152,16 @@ class PartStore(HiCacheStorage):
 
 # ---- file ----
 
-#: Seconds after which nobody writes to a temporary file any more.
+#: Age at which the writer of a temporary file must have died.
 STALE_S = 600.0
-#: Longest end of a file's name that SGLang makes of model and rank, in bytes. Most file systems
-#: allow 255 for a name: a page's key has 64, a temporary name 33 and a part's label a few.
+#: Maximum bytes of the suffix that SGLang makes of model and rank. Most file systems allow 255
+#: bytes for a name: a page's key has 64, a temporary suffix 33 and a part's label a few.
 MAX_SUFFIX_BYTES = 128
 
 
 class FileParts(PartStore):
-    """A file is there only when it has its full length, so that one whose writer died is written
-    again, and nobody reads one that is being written."""
+    """Mixin for SGLang's ``file`` backend: writes are atomic, and a file exists only at its full
+    length, so that a file whose writer died is written again."""
 
     @override
     def __init__(
@@ -167,15 +169,15 @@ class FileParts(PartStore):
     ) -> None:
         from sglang.srt.environ import envs
 
-        # SGLang looks whether the folder is there and then makes it: of two servers that start at
-        # once, one would find it made meanwhile, and end.
+        # Created here, because SGLang checks and then creates it: of two servers that start at the
+        # same time, one would fail.
         folder = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get() or file_path
         os.makedirs(folder, exist_ok=True)
         super().__init__(storage_config, file_path)
-        # SGLang's class is not typed here.
+        # By ``vars``, because SGLang's class does not declare the attribute.
         if len(suffix := vars(self)["config_suffix"].encode()) > MAX_SUFFIX_BYTES:
             self.config_suffix = f"_{hashlib.sha256(suffix).hexdigest()}"
-        # Of writers that were killed; those of others that run are younger.
+        # Remove temporary files of killed writers; those of running writers are younger.
         for path in glob.iglob(os.path.join(glob.escape(folder), f"*.bin.{'[0-9a-f]' * 32}")):
             with contextlib.suppress(OSError):
                 if os.path.getmtime(path) < time.time() - STALE_S:
@@ -184,15 +186,15 @@ class FileParts(PartStore):
     @override
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
         super().register_mem_pool_host(mem_pool_host)
-        if is_stage(mem_pool_host):
+        if is_staging(mem_pool_host):
             self.page_values = host_pool.together(host_pool.describe(mem_pool_host))
 
-    def value_key(self, page_hash: str, value: host_pool.Part) -> str:
+    def value_key(self, page_hash: str, value: host_pool.PagePart) -> str:
         return self._get_component_path(page_hash, value.label or None)
 
     def has_values(self, keys: list[str], sizes: list[int]) -> list[bool]:
-        found = _readable(keys, os.path.getsize)
-        return [there == size for there, size in zip(found, sizes, strict=True)]
+        actual_sizes = _readable(keys, os.path.getsize)
+        return [actual == size for actual, size in zip(actual_sizes, sizes, strict=True)]
 
     def get_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[int]:
         views = iter(memory)
@@ -200,65 +202,66 @@ class FileParts(PartStore):
 
     def put_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[bool]:
         for path, view in zip(keys, memory, strict=True):
-            beside = f"{path}.{uuid.uuid4().hex}"
+            temporary = f"{path}.{uuid.uuid4().hex}"
             try:
-                with open(beside, "wb", buffering=0) as file:
+                with open(temporary, "wb", buffering=0) as file:
                     content = memoryview(view.numpy())
                     while content:
                         content = content[file.write(content) :]
-                os.replace(beside, path)
+                os.replace(temporary, path)
             except BaseException:
                 with contextlib.suppress(OSError):
-                    os.unlink(beside)
+                    os.unlink(temporary)
                 raise
         return [True] * len(keys)
 
 
-def _readable(paths: list[str], look: Callable[[str], int]) -> list[int]:
-    """``look`` of each path; 0 for a file that is not there or cannot be read.
+def _readable(paths: list[str], access: Callable[[str], int]) -> list[int]:
+    """Return ``access(path)`` of each path; 0 for a file that is missing or unreadable.
 
     Raises:
-        OSError: none of them can be read, which says nothing about the files.
+        OSError: no file is readable, which is a fault of the store and not a miss.
     """
-    found, errors = [], list[OSError]()
+    results, errors = [], list[OSError]()
     for path in paths:
         try:
-            found.append(look(path))
+            results.append(access(path))
         except OSError as error:
-            found.append(0)
+            results.append(0)
             if not isinstance(error, FileNotFoundError):
                 errors.append(error)
     if errors and len(errors) == len(paths):
         raise errors[0]
-    return found
+    return results
 
 
 def _read(path: str, view: torch.Tensor) -> int:
-    """Bytes read; the file's own length where that is another."""
+    """Read a file into ``view``. Return the bytes read, or the file's length if it differs."""
     with open(path, "rb", buffering=0) as file:
-        # Of the open file: at its path there may be another one a moment later.
+        # Size of the open file, because the path may be replaced at any time.
         size = os.fstat(file.fileno()).st_size
         return size if size != view.numel() else file.readinto(memoryview(view.numpy())) or 0
 
 
 # ---- mooncake ----
 
-#: The master gives out the memory of a server that was killed until its ``--client_ttl``, 10 s by
-#: default, has passed.
+#: Longest retry of the warm-up, because the master allocates memory of a killed server until its
+#: ``--client_ttl`` (default 10 s) has passed.
 WARMUP_S = 20.0
-#: Between two lines about writes that were refused.
+#: Minimum interval between two log lines about refused writes.
 LOG_EVERY_S = 30.0
 
 
 class MooncakeParts(PartStore):
-    """All host tensors are registered, and a value of another length than asked is a miss."""
+    """Mixin for SGLang's ``mooncake`` backend: registers all host tensors and treats a value of a
+    different length as a miss."""
 
     _next_log = 0.0
 
     @override
     def warmup(self) -> None:
-        # SGLang's first write fails if the master puts it where a killed server was; this one may
-        # be just that server, started again.
+        # SGLang's first write fails if the master allocates it on a killed server, which may be
+        # this server before its restart.
         deadline = time.monotonic() + WARMUP_S
         while True:
             try:
@@ -268,20 +271,21 @@ class MooncakeParts(PartStore):
                 if time.monotonic() > deadline:
                     raise
             logger.warning(
-                "Mooncake does not store what this server writes; the server retries in 1 s"
+                "Mooncake does not store what this server writes; the server retries in 1 s. If "
+                "this goes on, check Mooncake's master"
             )
             time.sleep(1.0)
 
     @override
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
         super().register_mem_pool_host(mem_pool_host)  # registers the first tensor
-        if not is_stage(mem_pool_host):
+        if not is_staging(mem_pool_host):
             return
         for tensor in host_pool.tensors(mem_pool_host)[1:]:
             self.register_buffer(tensor)
         self.page_values = host_pool.describe(mem_pool_host, self.split_factor or 1)
 
-    def value_key(self, page_hash: str, value: host_pool.Part) -> str:
+    def value_key(self, page_hash: str, value: host_pool.PagePart) -> str:
         suffix = self.mla_suffix if value.shared else self.mha_suffix
         if self.split_factor and not value.shared:
             suffix = suffix[value.group]
@@ -291,7 +295,7 @@ class MooncakeParts(PartStore):
     def has_values(self, keys: list[str], sizes: list[int]) -> list[bool]:
         codes = self._batch_exist(keys)
         failed = next((code for code in codes if code < 0), None)
-        if failed is not None:  # no answer, for instance without its master
+        if failed is not None:  # for example, the master is not reachable
             raise StoreError(f"Mooncake error {failed}")
         return [code == 1 for code in codes]
 
@@ -300,7 +304,7 @@ class MooncakeParts(PartStore):
 
     def put_values(self, keys: list[str], memory: list[torch.Tensor]) -> list[bool]:
         codes = self._move("backup", self._put_batch_zero_copy_impl, keys, memory)
-        # Failed writes cost hits, whatever the reason; the codes are what tells full from gone.
+        # Log the codes, because only they tell a full store from a lost one.
         refused, now = [code for code in codes if code], time.monotonic()
         if refused and now >= self._next_log:
             self._next_log = now + LOG_EVERY_S
@@ -318,7 +322,7 @@ class MooncakeParts(PartStore):
         keys: list[str],
         memory: Sequence[torch.Tensor],
     ) -> list[int]:
-        """``call``, timed for SGLang's metrics, which name the ``way`` "prefetch" or "backup"."""
+        """Run ``call`` and time it for SGLang's metrics of ``way``, "prefetch" or "backup"."""
         start, sizes = time.perf_counter(), [view.numel() for view in memory]
         answers = call(keys, [view.data_ptr() for view in memory], sizes)
         if self.enable_storage_metrics:
@@ -330,14 +334,14 @@ class MooncakeParts(PartStore):
 
 # ---- the factory ----
 
-#: By the values of ``--hicache-storage-backend``.
+#: Value of ``--hicache-storage-backend`` -> mixin.
 MIXINS: dict[str, type[PartStore]] = {"file": FileParts, "mooncake": MooncakeParts}
-#: Calls that move pages of the host pool. SGLang's base class has them without a body.
+#: Calls that move pages of the host pool; SGLang's base class only declares them.
 CALLS = ("batch_get_v1", "batch_set_v1")
 
 
 class PartsFactory(StorageBackendFactory):
-    """For ``StorageBackendFactory``."""
+    """Mixin for ``StorageBackendFactory``."""
 
     @classmethod
     @override
@@ -345,7 +349,7 @@ class PartsFactory(StorageBackendFactory):
         cls, backend_name: str, storage_config: Any, mem_pool_host: Any, **kwargs: Any
     ) -> Any:
         backend = super().create_backend(backend_name, storage_config, mem_pool_host, **kwargs)
-        if not is_stage(mem_pool_host):
+        if not is_staging(mem_pool_host):
             return backend
         from sglang.srt.mem_cache.hicache_storage import HiCacheStorage as Stock
 
@@ -369,7 +373,7 @@ class PartsFactory(StorageBackendFactory):
     def _create_builtin_backend(
         cls, backend_name: str, backend_class: Any, storage_config: Any, mem_pool_host: Any
     ) -> Any:
-        if backend_name in MIXINS and is_stage(mem_pool_host):
+        if backend_name in MIXINS and is_staging(mem_pool_host):
             mixin = MIXINS[backend_name]
             problems = mismatches(backend_class, mixin)
             if problems:

@@ -1,17 +1,21 @@
-"""Calls of a store, with a deadline: whatever it does becomes a miss or a failure, never more.
+"""Store calls with a deadline: every failure of the store becomes a miss or a failed write.
 
-``StoreClient`` stands between the threads that run jobs and a ``HiCacheStorage``. A call runs on a
-thread of the client; the caller waits for it until the deadline and then gives it up. A call cannot
-be taken back, so an *overdue* read may still write into the host pages that it was handed, and an
-overdue write may still read them, at any later time until it returns (``Outcome.overdue``): the
-owner of the staging buffer must not hand them to anyone else before. There is no bound on that
-time: memory that a store may write into is better lost than wrong.
+``StoreClient`` is between the threads that run jobs and a ``HiCacheStorage``. A call runs on a
+thread of the client; the caller waits until the deadline and then gives it up. A call cannot be
+cancelled: until an *overdue* one returns (``CallOutcome.overdue``), a read may write to its host
+pages and a write may read them. So their owner must not reuse them before, for however long.
 
-After a missed deadline the calls' breaker is open: calls are refused at once, without touching the
-store, until a probe is answered. Reads also have a breaker of their own, because lookups may work
-where data does not arrive. A slow read without a page opens it. Reads are then refused, except one
-after each interval, until one has brought a page. At most ``max_calls`` calls are under way,
-overdue ones included. Probes that hang are not counted among them.
+A missed deadline opens the breaker: calls are refused at once, without reaching the store, until a
+probe is answered. Reads have another breaker, because lookups may work while data does not arrive:
+a slow read without a page opens it, and then reads are refused, except one per interval, until one
+delivers a page. At most ``max_calls`` calls are in flight, overdue ones included; hung probes do
+not count.
+
+Contract: ``StoreClient`` is thread-safe as far as the store is; ``_lock`` guards the breakers and
+sets of futures, and is not held during a store call. Jobs' threads block in ``query``, ``read`` and
+``write``; the scheduler thread calls only ``poll``, ``get_stats`` and the properties, which do not
+block, and ``clear`` and ``close``, which do. Ranks do not agree here: ``TransferVote.store_up``
+carries ``poll``'s result.
 """
 
 from __future__ import annotations
@@ -26,15 +30,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any  # Any: a store's answers, not looked at yet; tokens
+from typing import TYPE_CHECKING, Any  # Any: a store's answers before validation
 
 import torch
 
 from sglang.srt.mem_cache.buffer_only.host_pool import leading
-from sglang.srt.mem_cache.buffer_only.jobs import BackOff, Job, Threads
-from sglang.srt.mem_cache.buffer_only.namespaces import Namespace
-from sglang.srt.mem_cache.buffer_only.nodes import hashes_of, images_before
-from sglang.srt.mem_cache.buffer_only.settings import BATCH_PAGES, StoreClientSettings
+from sglang.srt.mem_cache.buffer_only.jobs import BackOff, Threads
+from sglang.srt.mem_cache.buffer_only.settings import StoreClientSettings
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
@@ -42,49 +44,50 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-#: Part of the deadline after which a read without a page counts as failed. A store that has evicted
-#: the pages since its lookup answers sooner.
+#: Fraction of the deadline after which a read without a page counts as failed. A store that has
+#: only evicted the pages since the lookup answers sooner.
 SLOW_READ = 0.1
 
-#: A key that no page has: a page's key is a SHA-256.
+#: A key that no page has, because a page's key is a SHA-256.
 PROBE_KEY = "0" * 64
 
 
 class Fault(enum.Enum):
-    """What a store did; the values are for metrics. The first three count calls."""
+    """Faults of a store; the values are metric labels. The first three count calls, the others
+    pages."""
 
-    #: Raised, or answered what means nothing: another number of results, or none.
+    #: Raised, or returned an invalid answer, such as a wrong number of results.
     ERROR = "error"
-    #: Not answered in time, and given up.
+    #: Missed the deadline and was given up.
     DEADLINE = "deadline"
-    #: Refused here: the store is down, or too many calls are under way.
+    #: Refused here: the store is down, or too many calls are in flight.
     DOWN = "down"
     #: Pages that a read or a write did not complete.
     MISSING = "missing"
-    #: Pages behind the first missing one: complete, and of no use.
+    #: Complete pages after the first missing one, which are unusable.
     HOLE = "hole"
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of a call for some pages in a row."""
+class CallOutcome:
+    """Result of a call for consecutive pages."""
 
-    #: Leading pages that are there: found, read or durably written.
+    #: Number of leading pages found, read or durably written.
     pages: int
-    #: Why there are no more; None also for a query that found less than all.
+    #: Reason that there are no more pages; None also for a query that found fewer than all.
     fault: Fault | None = None
-    #: Set if the call was given up: done when it has returned, on a thread of the client. Until
-    #: then it may use the host memory that it was handed.
+    #: Set if the call was given up: done once it has returned. Until then the call may use its host
+    #: memory.
     overdue: Future[Any] | None = None
 
 
 class StoreClient:
-    """A store that never raises and never hangs. Thread-safe, as far as the store is.
+    """Wrapper of a store that never raises and never hangs; see the module's contract.
 
     Args:
         store: a ``HiCacheStorage`` with the ``_v1`` calls.
-        name: what messages call it.
-        clock, wait: for tests; ``wait`` returns when the calls are done or their time is over.
+        name: the store's name in log lines.
+        clock, wait: for tests; ``wait`` returns when the calls are done or the timeout is over.
     """
 
     def __init__(
@@ -100,45 +103,47 @@ class StoreClient:
         self.faults: Counter[Fault] = Counter()
         self._clock, self._wait = clock, wait
         self._threads = Threads(f"store-{name}", None)
-        self._lock = threading.RLock()  # a future's callback may run on the thread that adds it
-        #: The circuit breaker: of calls that missed their deadline. A probe is an attempt.
+        # Reentrant, because a future's callback may run on the thread that adds it.
+        self._lock = threading.RLock()
+        #: Breaker of all calls, opened by a missed deadline. Each probe is an attempt.
         self._outage = BackOff(self.settings.first_retry, self.settings.longest_retry)
-        #: The circuit breaker of reads: lookups may work where data does not arrive.
+        #: Breaker of reads.
         self._reads = BackOff(self.settings.first_retry, self.settings.longest_retry)
-        #: Whether a trial of ``_reads`` is under way.
+        #: True while a trial of ``_reads`` is in flight.
         self._is_trying = False
         self._under_way: set[Future[Any]] = set()
         self._overdue: set[Future[Any]] = set()
-        #: Probes that have not returned. They are not bounded with the other calls: those that hang
-        #: would keep a store that has recovered from being asked again.
+        #: Probes in flight. They do not count for ``max_calls``, because hung probes would keep a
+        #: recovered store from being used again.
         self._probes: set[Future[Any]] = set()
         self._stats: Future[Any] | None = None
         self._error_logged = False
 
-    # ---- what the threads that run jobs call ----
+    # ---- called by the threads that run jobs ----
 
-    def query(self, keys: Sequence[str], extra_info: Any = None) -> Outcome:
-        """How many leading pages the store has. ``extra_info``: a ``HiCacheStorageExtraInfo``."""
-        asked = list(keys)
+    def query(self, keys: Sequence[str], extra_info: Any = None) -> CallOutcome:
+        """Return how many leading pages the store has. ``extra_info``: a
+        ``HiCacheStorageExtraInfo``."""
+        page_keys = list(keys)
 
         def query() -> int:
-            found = self.store.batch_exists(asked, extra_info)
-            whole = isinstance(found, int) and not isinstance(found, bool)
-            if not (whole and 0 <= found <= len(asked)):
-                raise ValueError(f"{found!r} pages found of {len(asked)}")
+            found = self.store.batch_exists(page_keys, extra_info)
+            is_number = isinstance(found, int) and not isinstance(found, bool)
+            if not (is_number and 0 <= found <= len(page_keys)):
+                raise ValueError(f"{found!r} pages found of {len(page_keys)}")
             return found
 
         found, fault, _ = self._call("batch_exists", query)
-        return Outcome(0, fault) if fault else Outcome(found)
+        return CallOutcome(0, fault) if fault else CallOutcome(found)
 
     def read(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
-    ) -> Outcome:
-        """Read pages into host memory. Pages behind the first missing one do not count, whatever
-        was written into their memory.
+    ) -> CallOutcome:
+        """Read pages into host memory. Pages after the first missing one do not count, whatever was
+        written to their memory.
 
         A slow read without a page delays its request. After one, reads are refused for an interval.
-        Then one read at a time is the trial, and the others are refused, until a trial brings a
+        Then one read at a time is a trial and all other reads are refused, until a trial delivers a
         page. Each slow trial doubles the interval.
         """
         began = self._clock()
@@ -149,7 +154,7 @@ class StoreClient:
             self._is_trying |= is_trial
         if refused:
             self._count(Fault.DOWN)
-            return Outcome(0, Fault.DOWN)
+            return CallOutcome(0, Fault.DOWN)
         outcome = self._move("batch_get_v1", keys, host_indices, extra_info)
         with self._lock:
             before, now = self._reads.failing, self._clock()
@@ -172,18 +177,18 @@ class StoreClient:
 
     def write(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
-    ) -> Outcome:
+    ) -> CallOutcome:
         """Write pages from host memory."""
         return self._move("batch_set_v1", keys, host_indices, extra_info)
 
     def clear(self) -> bool:
-        """Remove everything from the store; whether it did."""
+        """Remove everything from the store. Return True on success."""
         answer, fault, _ = self._call("clear", lambda: self.store.clear())
-        return fault is None and answer is not False  # most backends answer nothing
+        return fault is None and answer is not False  # most backends return None
 
     def close(self, until: float = math.inf) -> bool:
-        """Close the store, where it can be closed, and end the threads; False if it is still in
-        that call at ``until``, of ``time.monotonic``, or at its deadline."""
+        """Close the store, if it has a ``close``, and end the threads. Return False if that call
+        still runs at ``until`` (``time.monotonic``) or at its deadline."""
         close, given_up = getattr(self.store, "close", None), None
         if close is not None:
             _, _, given_up = self._call("close", close, until - time.monotonic())
@@ -191,8 +196,8 @@ class StoreClient:
         return given_up is None
 
     def get_stats(self) -> Any:
-        """``HiCacheStorage.get_stats``, from a thread: what was found since the last call, or None.
-        Nobody waits for it."""
+        """Return the result of the last ``HiCacheStorage.get_stats``, or None, and start the next
+        one on a thread. Never blocks."""
         stats = self._stats
         if stats is not None and not stats.done():
             return None
@@ -205,7 +210,8 @@ class StoreClient:
         return stats.result()
 
     def poll(self) -> bool:
-        """Whether the store is asked. Starts the probe that is due, also if nobody calls."""
+        """Return True if calls reach the store. Start a probe that is due, because without calls no
+        other code would start it."""
         if self._outage.failing:
             with self._lock:
                 self._probe()
@@ -215,51 +221,51 @@ class StoreClient:
 
     @property
     def up(self) -> bool:
-        """True if the store is asked, for pages too."""
+        """True if calls reach the store, reads included."""
         return not (self._outage.failing or self._is_trying or self._reads.waits(self._clock()))
 
     @property
     def overdue(self) -> int:
-        """Calls that were given up and have not returned."""
+        """Number of calls that were given up and have not returned."""
         return len(self._overdue)
 
     @property
     def under_way(self) -> int:
-        """Calls that have not returned, the given-up ones among them."""
+        """Number of calls that have not returned, overdue ones and probes included."""
         return len(self._under_way) + len(self._probes)
 
     # ---- inside ----
 
-    def _move(self, method: str, keys: Any, host_indices: torch.Tensor, extra: Any) -> Outcome:
-        asked = list(keys)
-        if not asked:
-            return Outcome(0)
+    def _move(self, method: str, keys: Any, host_indices: torch.Tensor, extra: Any) -> CallOutcome:
+        page_keys = list(keys)
+        if not page_keys:
+            return CallOutcome(0)
         call = getattr(self.store, method)
 
         def move() -> list[bool]:
-            results = call(asked, host_indices, extra)
-            if not isinstance(results, (list, tuple)) or len(results) != len(asked):
-                raise ValueError(f"{results!r:.100} for {len(asked)} pages")
+            results = call(page_keys, host_indices, extra)
+            if not isinstance(results, (list, tuple)) or len(results) != len(page_keys):
+                raise ValueError(f"{results!r:.100} for {len(page_keys)} pages")
             return [result is True for result in results]
 
         results, fault, given_up = self._call(method, move)
         if fault is not None:
-            return Outcome(0, fault, given_up)
-        pages, there = leading(results), sum(results)
-        self._count(Fault.MISSING, len(asked) - there)
-        self._count(Fault.HOLE, there - pages)
-        return Outcome(pages, None if pages == len(asked) else Fault.MISSING)
+            return CallOutcome(0, fault, given_up)
+        pages, complete = leading(results), sum(results)
+        self._count(Fault.MISSING, len(page_keys) - complete)
+        self._count(Fault.HOLE, complete - pages)
+        return CallOutcome(pages, None if pages == len(page_keys) else Fault.MISSING)
 
     def _call(
-        self, method: str, call: Callable[[], Any], most_s: float = math.inf
+        self, method: str, call: Callable[[], Any], max_s: float = math.inf
     ) -> tuple[Any, Fault | None, Future[Any] | None]:
-        """The call's answer, or why there is none; the future of a call that was given up, at its
-        deadline or after ``most_s`` seconds."""
+        """Run ``call`` and wait for it, until its deadline or for ``max_s`` seconds. Return its
+        answer, the fault if there is none, and the future of a call that was given up."""
         future = self._start(call)
         if future is None:
             self._count(Fault.DOWN)
             return None, Fault.DOWN, None
-        seconds = max(0.0, min(self.settings.deadline, most_s))
+        seconds = max(0.0, min(self.settings.deadline, max_s))
         self._wait([future], seconds)
         if not future.done():
             with self._lock:
@@ -281,12 +287,12 @@ class StoreClient:
         error = future.exception()
         with self._lock:
             first, self._error_logged = not self._error_logged, error is not None
-            if error is None and not self._outage.failing:  # else it began before the outage
+            if error is None and not self._outage.failing:  # else the call began before the outage
                 self._outage.worked()
         if error is None:
             return future.result(), None, None
         self._count(Fault.ERROR)
-        if first:  # once, until a call has worked again; the others are counted
+        if first:  # logged once until a call works again; all errors are counted
             logger.error(
                 "HiCache store %s: %s failed: %s; its pages count as missing (logged once until a "
                 "call works again; all are counted in sglang:hicache_buffer_store_faults_total)",
@@ -298,8 +304,8 @@ class StoreClient:
     def _start(self, call: Callable[[], Any]) -> Future[Any] | None:
         with self._lock:
             if self._outage.failing:
-                self._probe()  # beside: the call that started it is refused like any other
-                return None
+                self._probe()
+                return None  # also the call that started the probe is refused
             if len(self._under_way) >= self.settings.max_calls:
                 return None
             future = self._threads.start(call)
@@ -308,8 +314,8 @@ class StoreClient:
         return future
 
     def _probe(self) -> None:
-        """Ask for a page that is not there, if that is due: later for each probe that hangs, so
-        that a long outage does not take a thread an interval."""
+        """Query a key that does not exist, if a probe is due. Each hung probe delays the next one,
+        because a long outage would otherwise take one more thread per interval."""
         now = self._clock()
         if self._outage.failing and not self._outage.waits(now):
             self._outage.failed(now, more=len(self._probes))
@@ -321,116 +327,15 @@ class StoreClient:
         answered = probe.exception() is None
         with self._lock:
             self._probes.discard(probe)
-            again = answered and self._outage.failing
+            is_up_again = answered and self._outage.failing
             if answered:
-                # Not ``worked``: should the next call time out, the interval grows on. The store
-                # may be one that answers probes and nothing else.
+                # Not ``worked``, because the store may answer probes and nothing else: if the next
+                # call times out, the interval keeps growing.
                 self._outage.failing = False
-        if again:
+        if is_up_again:
             logger.warning("HiCache store %s answers again and is used again", self.name)
 
     def _count(self, fault: Fault, number: int = 1) -> None:
         if number:
             with self._lock:
                 self.faults[fault] += number
-
-
-@dataclass(eq=False)
-class PageStore:
-    """One store, behind its client, by the pages of prompts: their keys, and calls of at most
-    ``batch_pages`` pages.
-
-    ``prefix_keys``, where given, are the keys of all pages before the first one, for backends that
-    place a page by them.
-    """
-
-    client: StoreClient
-    page_size: int
-    batch_pages: int = BATCH_PAGES
-    #: Of all keys that are made now; requests have parts of it.
-    namespace: Namespace = Namespace.of({})  # noqa: RUF009
-
-    def keys(
-        self,
-        hashes: Sequence[str],
-        extra_key: str | None,
-        begin: int = 0,
-        namespace: Namespace | None = None,
-    ) -> list[str]:
-        """Keys of pages, given SGLang's page hashes, of a request with ``extra_key``: those from
-        page ``begin`` of its prompt on. ``namespace``: the store's when the request came."""
-        own, keys = (namespace or self.namespace).within(extra_key), list[str]()
-        if not getattr(extra_key, "images", ()):
-            return own.keys(hashes)
-        for page, page_hash in enumerate(hashes, begin + 1):
-            images = images_before(extra_key, page * self.page_size)
-            keys += own.within(images, b"images").keys([page_hash])
-        return keys
-
-    def call(
-        self,
-        job: Job,
-        call: Callable[..., Outcome],
-        keys: Sequence[str],
-        prefix_keys: Sequence[str] | None,
-        slots: torch.Tensor | None = None,
-    ) -> int:
-        """Have the client ``query``, ``read`` or ``write`` pages batch by batch, until one is not
-        wholly good or nobody wants more; the leading good pages.
-
-        Args:
-            slots: host slots of the pages, one page after the other; None for a query.
-        """
-        from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
-
-        page, done, most = self.page_size, 0, BATCH_PAGES if slots is None else self.batch_pages
-        while done < len(keys) and not job.cancelled:
-            batch = list(keys[done : done + most])
-            # A list of its own for each call: backends are known to extend what they are given.
-            before = None if prefix_keys is None else [*prefix_keys, *keys[:done]]
-            part = () if slots is None else (slots[done * page : (done + len(batch)) * page],)
-            outcome = call(batch, *part, HiCacheStorageExtraInfo(prefix_keys=before))
-            done += outcome.pages
-            if outcome.overdue is not None:
-                job.overdue_calls.append(outcome.overdue)
-            if outcome.pages < len(batch):
-                job.fault = None if outcome.fault is None else outcome.fault.value
-                break
-        return done
-
-    def search(
-        self,
-        tokens: Sequence[Any],
-        last_hash: str | None,
-        extra_key: str | None,
-        begin: int,
-        prefix_keys: Sequence[str] | None,
-        first_pages: int = BATCH_PAGES,
-    ) -> Callable[[Job], int]:
-        """The work of a job that looks for ``tokens``, whole pages, and leaves ``Job.found``.
-
-        Args:
-            last_hash: page hash of the page before them; None at the start of a prompt.
-            begin: pages of the prompt before them.
-            first_pages: that the store is asked for first. Of most prompts it has nothing: the rest
-                need not be hashed to know that.
-        """
-        namespace, page = self.namespace, self.page_size
-
-        def work(job: Job) -> int:
-            found_hashes, found_keys = job.found
-            last, start, pages = last_hash, 0, min(first_pages, BATCH_PAGES)
-            while start < len(tokens):
-                stop = start + pages * page
-                hashes = hashes_of(tokens[start:stop], last, page)
-                keys = self.keys(hashes, extra_key, begin + len(found_keys), namespace)
-                before = None if prefix_keys is None else [*prefix_keys, *found_keys]
-                good = self.call(job, self.client.query, keys, before)
-                found_hashes += hashes[:good]
-                found_keys += keys[:good]
-                if good < len(hashes):
-                    break
-                last, start, pages = hashes[-1], stop, BATCH_PAGES
-            return len(found_keys)
-
-        return work

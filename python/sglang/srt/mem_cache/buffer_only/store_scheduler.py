@@ -1,10 +1,12 @@
-"""The scheduler over a store, on each kind of server: the weights that keys of the store name.
+"""Scheduler mixin of every server with a store: keeps the keys in step with the weights.
 
-Servers without a store do not have this mixin (``when`` in ``patchset/table.py``).
+Weights may arrive in many updates of a few tensors, of which only the last flushes the cache. So
+the fingerprint, about a second for a large model, is computed once, at that flush. Until then the
+keys are private to this server.
 
-Weights may come in many updates of some tensors each, all but the last of which leave the cache as
-it is. The fingerprint, a second or so for a large model, is taken once after those: when the cache
-is flushed. Until then keys are this server's alone.
+Contract: scheduler thread. ``name_keys`` and weight updates contain collectives over all ranks of
+the server, so that every rank must reach them in the same step. Only servers with a store have this
+mixin (``when`` in ``patchset/table.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any  # Any: requests and answers of SGLang's, passed through
+from typing import TYPE_CHECKING, Any  # Any: SGLang's requests and answers, passed through
 
 from typing_extensions import override
 
@@ -63,8 +65,8 @@ class StoreScheduler(Scheduler):
         flushed = super().flush_cache()
         if not (flushed and self._weights_changed and self.names_keys_at_flush):
             return flushed
-        # With data parallel attention each rank flushes when it is idle, and not all at a time.
-        # Memory that was released cannot be read.
+        # Not with data parallel attention, because its ranks flush at different times, and not
+        # while the weights' memory is released, because it cannot be read.
         if not self.server_args.enable_dp_attention and "weights" not in self.offload_tags:
             self.name_keys()
         return flushed
@@ -72,8 +74,8 @@ class StoreScheduler(Scheduler):
     @override
     def maybe_sleep_on_idle(self) -> None:
         if self.tree_cache.buffer.busy:
-            # A sleeping scheduler would not see that a copy or the store has ended; one that looks
-            # all the time would keep their threads from the interpreter.
+            # Nap only, because a sleeping scheduler would not see that a copy or a store call has
+            # ended, and a busy one would keep their threads from the interpreter.
             time.sleep(NAP_S)
         else:
             super().maybe_sleep_on_idle()
@@ -82,20 +84,20 @@ class StoreScheduler(Scheduler):
     # ---- new weights ----
 
     def name_keys(self) -> None:
-        """Name the keys by the weights that are in memory now; on all ranks at the same time."""
+        """Derive the keys from the weights in memory. Called on all ranks in the same step."""
         start = time.monotonic()
         runner, tree = self.tp_worker.model_runner, self.tree_cache
         config = self.model_config.hf_config.to_dict()
-        # All ranks of the server: with data parallel attention, one of its groups alone does not
-        # hold all experts.
+        # Over all ranks of the server, because one data parallel attention group does not hold all
+        # experts.
         ranks = gathered((fingerprint(runner.model), uuid.uuid4().hex), self.tp_cpu_group)
         model = model_identity(config, (weights for weights, _ in ranks))
         pool = tree.pool_identity()
         self._weights_changed = False
         tree.buffer.use(Namespace.of({"model": model, "pool": pool}), nonce=ranks[0][1])
         logger.info(
-            "HiCache keys are those of weights %s, configuration %s and pages %s (found in %.1f s; "
-            "servers read each other's pages where all three are equal): namespace %s",
+            "HiCache keys are those of weights %s, configuration %s and pages %s (computed in "
+            "%.1f s; servers share pages if all three are equal): namespace %s",
             Namespace.of({"weights": model["weights"]}),
             model["config"][:12],
             Namespace.of(pool),
@@ -105,24 +107,23 @@ class StoreScheduler(Scheduler):
 
     @override
     def update_weights_from_disk(self, recv_req: Any) -> Any:
-        return self._named_anew(super().update_weights_from_disk, recv_req)
+        return self._update_and_rename(super().update_weights_from_disk, recv_req)
 
     @override
     def update_weights_from_distributed(self, recv_req: Any) -> Any:
-        return self._named_anew(super().update_weights_from_distributed, recv_req)
+        return self._update_and_rename(super().update_weights_from_distributed, recv_req)
 
     @override
     def update_weights_from_tensor(self, recv_req: Any) -> Any:
-        return self._named_anew(super().update_weights_from_tensor, recv_req)
+        return self._update_and_rename(super().update_weights_from_tensor, recv_req)
 
     @override
     def update_weights_from_ipc(self, recv_req: Any) -> Any:
-        return self._named_anew(super().update_weights_from_ipc, recv_req)
+        return self._update_and_rename(super().update_weights_from_ipc, recv_req)
 
-    def _named_anew(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
-        self._weights_changed = (
-            True  # also after a failed update, which may have written some weights
-        )
+    def _update_and_rename(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
+        # Also after a failed update, because it may have written some weights.
+        self._weights_changed = True
         answer = update(recv_req)
         if self._weights_changed and recv_req.flush_cache:
             self.name_keys()

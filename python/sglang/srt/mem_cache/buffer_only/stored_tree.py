@@ -1,4 +1,8 @@
-"""Base of radix trees over a store: marks on nodes (``nodes.StoredNode``) and the pipelines."""
+"""Base of radix trees over a store: marks on nodes (``nodes.StoredNode``) and the pipelines.
+
+Contract: scheduler thread. On a prefill server every rank performs the same tree operations in the
+same step, and ``advance`` contains a collective.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,11 @@ from sglang.srt.mem_cache.buffer_only.context import Context
 from sglang.srt.mem_cache.buffer_only.metrics import BufferMetrics
 from sglang.srt.mem_cache.buffer_only.namespaces import Namespace, pool_identity
 from sglang.srt.mem_cache.buffer_only.nodes import split_marks
+from sglang.srt.mem_cache.buffer_only.page_store import PageStore
 from sglang.srt.mem_cache.buffer_only.pipelines import Pipelines
-from sglang.srt.mem_cache.buffer_only.settings import Settings, call_pages
-from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage
-from sglang.srt.mem_cache.buffer_only.store_client import PageStore, StoreClient
+from sglang.srt.mem_cache.buffer_only.settings import BufferSettings, call_pages
+from sglang.srt.mem_cache.buffer_only.staging import Copier, StagingPool
+from sglang.srt.mem_cache.buffer_only.store_client import StoreClient
 
 if TYPE_CHECKING:
     from torch import Stream
@@ -30,34 +35,38 @@ else:
 
 
 class StoredTree(RadixCache):
-    """A tree whose nodes are written to the store while they are on the device and record what it
-    holds. Call ``drive`` once, when the host pool and its controller exist."""
+    """A tree whose nodes are written to the store while on the device, and record how much of them
+    the store has. Call ``drive`` once, when the host pool and its controller exist."""
 
     #: Backup and prefetch; set by ``drive``.
     buffer: Pipelines
     cache_controller: HiCacheController
-    #: The stream of the forward passes, set by the scheduler.
+    #: Stream of the forward passes, set by the scheduler.
     forward_stream: Stream | None = None
-    #: Set with ``--enable-metrics``: ours and SGLang's collector.
+    #: Our metrics and SGLang's collector; None without ``--enable-metrics``.
     _metrics: tuple[BufferMetrics, StorageMetricsCollector] | None = None
 
     def drive(
         self,
         controller: HiCacheController,
-        stage: Stage,
-        settings: Settings,
+        staging_pool: StagingPool,
+        settings: BufferSettings,
         copier: Copier,
         reduce_min: Reduce,
         collector: StorageMetricsCollector | None,
     ) -> None:
-        """Create the pipelines over the host pool of ``controller``, whose pages ``stage`` lends.
-        ``reduce_min``: over the ranks that must do the same. ``collector``: SGLang's, with
-        ``--enable-metrics``."""
+        """Create the pipelines over the host pool of ``controller``.
+
+        Args:
+            staging_pool: lends the pages of that host pool.
+            reduce_min: reduces over the ranks that must act together.
+            collector: SGLang's; None without ``--enable-metrics``.
+        """
         self.cache_controller, host = controller, controller.mem_pool_host
         page_bytes = host.size_per_token * self.page_size
         context = Context(
             tree=self,
-            stage=stage,
+            staging_pool=staging_pool,
             store=PageStore(
                 StoreClient(controller.storage_backend, controller.storage_backend_type),
                 self.page_size,
@@ -70,7 +79,7 @@ class StoredTree(RadixCache):
             page_bytes=page_bytes,
         )
         self.buffer = Pipelines(context, reduce_min)
-        host.used_pages = stage.used
+        host.used_pages = staging_pool.used
         if collector is not None:
             metrics = BufferMetrics(collector.labels, collector, self.page_size)
             self._metrics, context.observe = (metrics, collector), metrics.observe
@@ -82,8 +91,8 @@ class StoredTree(RadixCache):
         return {**identity, "bigrams": self.is_eagle}
 
     def advance(self) -> None:
-        """Run one round of the pipelines and export its metrics. On a prefill server all ranks call
-        it in each scheduler step; a decode server calls it in some."""
+        """Run one step of the pipelines and export their metrics. A prefill server calls it in each
+        scheduler step, on all ranks; a decode server in some steps."""
         buffer = self.buffer
         buffer.step()
         if self._metrics is not None:
@@ -93,15 +102,15 @@ class StoredTree(RadixCache):
 
     @property
     def serves_kv(self) -> bool:
-        """True if a request could hit any node."""
+        """True if a request can hit a node."""
         return bool(self.root_node.children)
 
     def hold(self, node: TreeNode) -> None:
-        """Keep the slots of ``node`` unchanged until ``let_go``, because they are being copied."""
+        """Keep the slots of ``node`` unchanged until ``unhold``, because they are being copied."""
         self.inc_lock_ref(node)
 
-    def let_go(self, node: TreeNode) -> None:
-        """A copy of ``node`` has ended."""
+    def unhold(self, node: TreeNode) -> None:
+        """Undo one ``hold``, because a copy of ``node`` has ended."""
         self.dec_lock_ref(node)
 
     @override

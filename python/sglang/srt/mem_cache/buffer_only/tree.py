@@ -1,23 +1,27 @@
-"""SGLang's ``HiRadixCache`` over a staging buffer: no node has a host copy, the store has them."""
+"""Mixins that turn SGLang's ``HiRadixCache`` into a tree over a staging buffer and a store.
+
+Contract: scheduler thread; every rank performs the same operations in the same step. Tree locks of
+transfers are described in ``backup`` and ``load_back``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any  # Any: what overrides hand on
+from typing import TYPE_CHECKING, Any  # Any: arguments that overrides pass through
 
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.rank_agreement import over
 from sglang.srt.mem_cache.buffer_only.host_pool import chosen_pages, staging_buffer
 from sglang.srt.mem_cache.buffer_only.settings import (
-    Settings,
-    check_pages,
+    BufferSettings,
     check_size,
+    check_staging_pages,
     minimum_pages,
     shares,
 )
-from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage
+from sglang.srt.mem_cache.buffer_only.staging import Copier, StagingPool
 from sglang.srt.mem_cache.buffer_only.stored_tree import StoredTree
 from sglang.srt.patchset import environment, status
 from sglang.srt.patchset.flags import ON
@@ -40,37 +44,37 @@ NO_RUNTIME_CHANGE = (
 )
 
 
-#: The class that the mixins of this file are for.
-TREE = "sglang.srt.mem_cache.hiradix_cache:HiRadixCache"
+#: The class that these mixins are for.
+HIRADIX_TREE = "sglang.srt.mem_cache.hiradix_cache:HiRadixCache"
 
 
 class SwitchedTree(HiRadixCache):
-    """Stock. On a server with ``--hicache-host-memory-mode buffer_only`` it is a ``BufferOnlyTree``
-    as soon as it is being made."""
+    """Stock, but becomes a ``BufferOnlyTree`` during construction on a server with
+    ``--hicache-host-memory-mode buffer_only``."""
 
     @override
     def __init__(self, params: CacheInitParams, server_args: ServerArgs) -> None:
         before = type(self)
         if status.attachment is not None:
-            status.attachment.equip(TREE, self, server_args)
+            status.attachment.equip(HIRADIX_TREE, self, server_args)
         if type(self) is before:
             super().__init__(params, server_args)
         else:
-            type(self).__init__(self, params, server_args)  # which comes back here
+            type(self).__init__(self, params, server_args)  # calls this method again
 
 
 class BufferOnlyTree(StoredTree, HiRadixCache):
-    """A node that is evicted from the device is gone from the tree; the next request that wants it
-    finds it by asking the store. So every node has device KV, ``host_value`` is always None, and
-    what the store holds of a node is noted on the node (``nodes.StoredNode``)."""
+    """A tree that drops a node evicted from the device; the next request on its path queries the
+    store. So every node has device KV, ``host_value`` is always None, and the node records how much
+    of it the store has (``nodes.StoredNode``)."""
 
-    #: Inserts and flushes so far: after each, an idle server of a pair checks its invariants
-    #: (``SGLANG_DISAGGREGATION_CHECK_INVARIANTS``), which know of no evicted nodes.
+    #: Numbers of inserts and flushes. After a change, an idle server of a pair checks its
+    #: invariants (``SGLANG_DISAGGREGATION_CHECK_INVARIANTS``), which cover no evicted nodes.
     inserts: int = 0
     generation: int = 0
-    #: Device slots that the batch launched last writes to, None where they are not known.
+    #: Device slots that the last launched batch writes to; None if unknown.
     written: torch.Tensor | None = None
-    #: Tokens that a request could take which is admitted now; the scheduler sets a better count.
+    #: Returns the tokens that a request admitted now could take; the scheduler sets a better count.
     room: Callable[[], int]
     _closing: bool = False
 
@@ -82,14 +86,14 @@ class BufferOnlyTree(StoredTree, HiRadixCache):
         with staging_buffer(pages, 0 if pages else gigabytes):
             super().__init__(params, server_args)
         if pages:
-            check_pages(pages, self.page_size, self.prefetch_threshold)
+            check_staging_pages(pages, self.page_size, self.prefetch_threshold)
         else:
             pages = self.token_to_kv_pool_host.page_num
             needed = minimum_pages(self.page_size, self.prefetch_threshold)
             check_size(gigabytes, pages, self.page_size, needed)
         controller, device = self.cache_controller, self.token_to_kv_pool_allocator
         self.room = lambda: int(device.available_size() + self.evictable_size())
-        settings = Settings(
+        settings = BufferSettings(
             page_size=self.page_size,
             prefetch_threshold=controller.prefetch_threshold,
             policy=self.prefetch_stop_policy,
@@ -101,7 +105,7 @@ class BufferOnlyTree(StoredTree, HiRadixCache):
         )
         self.drive(
             controller,
-            Stage(pages, *shares(pages)),
+            StagingPool(pages, *shares(pages)),
             settings,
             Copier(controller, lambda: self.forward_stream, lambda: self.written),
             over(self.tp_group),
@@ -129,17 +133,15 @@ class BufferOnlyTree(StoredTree, HiRadixCache):
         before = self.token_to_kv_pool_allocator.available_size()
         super().cache_unfinished_req(req, chunked=chunked)
         if self.token_to_kv_pool_allocator.available_size() > before:
-            # Another request had brought the same prefix: this one's own slots are free now, and
-            # the batch that was launched before still reads them.
+            # The prefix was in the tree already, so that the request's own slots are free now while
+            # the running batch still reads them.
             self.written = None
 
     # ---- prefetch, load back ----
 
     def request_prefetch(self, rid: str, key: RadixKey) -> None:
-        """Prefetch the part of ``key`` (a ``RadixKey``) that the store has and the tree has not.
-
-        At least one token of the prompt is always left to compute.
-        """
+        """Prefetch the part of ``key`` that the store has and the tree has not. At least one token
+        of the prompt is left to compute."""
         key, _ = self.maybe_bigram_convert(key[: len(key) - 1])
         self.buffer.prefetches.request(rid, key[: len(key) // self.page_size * self.page_size])
 
@@ -152,30 +154,30 @@ class BufferOnlyTree(StoredTree, HiRadixCache):
         match = super().match_prefix(params)
         if params.req is None:
             return match
-        # A request that is about to be admitted: SGLang counts what is in the staging buffer as it
-        # counts hits in host memory, in the device memory that the request needs and not in what it
-        # computes, and then calls ``init_load_back``.
+        # The request is about to be admitted. Report staged tokens as a host hit, because SGLang
+        # then reserves device memory for them, does not compute them and calls ``init_load_back``.
         key, _ = self.maybe_bigram_convert(params.key)
-        held = len(match.device_indices)
-        staged = self.buffer.prefetches.loadable(params.req.rid, held, len(key))
+        tree_tokens = len(match.device_indices)
+        staged = self.buffer.prefetches.loadable(params.req.rid, tree_tokens, len(key))
         return match._replace(host_hit_length=staged)
 
     @override
     def init_load_back(self, params: Any) -> Any:
         req: Req = params.req
-        held, tokens = len(req.prefix_indices), params.host_hit_length
-        # Not a hit in host memory: the scheduler says what it is.
+        tree_tokens, tokens = len(req.prefix_indices), params.host_hit_length
+        # Reset, because the scheduler reports it as a storage hit.
         req.host_hit_length = 0
-        loaded = self.buffer.prefetches.load(req.rid, held, tokens)
+        loaded = self.buffer.prefetches.load(req.rid, tree_tokens, tokens)
         return loaded or (req.prefix_indices[:0], req.last_node)
 
     @override
     def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
-        # A request that does not get in now asks again; its hits are taken when it runs.
+        # Not removed here, because a request that is not admitted asks again. The scheduler takes
+        # the number when the request runs.
         return int(self.prefetch_loaded_tokens_by_reqid.get(req_id, 0))
 
     def take_storage_hit(self, rid: str) -> int:
-        """Tokens that were loaded from the store for a request; the next answer is 0."""
+        """Return the tokens loaded from the store for a request and reset the number."""
         return int(self.prefetch_loaded_tokens_by_reqid.pop(rid, 0))
 
     @override
@@ -195,8 +197,8 @@ class BufferOnlyTree(StoredTree, HiRadixCache):
 
     @override
     def flush_write_through_acks(self) -> None:
-        # The scheduler calls this between steps, on some ways only; what it would look at is agreed
-        # on once a step.
+        # Nothing to do, because ``step`` processes the copies with an agreement once per step; the
+        # scheduler calls this between steps, and not on every path.
         pass
 
     @override
@@ -223,7 +225,7 @@ class BufferOnlyTree(StoredTree, HiRadixCache):
     def detach_storage_backend(self) -> tuple[bool, str]:
         if not self._closing:
             return False, NO_RUNTIME_CHANGE
-        self.cache_controller.storage_backend = None  # the pipelines have closed it
+        self.cache_controller.storage_backend = None  # already closed by the pipelines
         ok, message = super().detach_storage_backend()
         return ok, message
 
@@ -231,13 +233,13 @@ class BufferOnlyTree(StoredTree, HiRadixCache):
     def shutdown(self) -> None:
         self._closing = True
         if hasattr(self, "buffer") and not self.buffer.close():
-            return  # a call of the store still uses the backend; the process ends anyway
+            return  # leave the backend, because a store call still uses it; the process ends
         super().shutdown()
 
 
 @dataclass
 class PendingLast:
-    """SGLang's eviction order, with nodes that wait to be written last, because their KV exists
+    """SGLang's eviction order, but with nodes queued for backup last, because their KV exists
     nowhere else."""
 
     strategy: EvictionStrategy

@@ -150,7 +150,7 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[Moved]:
     seen: list[Any] = []
 
     def write(line: bytes) -> None:
-        event = msgspec.json.decode(line, type=observability.Event)
+        event = msgspec.json.decode(line, type=observability.RoomEvent)
         if isinstance(event, Moved):
             seen.append(event)
 

@@ -19,8 +19,8 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta.decode.tree import Retired
 from sglang.srt.disaggregation.delta.rank_agreement import unchanged
 from sglang.srt.mem_cache.buffer_only.host_pool import chosen_pages, staging_buffer
-from sglang.srt.mem_cache.buffer_only.settings import Settings, Share
-from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage
+from sglang.srt.mem_cache.buffer_only.settings import BufferSettings, Share
+from sglang.srt.mem_cache.buffer_only.staging import Copier, StagingPool
 from sglang.srt.mem_cache.buffer_only.stored_tree import StoredTree
 from sglang.srt.patchset import status
 from sglang.srt.patchset.flags import OFFLOAD
@@ -101,8 +101,8 @@ class OffloadTree(StoredTree, DecodeRadixTree):
         pages = pages or host.page_num
         self.drive(
             controller,
-            Stage(pages, Share(pages, pages), Share(0, 0)),
-            Settings(self.page_size, threshold, pass_prefix_keys=pass_prefix_keys),
+            StagingPool(pages, Share(pages, pages), Share(0, 0)),
+            BufferSettings(self.page_size, threshold, pass_prefix_keys=pass_prefix_keys),
             Copier(controller, lambda: self.forward_stream),
             unchanged,
             _collector(controller, args) if args.enable_metrics else None,
@@ -132,7 +132,7 @@ class OffloadTree(StoredTree, DecodeRadixTree):
         """Note that ``node`` is copied. Unlike in ``StoredTree`` it is not locked."""
         self._copied.add(node)
 
-    def let_go(self, node: TreeNode) -> None:
+    def unhold(self, node: TreeNode) -> None:
         """Forget the noted nodes when no copy is under way."""
         if not self.buffer.backups.copies.launches:
             self._copied.clear()

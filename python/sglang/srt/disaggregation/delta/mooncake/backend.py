@@ -1,14 +1,18 @@
-"""How Mooncake moves a chunk: the backend of a prefill rank's transfer pool.
+"""Mooncake backend of a prefill rank's transfer pool.
 
-The engine's blocking calls are made on threads of our own, and a handle is the ``Future`` of what
-goes of one chunk to one decode rank. Its asynchronous calls do not serve: asking how far a batch is
-(``get_batch_transfer_status``) waits until the batch has settled, and the engines of other
-accelerators have none. A call that hangs is under way until it returns, at most for the engine's
-own ``MC_TRANSFER_TIMEOUT``; it holds up transfers to its own decode rank, and keeps its thread, for
-which another one is started.
+The engine's blocking calls run on threads of our own; a handle is the ``Future`` of the calls for
+one chunk and one decode rank. The engine's asynchronous calls are not used, because a query of a
+batch's state (``get_batch_transfer_status``) waits until the batch has settled, and the engines of
+other accelerators have none. A hung call is in flight until it returns, at most for the engine's
+``MC_TRANSFER_TIMEOUT``. It delays transfers to its own decode rank and keeps its thread, which is
+replaced.
 
-SGLang's staging buffers gather head slices on the GPU by a worker of SGLang's own: with them the
+SGLang's staging buffers gather head slices on the GPU in a worker of SGLang's own; with them the
 whole group stays stock.
+
+Contract: transfer workers call ``post``, ``state``, ``release`` and ``complete``; the reader thread
+calls ``register`` and ``forget``; ``_send`` runs on the threads of ``Callers``. ``Callers`` and
+``MooncakeBackend`` have one lock each, not held during a call of the engine.
 """
 
 from __future__ import annotations
@@ -42,16 +46,16 @@ from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
 
 logger = logging.getLogger(__name__)
 
-#: Seconds after which a call counts as hanging, and no longer among the calls at one time. Well
-#: below MC_TRANSFER_TIMEOUT, because a call to a stopped rank lasts that long.
+#: Time after which a call counts as hung, and no longer as one of the concurrent calls. Well below
+#: MC_TRANSFER_TIMEOUT, because a call to a stopped rank lasts that long.
 _HANGS_S = 1.0
 
-#: What one call of the engine writes: rows of (source, target, bytes).
+#: Writes of one call of the engine: rows of (source, target, bytes).
 Batch = npt.NDArray[np.uint64]
 
 
 def obstacle() -> str:
-    """Why SGLang's own Mooncake transfer is needed; empty if ours serves."""
+    """Return why SGLang's own Mooncake transfer is needed; empty if ours can be used."""
     from sglang.srt.environ import envs
 
     name = "SGLANG_DISAGG_STAGING_BUFFER"
@@ -62,20 +66,20 @@ class Part(msgspec.Struct, frozen=True, eq=False):
     """The payload of a chunk."""
 
     pages: Pages
-    #: Its place among the room's destination pages.
+    #: Slice of the room's destination pages.
     place: slice
     #: With the last chunk only.
     metadata_slot: int | None
     state_pages: Any
-    #: Announcements (``MooncakeTransferInfo``) by session.
+    #: Session -> announcement (``MooncakeTransferInfo``).
     destinations: dict[str, Any]
 
 
-_SHUT_OUT = "an earlier transfer to decode rank {} failed, or it is gone; it must register again"
+_UNREGISTERED = "decode rank {}: an earlier transfer failed, or it is gone; it must register again"
 
 
 class _Call(NamedTuple):
-    """A handle: one call of the engine."""
+    """A handle: the engine's calls for one chunk and one decode rank."""
 
     room: int
     future: Future[State]
@@ -83,80 +87,82 @@ class _Call(NamedTuple):
 
 @dataclass(eq=False)
 class Registered:
-    """A decode rank, from one of its registrations to the next."""
+    """A decode rank, from one registration to the next."""
 
     #: SGLang's ``KVArgsRegisterInfo``.
     registration: Any
-    #: A write failed, or its process was replaced: nothing more goes to it.
+    #: True after a failed write or a replacement of its process: nothing more is written to it.
     has_failed: bool = False
 
 
 @dataclass
-class _Line:
-    """Calls to one decode rank that wait, and how many threads serve them or are about to."""
+class _CallQueue:
+    """Queued calls to one decode rank."""
 
     waiting: deque[tuple[Future[State], Callable[[], State]]] = field(default_factory=deque)
+    #: Number of threads that serve it, or will.
     turns: int = 0
 
 
 class Callers:
-    """At least two daemon threads that make blocking calls. Daemons, because an executor would wait
-    at exit for a call that hangs. Decode ranks take turns, each with at most ``at_once`` calls
-    (whatever it registers meanwhile) and never with one on each thread.
+    """At least two daemon threads that make blocking calls (an executor would wait at exit for a
+    hung call). Decode ranks take turns, each with at most ``at_once`` calls (also after it
+    registers again), and never with a call on every thread.
 
-    A thread whose call hangs is replaced, because the ranks of one stopped decode server could take
-    all threads.
+    The thread of a hung call is replaced, because otherwise the ranks of one stopped decode server
+    could take all threads.
     """
 
     def __init__(
         self, threads: int, at_once: int, spare: int = 0, hangs_s: float = _HANGS_S
     ) -> None:
-        """``spare``: most threads that replace others; ``hangs_s``: seconds after which a call
-        counts as hanging."""
+        """``spare``: maximum threads that replace others; ``hangs_s``: seconds after which a call
+        counts as hung."""
         threads = max(threads, 2)
         self._at_once = min(at_once, threads - 1)
         self._hangs_s, self._spare = hangs_s, spare
         self._lock = threading.Lock()
-        self._lines: dict[str, _Line] = {}
+        self._queues: dict[str, _CallQueue] = {}
         self._turns: SimpleQueue[str] = SimpleQueue()
-        #: When each call under way began; without those that hang, whose threads were replaced.
+        #: Call in flight -> its start time. A hung call is removed when its thread is replaced.
         self._began: dict[Future[State], float] = {}
         for _ in range(threads):
             threading.Thread(target=self._run, name="kv-mooncake", daemon=True).start()
 
     def replace_if_hanging(self, future: Future[State]) -> None:
-        """Start another thread for the one whose call began ``hangs_s`` ago. Called by the transfer
-        workers when they poll a call."""
-        hangs_since = time.monotonic() - self._hangs_s
-        # A system without threads fails no room: the next poll tries again.
+        """Replace the thread of a call that began ``hangs_s`` ago or earlier. Called by the
+        transfer workers when they poll a call."""
+        hung_since = time.monotonic() - self._hangs_s
+        # Ignore a failed start of a thread, because the next poll retries it.
         with self._lock, suppress(RuntimeError):
-            if self._spare and self._began.get(future, math.inf) <= hangs_since:
+            if self._spare and self._began.get(future, math.inf) <= hung_since:
                 threading.Thread(target=self._run, name="kv-mooncake", daemon=True).start()
                 del self._began[future]
                 self._spare -= 1
 
     def submit(self, peer: str, call: Callable[..., State], *arguments: Any) -> Future[State]:
+        """Queue a call for ``peer``. Return its future."""
         future: Future[State] = Future()
         with self._lock:
-            line = self._lines.setdefault(peer, _Line())
-            line.waiting.append((future, partial(call, *arguments)))
-            if line.turns < self._at_once:
-                line.turns += 1
+            queue = self._queues.setdefault(peer, _CallQueue())
+            queue.waiting.append((future, partial(call, *arguments)))
+            if queue.turns < self._at_once:
+                queue.turns += 1
                 self._turns.put(peer)
         return future
 
     def _run(self) -> None:
-        use_batch_scheduling()  # as the transfer workers: these threads take the GIL, too
+        use_batch_scheduling()  # like the transfer workers, because these threads take the GIL too
         while True:
             peer = self._turns.get()
             with self._lock:
-                line = self._lines[peer]
-                if not line.waiting:
-                    line.turns -= 1
-                    if not line.turns:
-                        del self._lines[peer]
+                queue = self._queues[peer]
+                if not queue.waiting:
+                    queue.turns -= 1
+                    if not queue.turns:
+                        del self._queues[peer]
                     continue
-                future, call = line.waiting.popleft()
+                future, call = queue.waiting.popleft()
                 self._began[future] = time.monotonic()
             if future.set_running_or_notify_cancel():
                 try:
@@ -165,14 +171,14 @@ class Callers:
                     future.set_exception(error)
             self._turns.put(peer)
             with self._lock:
-                if self._began.pop(future, None) is None:  # it was replaced
+                if self._began.pop(future, None) is None:  # this thread was replaced
                     self._spare += 1
                     return
 
 
 class MooncakeBackend:
-    """``transfer_backend.Backend``. A decode rank to which a write failed gets nothing more until
-    it registers again."""
+    """``transfer_backend.Backend``. After a failed write, nothing more is written to a decode rank
+    until it registers again."""
 
     def __init__(
         self,
@@ -183,10 +189,15 @@ class MooncakeBackend:
         registered: dict[str, Any],
         callers: Callers,
     ) -> None:
-        """``describe``: what goes to the decode rank of an announcement, by its registration, as
-        batches, each with what it is. ``complete`` notifies the decode rank of an announcement;
-        ``is_stopped``: whether a room was given up. ``registered``: SGLang's
-        ``decode_kv_args_table``, which is written here."""
+        """Create the backend.
+
+        Args:
+            describe: returns the batches of a payload for an announcement and a registration, each
+                with a name for errors.
+            complete: notifies the decode rank of an announcement.
+            is_stopped: returns True if a room was given up.
+            registered: SGLang's ``decode_kv_args_table``, written here.
+        """
         self._engine = engine
         self._describe = describe
         self._complete = complete
@@ -194,36 +205,36 @@ class MooncakeBackend:
         self._registered = registered
         self._callers = callers
         self._ranks: dict[str, Registered] = {}
-        #: Of ``_ranks`` and ``_registered``.
+        #: Guards ``_ranks`` and ``_registered``.
         self._lock = threading.Lock()
 
     def post(self, chunk: Chunk, peer: str) -> list[_Call]:
-        """KV, state and metadata of one chunk to one peer, in this order. They are described when
-        the call begins, so that only page indices wait behind a call that hangs."""
+        """Queue KV, state and metadata of one chunk to one peer, in this order. The memory is
+        described when the call begins, so that a queued call keeps only page indices."""
         rank = self._ranks.get(peer)
         if rank is None or rank.has_failed:
-            raise TransferError(Reason.PEER_LOST, _SHUT_OUT.format(peer))
+            raise TransferError(Reason.PEER_LOST, _UNREGISTERED.format(peer))
         part = chunk.payload
         future = self._callers.submit(peer, self._send, part, part.destinations[peer], rank)
         return [_Call(chunk.room, future)]
 
     def _send(self, part: Part, to: Any, rank: Registered) -> State:
-        """On one of the threads."""
+        """Write one chunk to one decode rank, on a thread of ``Callers``."""
         peer: str = to.mooncake_session_id
         rows = moved = 0
-        for what, batch in self._describe(part, to, rank.registration):
+        for name, batch in self._describe(part, to, rank.registration):
             if self._is_stopped(to.room):
-                return State.DROPPED  # it waited behind a call that took long
+                return State.DROPPED  # the room ended while a slow call delayed this one
             if rank.has_failed:
-                raise TransferError(Reason.PEER_LOST, _SHUT_OUT.format(peer))
+                raise TransferError(Reason.PEER_LOST, _UNREGISTERED.format(peer))
             if status := self._engine.batch_transfer_sync(peer, *batch.T.tolist()):
                 logger.error("transfers to decode rank %s fail until it registers again", peer)
                 rank.has_failed = True
-                if to.is_ours:  # it registers again when it learns that it is unknown
+                if to.is_ours:  # a patched rank registers again when it learns that it is unknown
                     self.forget(peer, rank)
                 raise TransferError(
                     Reason.TRANSPORT,
-                    f"Mooncake could not write {what} to decode rank {peer} (status {status})",
+                    f"Mooncake could not write {name} to decode rank {peer} (status {status})",
                 )
             rows, moved = rows + len(batch), moved + int(batch[:, 2].sum())
         STATS.observe("kv_transfer_descriptors", rows)
@@ -231,7 +242,7 @@ class MooncakeBackend:
         return State.DONE
 
     def state(self, call: _Call) -> State:
-        """An error says nothing about the other writes of the batch: they may still land."""
+        """Return the state of a call. After an error, other writes of its batch may still land."""
         if self._is_stopped(call.room) and call.future.cancel():
             return State.DROPPED
         if not call.future.done():
@@ -240,18 +251,18 @@ class MooncakeBackend:
         return call.future.result()
 
     def release(self, call: _Call) -> None:
-        """The engine has freed what the call took."""
+        """Do nothing, because the engine has freed the call's resources."""
 
     def complete(self, chunk: Chunk) -> None:
-        """Send each decode rank the status that SGLang's own worker sends."""
+        """Send each decode rank the status message of SGLang's own worker."""
         for announcement in chunk.payload.destinations.values():
             self._complete(announcement)
 
     # ---- decode ranks ----
 
     def register(self, registration: Any) -> None:
-        """Register a decode rank. Results of calls for its earlier registration are ignored; if
-        another process registers under its address, those calls write no more."""
+        """Register a decode rank. Results of calls for its earlier registration are ignored. If
+        another process registers under its address, those calls write no further batch."""
         peer = registration.mooncake_session_id
         with self._lock:
             before = self._ranks.get(peer)
@@ -260,7 +271,7 @@ class MooncakeBackend:
             self._ranks[peer], self._registered[peer] = Registered(registration), registration
 
     def forget(self, peer: str, rank: Registered | None = None) -> None:
-        """It is gone; ``rank``: only if that is its registration now."""
+        """Remove a decode rank; with ``rank``, only if that is its current registration."""
         with self._lock:
             if rank in (None, self._ranks.get(peer)):
                 self._ranks.pop(peer, None)

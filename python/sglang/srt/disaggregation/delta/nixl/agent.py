@@ -1,8 +1,11 @@
-"""How SGLang's NIXL agent is made, and whether the installed NIXL will do (``obstacle``).
+"""Configuration of SGLang's NIXL agent, and the check of the installed NIXL (``obstacle``).
 
-Made safe for several threads, and asleep while nothing arrives. SGLang makes its agent in the
-middle of a constructor, from classes that it looks up there. They are exchanged meanwhile, and
-listed in ``patchset/table.py``.
+The agent is made safe for several threads, with a progress thread that sleeps while idle. SGLang
+creates the agent in the middle of a constructor, from classes that it looks up there, which are
+exchanged during the call (listed in ``patchset/table.py``).
+
+Contract: the context managers replace names of the binding for the whole process, so that no other
+thread may create agents inside them.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from sglang.srt.patchset.attach import exchanged
 
 logger = logging.getLogger(__name__)
 
-#: The first release with thread synchronisation modes for agents and strided descriptor lists.
-#: As in the extras of pyproject.toml.
+#: First release with thread synchronisation modes for agents and strided descriptor lists. Keep
+#: equal to the extras in pyproject.toml.
 NEEDED = "1.5"
 
 _CONFIG = ("sync_mode", "capture_telemetry")
@@ -48,18 +51,17 @@ def configured_agents(workers: int = 0) -> Iterator[None]:
     """Make agents created inside this block safe for ``workers`` posting threads (0: receive only),
     with a progress thread that pauses.
 
-    NIXL's default is no thread synchronisation at all, and SGLang leaves it at that: it posts from
-    its scheduler's thread alone. We ask for readers and writers: posts, polls and releases run side
-    by side. With strict synchronisation a release waits for the whole of another thread's post, and
-    it does so holding the interpreter's lock. Posts over one UCX worker would still wait for each
-    other, so every thread gets one of its own.
+    NIXL's default is no thread synchronisation, which SGLang keeps, because it posts only from its
+    scheduler thread. Use the reader-writer mode, in which posts, polls and releases run in
+    parallel; with strict synchronisation a release would wait for another thread's whole post,
+    holding the GIL. Give each thread a UCX worker, because posts over one worker would wait for
+    each other.
 
-    NIXL's own progress thread never sleeps: its Python binding asks for a pause of zero. With any
-    other pause it waits for the transport's events, and polls by itself once a pause. Not for use
-    while other threads make agents.
+    NIXL's own progress thread never sleeps, because its Python binding sets a pause of zero; with
+    any other pause the thread waits for the transport's events and polls once per pause.
 
     Raises:
-        ValueError: ``SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY`` is no number.
+        ValueError: ``SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY`` is not a number.
     """
     from nixl import _api
 
@@ -74,11 +76,11 @@ def configured_agents(workers: int = 0) -> Iterator[None]:
         stock: Any = _api.nixl_agent
 
         class Agent(stock):
-            """With ``workers`` UCX workers beside those of NIXL's own threads, which Python
-            callers cannot ask for."""
+            """Agent with ``workers`` UCX workers in addition to those of NIXL's own threads, which
+            Python callers cannot set."""
 
             def create_backend(self, backend: str, options: dict[str, str]) -> None:
-                # ``num_workers`` is a total: NIXL's thread pool takes ``num_threads`` of it.
+                # ``num_workers`` includes the ``num_threads`` of NIXL's thread pool.
                 total = int(options.get("num_threads", 0)) + workers
                 super().create_backend(backend, {**options, "num_workers": str(total)})
 
@@ -90,8 +92,7 @@ def configured_agents(workers: int = 0) -> Iterator[None]:
 @contextmanager
 def pausing_agents() -> Iterator[None]:
     """Give agents created inside this block a progress thread with our pause, and their native
-    threads SCHED_BATCH. For a later SGLang: all else stays the binding's, and its agents are safe
-    for several threads as they are."""
+    threads SCHED_BATCH. For a later SGLang, whose agents are safe for several threads."""
     from nixl import _api
 
     with ExitStack() as stack:
@@ -105,12 +106,14 @@ def pausing_agents() -> Iterator[None]:
 
 
 def _with_delay(api: Any, delay: environment.Variable[int]) -> dict[str, Any]:
-    """The binding's settings, with ``pthrDelay`` as we want it: Python callers cannot give it."""
+    """Return replacements of the binding's settings that set ``pthrDelay``, which Python callers
+    cannot set; empty if NIXL has no such setting."""
     delay_us = delay.read()
     stock: Any = getattr(getattr(api, "nixlBind", None), "nixlAgentConfig", None)
     if stock is None or not hasattr(stock, "pthrDelay"):
         logger.warning(
-            "this NIXL does not accept %s; its progress thread polls without a pause", delay.name
+            "NIXL does not accept %s: its progress thread polls without a pause and takes a core",
+            delay.name,
         )
         return {}
 
@@ -121,14 +124,14 @@ def _with_delay(api: Any, delay: environment.Variable[int]) -> dict[str, Any]:
     return {"nixlBind.nixlAgentConfig": Delayed}
 
 
-# ---- is this NIXL new enough? Asked before anything is bound ----
+# ---- check of the installed NIXL, before anything is bound ----
 
 
 def obstacle() -> str:
     """Return why asynchronous transfer cannot use this NIXL or its chosen backend; empty if it can.
 
-    Only NIXL's UCX backend reports a write as done when its bytes are in the peer's memory, and
-    the note that completes a room relies on that (``NixlBackend.state``). LIBFABRIC reports local
+    Only the UCX backend reports a write as done when its bytes are in the peer's memory, on which
+    the notification of a complete room relies (``NixlBackend.state``). LIBFABRIC reports local
     completion.
     """
     from packaging.version import Version
@@ -145,7 +148,7 @@ def obstacle() -> str:
         from nixl import _api
     except ImportError as error:
         return f"nixl {NEEDED} or newer is needed, and cannot be imported: {error}"
-    # ``nixl`` hands on the classes of a package for the CUDA that is there. One that was built from
+    # ``nixl`` re-exports the classes of the package for the installed CUDA. A package built from
     # source has no version.
     agent, config = getattr(_api, "nixl_agent", None), getattr(_api, "nixl_agent_config", None)
     origin = getattr(agent, "__module__", "nixl").partition(".")[0].replace("_", "-")
@@ -157,9 +160,9 @@ def obstacle() -> str:
     if found and Version(found) < Version(NEEDED):
         return f"{name} {found} is installed, {NEEDED} or newer is needed"
     has_modes = hasattr(getattr(_api, "nixl_thread_sync_t", None), "NIXL_THREAD_SYNC_RW")
-    known = inspect.signature(config).parameters if callable(config) else {}
+    parameters = inspect.signature(config).parameters if callable(config) else {}
     missing = [] if has_modes else ["NIXL_THREAD_SYNC_RW"]
-    missing += [f"nixl_agent_config({each}=...)" for each in _CONFIG if each not in known]
-    missing += [f"nixl_agent.{each}" for each in _AGENT if not hasattr(agent, each)]
+    missing += [f"nixl_agent_config({name}=...)" for name in _CONFIG if name not in parameters]
+    missing += [f"nixl_agent.{method}" for method in _AGENT if not hasattr(agent, method)]
     text = f"{name} {found or '(of unknown version)'} has no {', '.join(missing)}"
     return text if missing else ""

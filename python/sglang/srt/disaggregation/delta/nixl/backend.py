@@ -1,20 +1,23 @@
-"""How NIXL moves a chunk: the backend of a prefill rank's transfer pool.
+"""NIXL backend of a prefill rank's transfer pool: describes and posts chunks, and notifies decode's
+ranks of complete rooms.
 
-It describes the chunk to NIXL, posts it, and tells decode's ranks when it is there.
-
-A notification goes from prefill to decode when everything else of the room is in decode's memory.
-Decode ranks that take metadata in it get one for each room and writer: a *writer* is a number that
-no other prefill rank of the room has.
+Prefill sends a notification (*note*) when everything else of the room is in decode's memory. Decode
+ranks that take metadata in the note get one per room and writer; the *writer* is unique among the
+room's prefill ranks.
 
     <room>_done_<writer>_<metadata>      a msgpack list of bytes, one for each metadata buffer
 
-All others get stock SGLang's, with one change: stock names only the pipeline stage of the sender,
-ours the writer. Where several ranks write for one decode rank (tensor parallelism), the first one
-to finish would otherwise count for all. A stock decode server reads both alike.
+All other decode ranks get stock SGLang's notes, with one change: they name the writer instead of
+only the sender's pipeline stage. If several ranks write for one decode rank (tensor parallelism),
+the first one to finish would otherwise count for all. A stock decode server reads both forms.
 
     <room>_kv_<chunk>_<is last>_<writer>
     <room>_aux_<writer>          stock: <room>_aux
     <room>_state_<writer>
+
+Contract: each chunk is posted, polled and released by one transfer worker's thread; several workers
+call at the same time. ``Peers`` has the lock for peers and their lists; the agent is thread-safe
+(``agent.configured_agents``).
 """
 
 from __future__ import annotations
@@ -52,25 +55,25 @@ from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
 logger = logging.getLogger(__name__)
 
 _STATES = {"PROC": State.IN_PROGRESS, "DONE": State.DONE, "ERR": State.ERROR}
-#: (address, length): a copy of that host memory of this process.
+#: Returns a copy of this process's host memory at (address, length).
 read_memory: Callable[[int, int], bytes] = ctypes.string_at
 
 
 def done(room: int, writer: int, metadata: Sequence[bytes]) -> bytes:
-    """The note that completes ``room`` for one writer."""
+    """Return the note that completes ``room`` for one writer."""
     return f"{room}_done_{writer}_".encode() + msgspec.msgpack.encode(list(metadata))
 
 
 def stock_notes(room: int, writer: int, has_state: bool) -> list[bytes]:
-    """The notes that complete ``room`` for one writer where the metadata were written too. Stock
-    counts chunks. They all have landed, so one note stands for them: the only one of one."""
+    """Return the notes that complete ``room`` for one writer if the metadata were written. Stock
+    counts chunks; because all have landed, they are announced as a single chunk."""
     kinds = ["kv_0_1", *["state"] * has_state, "aux"]
     return [f"{room}_{kind}_{writer}".encode() for kind in kinds]
 
 
 @dataclass(eq=False)
 class _Transfer:
-    """One chunk to one peer: what it took, for the statistics. Seconds."""
+    """One chunk to one peer, with its statistics; durations in seconds."""
 
     chunk: Chunk
     peer: str
@@ -80,29 +83,29 @@ class _Transfer:
     ended_at: float = 0.0
     descriptors: int = 0
     bytes: int = 0
-    #: Handles that are not released.
+    #: Handles not released.
     open: int = 0
     is_broken: bool = False
 
 
 @dataclass(eq=False)
 class _Posted:
-    """A handle of NIXL's, with what keeps it valid and what it belongs to."""
+    """A NIXL handle, with its transfer and the objects that it needs."""
 
     handle: Any
     peer: Peer
     transfer: _Transfer
-    #: NIXL reads the lists that a transfer was selected from.
+    #: Prepared lists that a selected transfer reads; kept alive.
     lists: tuple[Any, ...] = field(default=(), repr=False)
 
 
 class NixlBackend:
     """``transfer_backend.Backend``; the payload of a chunk is a ``ChunkPayload``.
 
-    Each peer gets the chunk's KV, and with the last chunk the state, where the model has one. The
-    metadata travel in the note that completes the room, or are written too where the peer does not
-    take them there. No write carries a note of its own: NIXL would send it whenever the write
-    settles, also after its room was given up here.
+    Each peer gets the chunk's KV, and with the last chunk the model's state, if any. The metadata
+    are sent in the completing note, or written if the peer does not take them there. Writes carry
+    no note of their own, because NIXL would send it whenever the write settles, also after its room
+    was given up here.
     """
 
     def __init__(
@@ -128,36 +131,37 @@ class NixlBackend:
     # ---- transfer_backend.Backend ----
 
     def post(self, chunk: Chunk, peer: str) -> Iterator[_Posted]:
-        """KV, state and metadata of one chunk to one peer."""
-        load: ChunkPayload = chunk.payload
-        to = load.destinations[peer]
+        """Post KV, state and metadata of one chunk to one peer. Yield each handle before its
+        post."""
+        payload: ChunkPayload = chunk.payload
+        to = payload.destinations[peer]
         began = self._clock()
         transfer = _Transfer(chunk, peer, began, ended_at=began)
         known = self._peers.hold(peer)
         try:
-            if len(load.pages):
+            if len(payload.pages):
                 pair = known.pair("kv", to.pool_pages, self._layout.kv)
                 if pair.source.bases:  # else a replica sends it
                     may_prepare = to.pool_pages is not None
                     yield from self._pages(
-                        pair, load.pages, to.pages, "VRAM", known, transfer, may_prepare
+                        pair, payload.pages, to.pages, "VRAM", known, transfer, may_prepare
                     )
-                    count_sent(chunk.room, peer, load.pages, to.pages, transfer.bytes)
-            if len(load.state_pages):  # with the last chunk
-                if len(load.state_pages) != len(to.state_pages):
+                    count_sent(chunk.room, peer, payload.pages, to.pages, transfer.bytes)
+            if len(payload.state_pages):  # with the last chunk
+                if len(payload.state_pages) != len(to.state_pages):
                     raise TransferError(
                         Reason.MISMATCH,
-                        f"room {chunk.room}: {len(load.state_pages)} pages of state, and decode "
+                        f"room {chunk.room}: {len(payload.state_pages)} pages of state, and decode "
                         f"rank {peer} listed {len(to.state_pages)}",
                     )
                 pair, before = self._layout.state(known.info), transfer.bytes
                 yield from self._pages(
-                    pair, load.state_pages, to.state_pages, "VRAM", known, transfer, False
+                    pair, payload.state_pages, to.state_pages, "VRAM", known, transfer, False
                 )
                 STATS.count("kv_transfer_sent_bytes", transfer.bytes - before)
             if chunk.is_last and not self._is_in_note(to):
                 ours, theirs = (
-                    np.array([slot], np.int32) for slot in (load.metadata_slot, to.metadata_slot)
+                    np.array([slot], np.int32) for slot in (payload.metadata_slot, to.metadata_slot)
                 )
                 pair = known.pair("metadata", to.metadata_slots, self._layout.metadata)
                 may_prepare = to.metadata_slots is not None
@@ -173,15 +177,16 @@ class NixlBackend:
         STATS.observe("kv_transfer_descriptors", transfer.descriptors)
         STATS.observe("kv_transfer_bytes", transfer.bytes)
         if not transfer.open:
-            self._log(transfer)  # a full hit, or a replica: there is nothing to wait for
+            self._log(transfer)  # a full hit or a replica has no handle to wait for
 
     def state(self, posted: _Posted) -> State:
-        """NIXL raises where the peer is gone, which ends the transfer as any other error does.
+        """Return the state of a posted handle. Raises if the peer is gone, which ends the transfer
+        like any other error.
 
-        Its UCX backend, the one that SGLang uses by default, ends each transfer with a flush of the
-        endpoints that it went through (``sendXferRange`` in ``ucx_backend.cpp``), and UCX completes
-        that when all writes before it are complete at the target. So DONE means that every byte is
-        in decode's memory, and a note that is sent after it arrives after them.
+        DONE means that every byte is in decode's memory, so that a later note arrives after them:
+        NIXL's UCX backend (SGLang's default) ends each transfer with a flush of its endpoints
+        (``sendXferRange`` in ``ucx_backend.cpp``), which UCX completes when all earlier writes are
+        complete at the target.
         """
         try:
             state = _STATES[self._agent.check_xfer_state(posted.handle)]
@@ -193,7 +198,7 @@ class NixlBackend:
         return state
 
     def release(self, posted: _Posted) -> None:
-        """Free NIXL's request, and let go of the peer."""
+        """Release NIXL's handle and the peer, and record the transfer's statistics."""
         transfer = posted.transfer
         transfer.open -= 1
         if not transfer.is_broken:
@@ -201,7 +206,7 @@ class NixlBackend:
                 try:
                     microseconds = self._agent.get_xfer_telemetry(posted.handle).xferDuration
                     STATS.observe("kv_transfer_transport_seconds", microseconds / 1e6)
-                except Exception as error:  # whatever it is, the transfer is done
+                except Exception as error:  # the transfer is complete in any case
                     self._has_telemetry = False
                     logger.warning(
                         "NIXL gives no telemetry (%r): sglang:kv_transfer_transport_seconds stays "
@@ -216,14 +221,15 @@ class NixlBackend:
             self._peers.release(posted.peer)
 
     def complete(self, chunk: Chunk) -> None:
-        """One note to each peer of ours, with the metadata; those of stock SGLang to others."""
-        load, room, ours = chunk.payload, chunk.room, self._layout.ours
-        slot: int = load.metadata_slot
+        """Notify each peer of the complete room: with one note that has the metadata, or with stock
+        SGLang's notes."""
+        payload, room, ours = chunk.payload, chunk.room, self._layout.ours
+        slot: int = payload.metadata_slot
         notes: dict[str, list[bytes]] = {}
         for name in chunk.peers:
-            if self._is_in_note(load.destinations[name]):
+            if self._is_in_note(payload.destinations[name]):
                 if not 0 <= slot < ours.aux_data_lens[0] // ours.aux_item_lens[0]:
-                    text = f"metadata slot {slot} is not one of this rank's"
+                    text = f"room {room}: metadata slot {slot} does not exist on this rank"
                     raise TransferError(Reason.MISMATCH, text)
                 metadata = [
                     read_memory(base + slot * length, length)
@@ -231,7 +237,7 @@ class NixlBackend:
                 ]
                 notes[name] = [done(room, self._writer, metadata)]
             else:
-                notes[name] = stock_notes(room, self._writer, len(load.state_pages) > 0)
+                notes[name] = stock_notes(room, self._writer, len(payload.state_pages) > 0)
         for name in chunk.peers:
             peer = self._peers.hold(name)
             try:
@@ -247,13 +253,14 @@ class NixlBackend:
     def _is_in_note(self, to: Destination) -> bool:
         return to.takes_metadata and self._fits_a_note
 
-    # ---- how it is described and posted ----
+    # ---- description and post ----
 
     def _pages(
         self, pair: Pair, source: Pages, destination: Pages, memory: str, peer: Peer,
         transfer: _Transfer, may_prepare: bool,
     ) -> Iterator[_Posted]:  # fmt: skip
-        """Pages of a pair of pools, as ranges or selected from the prepared lists."""
+        """Post pages of a pair of pools, as ranges or selected from prepared lists. Yield the
+        handle before the post."""
         began = self._clock()
         try:
             pair.source.check(source)
@@ -288,8 +295,7 @@ class NixlBackend:
         transfer.build_s += self._clock() - began
         posted = _Posted(handle, self._peers.share(peer), transfer, (ours, theirs))
         transfer.open += 1
-        # First: what is in flight is waited for and released, also if posting raises half way.
-        yield posted
+        yield posted  # before the post, so that the handle is released also if the post raises
         began = self._clock()
         with self._peers.posting():
             state = self._agent.transfer(handle)
@@ -298,7 +304,8 @@ class NixlBackend:
             raise TransferError(Reason.TRANSPORT, f"NIXL refused a transfer to {peer.name}")
 
     def _drop_if_disconnected(self, peer: Peer, error: Exception) -> None:
-        """NIXL never reaches a peer again that it lost: it has to register anew."""
+        """Forget ``peer`` after a disconnect, because NIXL never reconnects to a lost peer; the
+        peer has to register again."""
         if type(error).__name__ == "nixlRemoteDisconnectError":
             self._peers.forget(peer.name)
 

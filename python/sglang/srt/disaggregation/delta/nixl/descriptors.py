@@ -1,16 +1,16 @@
-"""What is moved: a chunk of a room, and its memory as arrays.
+"""Descriptors of a chunk of a room: its pages, and their memory as arrays.
 
-A chunk says which pages go where: the same pages in every buffer of a rank, to the peer's pages.
-NIXL is told of it in merged ranges of memory, or in indices into lists that were prepared. Ranges
-are built for each chunk, one for each run of pages that are neighbours on both sides. Prepared
-lists describe a whole pool once, one slot (page) of one buffer an entry, and a chunk only selects;
-nothing is merged, so that a chunk of neighbouring pages costs more than it has to.
+A chunk maps pages of this rank to pages of the peer, in every buffer. NIXL gets it as merged ranges
+of memory, or as indices into prepared lists. Ranges are built per chunk, one for each run of pages
+that are consecutive on both sides. Prepared lists describe a whole pool once, with an entry per
+slot (page) of each buffer, and a chunk only selects entries; nothing is merged, so that a chunk of
+consecutive pages costs more than necessary.
 
-Between ranks of different tensor parallel sizes a slot is a part of a token: some of its heads.
-Such slots are never neighbours, so there is a range for each of them.
+Between ranks of different tensor parallel sizes a slot is some heads of one token. Such slots are
+never consecutive, so that each has its own range.
 
-Nothing here knows NIXL, but the arrays are what it takes: rows of (address, length, device) in
-uint64, and selectors in int32.
+No NIXL here, but its formats: rows of (address, length, device) in uint64, selectors in int32.
+Contract: pure functions and immutable data, for any thread.
 """
 
 from __future__ import annotations
@@ -23,41 +23,43 @@ import numpy.typing as npt
 
 from sglang.srt.disaggregation.delta.pages import Pages
 
-#: Rows of numbers, unsigned since an address may be 2**63 or more.
+#: Rows of numbers, unsigned because an address may be 2**63 or more.
 Rows = npt.NDArray[np.uint64]
 #: Indices into a prepared list, 1-D.
 Selectors = npt.NDArray[np.int32]
 
-_MOST_SELECTORS = 2**31
+#: Maximum entries of a prepared list, because selectors are int32.
+_MAX_SELECTORS = 2**31
 _ADDRESSES = 2**64
 
 
-# ---- what of a room is one chunk ----
+# ---- a chunk of a room ----
 
 
 class Destination(msgspec.Struct, frozen=True, eq=False):
-    """Where a chunk goes at one decode rank."""
+    """Destination of a chunk on one decode rank."""
 
     pages: Pages
-    #: With the last chunk, where this rank has state.
+    #: Empty except with the last chunk of a model with state.
     state_pages: Pages
     metadata_slot: int
-    #: Pages of its pool and slots of its metadata; None where it did not say (a stock peer).
+    #: Pages of its pool and slots of its metadata; None if not announced (a stock peer).
     pool_pages: int | None
     metadata_slots: int | None
-    #: It takes the metadata in the note that completes the room, and its slot is not written to.
+    #: True if it takes the metadata in the completing notification, so that its slot is not
+    #: written.
     takes_metadata: bool = False
 
 
 class ChunkPayload(msgspec.Struct, frozen=True, eq=False):
-    """The payload of a ``transfer_backend.Chunk``: what goes from where to where, nothing live."""
+    """The payload of a ``transfer_backend.Chunk``: source and destinations, as plain data."""
 
     chunk_id: int
     pages: Pages
     #: With the last chunk only.
     metadata_slot: int | None
     state_pages: Pages
-    #: By the name of the peer.
+    #: Name of the peer -> destination.
     destinations: dict[str, Destination]
 
 
@@ -65,29 +67,29 @@ class ChunkPayload(msgspec.Struct, frozen=True, eq=False):
 
 
 class SelectorOverflow(ValueError):
-    """A pool has more entries than a selector can name: send ranges instead."""
+    """Raised if a pool has more entries than selectors can index: send ranges instead."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Which heads of every token are the slots of a pool, where they are not whole pages."""
+    """Heads of every token that are the slots of a pool, if slots are not whole pages."""
 
-    #: Counted from the first that the rank holds.
+    #: Relative to the rank's first head.
     first: int
     count: int
-    #: Tokens of a page.
+    #: Tokens per page.
     page: int
-    #: Bytes from a token to the next, by buffer.
+    #: Bytes from one token to the next, by buffer.
     token_lens: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Pool:
-    """The memory of one side: ``slots`` pages in each of some buffers (K and V of every layer), or
-    some heads of ``slots`` tokens.
+    """The memory of one side: ``slots`` pages, or some heads of ``slots`` tokens, in each buffer (K
+    and V of every layer).
 
-    The destination's numbers come from what the peer registered and announced, never from ours: it
-    may have another number of slots. Its buffers are listed in the order of ours.
+    The destination's numbers come from the peer's registration and announcement, never from ours,
+    because the peer may have another number of slots. Buffers have the same order on both sides.
     """
 
     #: Address of slot 0, by buffer.
@@ -95,7 +97,7 @@ class Pool:
     #: Bytes of a slot, by buffer.
     item_lens: tuple[int, ...]
     slots: int
-    #: The GPU, as its side numbers them; 0 for host memory.
+    #: GPU number on its side; 0 for host memory.
     device: int
     #: None: slots are whole pages.
     heads: Heads | None = None
@@ -104,7 +106,7 @@ class Pool:
         if not len(self.bases) == len(self.item_lens) == len(self.strides):
             raise ValueError(f"{len(self.bases)} buffers with {len(self.item_lens)} lengths")
         if self.slots < 1 or self.device < 0 or self.slots % self.slots_a_page:
-            raise ValueError(f"{self.slots} slots on device {self.device} cannot be")
+            raise ValueError(f"{self.slots} slots on device {self.device} are invalid")
         for base, item_len, stride in zip(self.bases, self.item_lens, self.strides, strict=True):
             end = base + (self.slots - 1) * stride + item_len
             if base < 0 or not 1 <= item_len <= stride or end > _ADDRESSES:
@@ -115,24 +117,24 @@ class Pool:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Bytes from a slot to the next, by buffer."""
+        """Bytes from one slot to the next, by buffer."""
         return self.heads.token_lens if self.heads else self.item_lens
 
     @property
     def slots_a_page(self) -> int:
-        """1, or the tokens of a page."""
+        """Slots per page: 1, or the tokens of a page."""
         return self.heads.page if self.heads else 1
 
     @property
     def entries(self) -> int:
-        """Entries of its prepared list."""
+        """Number of entries of its prepared list."""
         return len(self.bases) * self.slots
 
     def check(self, pages: Pages) -> None:
-        """Whether the pool has all these pages.
+        """Check that the pool has all ``pages``.
 
         Raises:
-            ValueError: it has not; the text has the page.
+            ValueError: a page is not in the pool; the text names it.
         """
         count = self.slots // self.slots_a_page
         if pages.size and not 0 <= int(pages.min()) <= int(pages.max()) < count:
@@ -141,11 +143,11 @@ class Pool:
 
 
 def check_pair(source: Pool, destination: Pool) -> None:
-    """Whether one can be written to the other, slot for slot.
+    """Check that ``source`` can be written to ``destination``, slot for slot.
 
     Raises:
-        ValueError: buffers differ in number, or in the bytes of a slot, or pages in the number of
-            slots. (The number of slots of a pool may.)
+        ValueError: the pools differ in the number of buffers, bytes of a slot, or slots per page.
+            (Their numbers of slots may differ.)
     """
     if source.slots_a_page != destination.slots_a_page:
         raise ValueError(
@@ -164,7 +166,7 @@ def _lengths(pool: Pool) -> str:
 
 
 def _slots_of(pages: Pages, heads: Heads | None) -> npt.NDArray[np.int64]:
-    """The slots of these pages, in their order."""
+    """Return the slots of ``pages``, in order."""
     slots = pages.astype(np.int64)
     if heads is None:
         return slots
@@ -176,7 +178,7 @@ def _slots_of(pages: Pages, heads: Heads | None) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Runs:
-    """Slots in runs: each of ``counts`` pages from ``sources`` and ``destinations`` on. 1-D."""
+    """Runs of consecutive slots: first source, first destination and count of each, 1-D."""
 
     sources: Rows
     destinations: Rows
@@ -187,20 +189,20 @@ class Runs:
 
 
 def runs_of(source_pages: Pages, destination_pages: Pages, heads: Heads | None = None) -> Runs:
-    """The pages in their order, with neighbours merged where they rise by one on *both* sides; or
-    their tokens, each a run of its own, where only ``heads`` of them are moved.
+    """Return the pages as runs, in order: pages that increase by one on *both* sides are merged, or
+    with ``heads`` each token is a run.
 
-    Neither side has to be sorted, and pages may repeat: with a radix tree they do.
+    Neither side is sorted in general, and pages may repeat, because of the radix tree.
 
     Raises:
-        ValueError: the two sides list different numbers of pages.
+        ValueError: the two sides have different numbers of pages.
     """
     if source_pages.shape != destination_pages.shape or source_pages.ndim != 1:
         raise ValueError(f"{source_pages.size} pages cannot be written to {destination_pages.size}")
     size = len(source_pages)
     if not size:
-        nothing = np.empty(0, np.uint64)
-        return Runs(nothing, nothing, nothing)
+        empty = np.empty(0, np.uint64)
+        return Runs(empty, empty, empty)
     sources, destinations = _slots_of(source_pages, heads), _slots_of(destination_pages, heads)
     if heads is not None:
         ones = np.ones(len(sources), np.uint64)
@@ -215,9 +217,9 @@ def runs_of(source_pages: Pages, destination_pages: Pages, heads: Heads | None =
 
 
 def ranges(source: Pool, destination: Pool, runs: Runs) -> tuple[Rows, Rows]:
-    """(address, length, device) of every run in every buffer, on either side: two arrays of shape
-    (buffers x runs, 3), ordered by buffer, then run. ``source`` and ``destination`` fit
-    (``check_pair``), and have the pages (``Pool.check``)."""
+    """Return (address, length, device) of every run in every buffer, for both sides: two arrays of
+    shape (buffers x runs, 3), ordered by buffer, then run. The caller has checked the pools
+    (``check_pair``) and pages (``Pool.check``)."""
     lengths = np.array(source.item_lens, np.uint64)[:, None] * runs.counts
     return (
         _rows(source, runs.sources, lengths),
@@ -226,7 +228,8 @@ def ranges(source: Pool, destination: Pool, runs: Runs) -> tuple[Rows, Rows]:
 
 
 def _rows(pool: Pool, slots: Rows, lengths: Rows) -> Rows:
-    """``slots``: the first of each run; ``lengths``: (buffers, runs)."""
+    """Return the rows of one side. ``slots``: first slot of each run; ``lengths``: (buffers,
+    runs)."""
     rows = np.empty((*lengths.shape, 3), np.uint64)
     offsets = np.array(pool.strides, np.uint64)[:, None] * slots
     np.add(np.array(pool.bases, np.uint64)[:, None], offsets, out=rows[..., 0])
@@ -239,11 +242,11 @@ def _rows(pool: Pool, slots: Rows, lengths: Rows) -> Rows:
 
 
 def prepared_strided(pool: Pool) -> Rows:
-    """Every slot of every buffer, ordered by buffer, then slot, for ``select`` to select from: in
-    NIXL's strided form, (address, length, device, stride, count), one row a buffer: (buffers, 5).
+    """Return the prepared list of every slot of every buffer, ordered by buffer, then slot, in
+    NIXL's strided form: (address, length, device, stride, count), one row per buffer: (buffers, 5).
 
     Raises:
-        SelectorOverflow: it would have more entries than can be selected.
+        SelectorOverflow: the list would have more entries than selectors can index.
     """
     _check_selectable(pool)
     rows = np.empty((len(pool.bases), 5), np.uint64)
@@ -256,12 +259,12 @@ def prepared_strided(pool: Pool) -> Rows:
 
 
 def select(pool: Pool, pages: Pages) -> Selectors:
-    """Which entries of the prepared list of ``pool`` these pages are, over all buffers, ordered by
-    buffer, then as ``pages``: 1-D, buffers x slots of the pages.
+    """Return the entries of ``pages`` in the prepared list of ``pool``, ordered by buffer, then
+    like ``pages``: 1-D, buffers x slots of the pages.
 
     Raises:
-        ValueError: the pool has not all these pages.
-        SelectorOverflow: it has more entries than can be selected.
+        ValueError: a page is not in the pool.
+        SelectorOverflow: the pool has more entries than selectors can index.
     """
     _check_selectable(pool)
     pool.check(pages)
@@ -271,26 +274,28 @@ def select(pool: Pool, pages: Pages) -> Selectors:
 
 
 def _check_selectable(pool: Pool) -> None:
-    if pool.entries > _MOST_SELECTORS or pool.slots >= _MOST_SELECTORS:
+    if pool.entries > _MAX_SELECTORS or pool.slots >= _MAX_SELECTORS:
         raise SelectorOverflow(
             f"{len(pool.bases)} buffers of {pool.slots} slots are {pool.entries} entries, and "
             f"selectors have 32 bits"
         )
 
 
-# ---- which of the two ----
+# ---- choice of the form ----
 
 
-#: Microseconds of building and posting a chunk, and what of its wire time depends on the number of
-#: its descriptors: a fixed part, and one for each of them. Fitted once, on a 2-core CPU. NIXL
-#: merges neighbours of a selection itself, so what is posted is the same in either form; but it
-#: looks at every page for that, and ranges only at every run.
-RANGES_US, SELECTED_US = (75.0, 0.064), (15.0, 0.0028)
+# Cost of a chunk in microseconds: (fixed, per descriptor). Covers building, posting and the wire
+# time that depends on the number of descriptors. Fitted once, on a 2-core CPU. NIXL merges
+# consecutive entries of a selection itself, so that the same is posted in both forms.
+#: As ranges, one descriptor per run.
+RANGES_US = (75.0, 0.064)
+#: As a selection, one descriptor per page.
+SELECTED_US = (15.0, 0.0028)
 
 
 def is_selected_faster(buffers: int, pages: int, runs: int) -> bool:
-    """Whether to select a chunk of ``pages`` pages (or heads of as many tokens) in ``runs`` runs,
-    in each of ``buffers`` buffers, from prepared lists, and not to build ranges."""
+    """Return True if a selection from prepared lists is faster than ranges, for a chunk of
+    ``pages`` slots in ``runs`` runs in each of ``buffers`` buffers."""
     return SELECTED_US[0] + SELECTED_US[1] * buffers * pages < (
         RANGES_US[0] + RANGES_US[1] * buffers * runs
     )

@@ -1,10 +1,10 @@
-"""Where bytes lie on this rank and on a decode rank: KV, state and metadata, as pairs of pools."""
+"""Memory layout of KV, state and metadata on this rank and on a decode rank, as pairs of pools."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any  # Any: SGLang's lists of addresses
+from typing import TYPE_CHECKING, Any  # Any: lists of addresses from SGLang
 
 from sglang.srt.disaggregation.delta import pages as heads
 from sglang.srt.disaggregation.delta.metrics import Reason
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.delta.rank import RankView
     from sglang.srt.disaggregation.nixl.conn import KVArgsRegisterInfo
 
-#: Slots of a pool whose owner did not say how many there are. No index is too large for it, and no
-#: list of it can be prepared; NIXL itself refuses what lies outside the peer's registered memory.
+#: Number of slots of a pool whose owner did not announce it. Accepts every index and is too large
+#: for a prepared list; NIXL itself refuses addresses outside the peer's registered memory.
 UNKNOWN_SLOTS = 2**31
 
-#: State of a hybrid model that lies in pages, as KV does.
+#: Kinds of state that are stored in pages, like KV.
 PAGED_STATE = ("swa", heads.INDEX_TYPE)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The same buffers on either side, in one order."""
+    """The same buffers on both sides, in the same order."""
 
     source: Pool
     destination: Pool
@@ -36,7 +36,8 @@ class Pair:
 
 
 class Layout:
-    """Reads SGLang's ``KVArgs`` of this rank and what a decode rank registered. Keeps nothing."""
+    """Computes pairs of pools from this rank's ``KVArgs`` and a decode rank's registration.
+    Stateless, so that any thread may use it."""
 
     def __init__(
         self,
@@ -53,11 +54,11 @@ class Layout:
         self.ours: KVArgs = rank.kv_args
 
     def kv(self, info: KVArgsRegisterInfo, slots: int | None) -> Pair:
-        """KV pools, of whole pages or of some heads of every token; no buffers where this rank
-        sends nothing. ``slots``: pages of the decode rank's pool, if it said so.
+        """Return the KV pools, of whole pages or of some heads of every token; without buffers if
+        this rank sends nothing. ``slots``: pages of the decode rank's pool, if announced.
 
         Raises:
-            TransferError: they do not fit.
+            TransferError: the pools do not fit.
         """
         rank, ours = self._rank, self.ours
         if not rank.is_mla and info.decode_tp_size != rank.tp_size:
@@ -73,7 +74,7 @@ class Layout:
         )
 
     def metadata(self, info: KVArgsRegisterInfo, slots: int | None) -> Pair:
-        """Metadata buffers; always in host memory."""
+        """Return the metadata buffers, which are always in host memory."""
         ours = self.ours
         return self._pair(
             ours.aux_data_ptrs,
@@ -85,10 +86,10 @@ class Layout:
         )
 
     def state(self, info: KVArgsRegisterInfo) -> Pair:
-        """State of a hybrid model.
+        """Return the buffers of a hybrid model's state.
 
         Raises:
-            TransferError: it is of a kind, or between tensor parallel sizes, that is not served.
+            TransferError: the kind of state or the tensor parallel sizes are not supported.
         """
         ours, kind = self.ours, getattr(self.ours, "state_type", "none")
         same_size = info.decode_tp_size == self._rank.tp_size
@@ -109,11 +110,11 @@ class Layout:
         )
 
     def _heads(self, info: KVArgsRegisterInfo, slots: int | None) -> Pair:
-        """The heads of every token that this rank sends to a rank of another tensor parallel size;
-        no buffers where a replica sends them.
+        """Return the heads of every token that this rank sends to a rank of a different tensor
+        parallel size; without buffers if a replica sends them.
 
-        Stock divides by zero where there are fewer KV heads than ranks, and cuts values by the
-        length of keys.
+        Used instead of stock's function, which divides by zero with fewer KV heads than ranks, and
+        cuts values by the length of keys.
         """
         ours = self.ours
         size, theirs = self._rank.tp_size, info.decode_tp_size
@@ -123,16 +124,16 @@ class Layout:
                 ours.engine_rank % size, size, info.decode_tp_rank % theirs, theirs, total
             )
             if not plan.count:
-                nothing = Pool((), (), 1, 0)
-                return Pair(nothing, nothing)
+                empty = Pool((), (), 1, 0)
+                return Pair(empty, empty)
             page = ours.page_size
             lens = ours.kv_item_lens
-            from_, to = self._buffers(ours.kv_data_ptrs, info.dst_kv_ptrs)
+            source, destination = self._buffers(ours.kv_data_ptrs, info.dst_kv_ptrs)
             pages = ours.kv_data_lens[0] // lens[0]
-            # Decode tells the length of its keys; values differ as they do here.
+            # Scale our lengths, because decode announces only the length of its keys.
             their_lens = [info.dst_kv_item_len * item_len // lens[0] for item_len in lens]
             if plan.count == ours.kv_head_num and their_lens == list(lens):  # replicas of all heads
-                return self._pair(from_, to, lens, pages, slots, info.gpu_id)
+                return self._pair(source, destination, lens, pages, slots, info.gpu_id)
             head_lens = [item_len // page // ours.kv_head_num for item_len in lens]
             tokens = [
                 heads.token_lens(
@@ -149,8 +150,8 @@ class Layout:
             their_heads = Heads(plan.destination_start, plan.count, page, their_tokens)
             their_pages = slots or UNKNOWN_SLOTS
             return Pair(
-                _pool_of(our_heads, from_, head_lens, pages, ours.gpu_id),
-                _pool_of(their_heads, to, head_lens, their_pages, info.gpu_id),
+                _pool_of(our_heads, source, head_lens, pages, ours.gpu_id),
+                _pool_of(their_heads, destination, head_lens, their_pages, info.gpu_id),
             )
         except ValueError as error:
             raise TransferError(Reason.MISMATCH, str(error)) from error
@@ -158,8 +159,8 @@ class Layout:
     def _buffers(
         self, source: Sequence[int], destination: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """Addresses of this pipeline stage's buffers on either side: keys of all layers, then
-        values; or the latent buffers."""
+        """Return the addresses of this pipeline stage's buffers on both sides: keys of all layers,
+        then values; or the latent buffers."""
         if self._rank.is_mla:
             ours, theirs, layers = self._latent_buffers(source, destination)
             return list(ours[:layers]), list(theirs[:layers])
@@ -192,16 +193,16 @@ class Layout:
 
 
 def _pool_of(
-    which: Heads, bases: Sequence[int], head_lens: Sequence[int], pages: int, device: int
+    heads_sent: Heads, bases: Sequence[int], head_lens: Sequence[int], pages: int, device: int
 ) -> Pool:
-    """``which`` heads of the tokens of ``pages`` pages; ``head_lens``: bytes of one head of one
-    token, by buffer."""
+    """Return a pool of ``heads_sent`` of the tokens of ``pages`` pages; ``head_lens``: bytes of one
+    head of one token, by buffer."""
     if len(bases) != len(head_lens):
         raise ValueError(f"{len(bases)} buffers and {len(head_lens)} lengths")
     return Pool(
-        tuple(base + which.first * size for base, size in zip(bases, head_lens, strict=True)),
-        tuple(which.count * size for size in head_lens),
-        pages * which.page,
+        tuple(base + heads_sent.first * size for base, size in zip(bases, head_lens, strict=True)),
+        tuple(heads_sent.count * size for size in head_lens),
+        pages * heads_sent.page,
         device,
-        which,
+        heads_sent,
     )

@@ -1,6 +1,8 @@
-"""The staging pages: who has which, and the copies between them and the device.
+"""Staging pages: their allocation, and the copies between them and the device.
 
-Pages are given back once.
+Contract: scheduler thread only. Allocations and releases are made in the same steps on all ranks,
+so that page numbers and ``capacity`` are equal everywhere. Each allocation is released once.
+``Copies.ended`` is local; ``Copies.pop`` gets an agreed number.
 """
 
 from __future__ import annotations
@@ -27,64 +29,60 @@ logger = logging.getLogger(__name__)
 
 
 class Direction(enum.Enum):
-    """What staging pages are used for."""
+    """Use of staging pages."""
 
     BACKUP = "backup"  # device to store
     PREFETCH = "prefetch"  # store to device
 
 
 class StagingPages:
-    """Pages that belong to one transfer until ``release``, which may be called again."""
+    """Pages of one transfer until ``release``, which is idempotent."""
 
-    def __init__(self, stage: Stage, direction: Direction, pages: tuple[int, ...]) -> None:
-        self._stage: Stage | None = stage
+    def __init__(self, pool: StagingPool, direction: Direction, pages: tuple[int, ...]) -> None:
+        self._pool: StagingPool | None = pool
         self.direction = direction
         self.pages = pages
-        #: Whether a call of the store that was given up may use the pages, nobody knows for how
-        #: long.
+        #: True while an overdue store call may use the pages, for an unknown time.
         self.stranded = False
-        stage.allocated.add(self)
+        pool.allocated.add(self)
 
     def strand(self) -> None:
-        """A call of the store that uses the pages was given up, on some rank: they stay out of use
-        until it has returned."""
-        if self._stage is None or self.stranded:
+        """Mark the pages as unusable, because an overdue store call of some rank uses them until it
+        returns."""
+        if self._pool is None or self.stranded:
             return
         self.stranded = True
-        self._stage.kept[self.direction] += len(self.pages)
+        self._pool.kept[self.direction] += len(self.pages)
         logger.warning(
-            "HiCache: a call of the store that was given up may still use %d staging pages. They "
-            "stay out of use until it returns, as do %d of %d (--hicache-buffer-pages) in all; if "
-            "it never does, restart the server. Look at sglang:hicache_buffer_store_overdue_calls",
+            "HiCache staging buffer: an overdue store call may still use %d pages. They stay out "
+            "of use until it returns, as do %d of %d (--hicache-buffer-pages) in all; if it never "
+            "does, restart the server. Check sglang:hicache_buffer_store_overdue_calls",
             len(self.pages),
-            self._stage.stranded,
-            self._stage.pages,
+            self._pool.stranded,
+            self._pool.pages,
         )
 
     def split(self, pages: int) -> StagingPages:
-        """Keep the first ``pages`` pages; the result has the rest."""
-        if self._stage is None or self.stranded or not 0 < pages < len(self.pages):
+        """Keep the first ``pages`` pages and return the rest."""
+        if self._pool is None or self.stranded or not 0 < pages < len(self.pages):
             raise ValueError(f"{pages} of {len(self.pages)} pages cannot be split off")
-        rest = StagingPages(self._stage, self.direction, self.pages[pages:])
+        rest = StagingPages(self._pool, self.direction, self.pages[pages:])
         self.pages = self.pages[:pages]
         return rest
 
     def release(self) -> None:
-        """Give the pages back; the first call counts."""
-        stage, self._stage = self._stage, None
-        if stage is not None:
-            stage.allocated.remove(self)
-            stage.lent[self.direction] -= len(self.pages)
-            stage.kept[self.direction] -= len(self.pages) if self.stranded else 0
-            stage.free.extend(self.pages)
+        """Return the pages to the pool; further calls do nothing."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.allocated.remove(self)
+            pool.lent[self.direction] -= len(self.pages)
+            pool.kept[self.direction] -= len(self.pages) if self.stranded else 0
+            pool.free.extend(self.pages)
 
 
-class Stage:
-    """Page numbers ``0 .. pages - 1``, allocated to transfers.
-
-    Used by the scheduler thread alone, which queries the capacity many times in a step: sums are
-    kept.
-    """
+class StagingPool:
+    """Allocator of the page numbers ``0 .. pages - 1`` to transfers. Keeps sums, because the
+    capacity is queried many times in a step."""
 
     def __init__(self, pages: int, backup: Share, prefetch: Share) -> None:
         self.pages = pages
@@ -95,17 +93,17 @@ class Stage:
         if backup.floor + prefetch.floor > pages or max(backup.ceiling, prefetch.ceiling) > pages:
             raise ValueError(f"shares {backup} and {prefetch} do not fit into {pages} pages")
         self.free = deque(range(pages))
-        #: What has not been given back.
+        #: Allocations not released.
         self.allocated: set[StagingPages] = set()
-        #: Pages of these by direction, and those of them that are stranded.
+        #: Allocated pages by direction, and the stranded ones among them.
         self.lent, self.kept = dict.fromkeys(Direction, 0), dict.fromkeys(Direction, 0)
-        #: Most pages in use at one time.
+        #: Maximum pages in use at one time.
         self.peak = 0
 
     def capacity(self, direction: Direction, eventually: bool = False) -> int:
-        """Pages that ``direction`` could get now; ``eventually``: when all but the stranded ones
-        have been given back. Who needs more than that would wait for a store that may never
-        answer."""
+        """Return the number of pages that ``direction`` can get now; with ``eventually``, once all
+        but the stranded pages are released. A transfer that needs more than that would wait for a
+        store that may never answer."""
         used = self.kept if eventually else self.lent
         other = Direction.PREFETCH if direction is Direction.BACKUP else Direction.BACKUP
         promised = max(0, self.shares[other].floor - used[other])
@@ -120,48 +118,47 @@ class Stage:
         """
         if not 0 < pages <= self.capacity(direction):
             raise ValueError(f"{pages} pages cannot be allocated")
-        found = StagingPages(self, direction, tuple(self.free.popleft() for _ in range(pages)))
+        allocation = StagingPages(self, direction, tuple(self.free.popleft() for _ in range(pages)))
         self.lent[direction] += pages
         self.peak = max(self.peak, self.used())
-        return found
+        return allocation
 
     def used(self, direction: Direction | None = None) -> int:
-        """Pages that are allocated, in one direction or in both."""
+        """Return the number of allocated pages, in one direction or in both."""
         return sum(self.lent.values()) if direction is None else self.lent[direction]
 
     @property
     def stranded(self) -> int:
-        """Pages that are kept for calls of the store that were given up."""
+        """Number of pages that overdue store calls may still use."""
         return sum(self.kept.values())
 
 
 Owner = TypeVar("Owner")
 #: Host slots and device slots.
-Pair = tuple["torch.Tensor", "torch.Tensor"]
+SlotPair = tuple["torch.Tensor", "torch.Tensor"]
 
 
 def slots_of(pages: Sequence[int], page_size: int) -> torch.Tensor:
-    """Token slots of the staging pages ``pages``, in order: int64, ``(len(pages) *
-    page_size,)``."""
+    """Return the token slots of ``pages`` in order: int64, ``(len(pages) * page_size,)``."""
     import torch
 
-    starts = np.asarray(pages, np.int64) * page_size  # small: each step in torch takes longer
+    starts = np.asarray(pages, np.int64) * page_size  # numpy, because torch is slower on few values
     return torch.from_numpy((starts[:, None] + np.arange(page_size)).reshape(-1))
 
 
 @dataclass(eq=False)
 class Copies(Generic[Owner]):
-    """Launches of one direction that have not been seen to end, oldest first."""
+    """Copy launches of one direction that are not known to have ended, oldest first."""
 
     launches: deque[tuple[Event | None, tuple[Owner, ...]]] = field(default_factory=deque)
 
     def add(self, finish_event: Event | None, owners: Iterable[Owner]) -> None:
-        """A copy for ``owners`` was launched, and has ended when ``finish_event`` says so; None: at
-        once, since nothing is copied."""
+        """Add a launch for ``owners``, which ends with ``finish_event``; None: nothing is copied,
+        so that it has ended."""
         self.launches.append((finish_event, tuple(owners)))
 
     def ended(self) -> int:
-        """Launches that have ended on this rank, up to the first that has not."""
+        """Return the number of leading launches that have ended on this rank."""
         count = 0
         for finish_event, _ in self.launches:
             if finish_event is not None and not finish_event.query():
@@ -170,34 +167,35 @@ class Copies(Generic[Owner]):
         return count
 
     def pop(self, launches: int) -> list[Owner]:
-        """The owners of the first ``launches`` launches, which have ended."""
+        """Remove the first ``launches`` launches, waiting for those that run. Return their owners,
+        in order."""
         owners: list[Owner] = []
         for _ in range(launches):
-            finish_event, some = self.launches.popleft()
+            finish_event, launch_owners = self.launches.popleft()
             if finish_event is not None:
                 finish_event.synchronize()
-            owners.extend(some)
+            owners.extend(launch_owners)
         return owners
 
 
 @dataclass(eq=False)
 class Copier:
-    """Device-to-stage and stage-to-device copies, one launch for all of a step.
+    """Copies between device and staging buffer, one launch per step and direction.
 
     Args:
         controller: SGLang's ``HiCacheController``.
-        forward_stream: gives the stream of the forward passes, or None. What a request has just
-            computed is complete only when that stream gets there.
-        written: gives the device slots that the batch on that stream writes to, None where they are
-            not known. A request that finished meanwhile may have given one of them back.
+        forward_stream: returns the stream of the forward passes, or None. Copies from the device
+            wait for it, because KV just computed is complete only then.
+        written: returns the device slots that the batch on that stream writes to, None if unknown.
+            A request that has finished may have freed some of them.
     """
 
     controller: HiCacheController
     forward_stream: Callable[[], Stream | None]
     written: Callable[[], torch.Tensor | None] = lambda: None
 
-    def to_stage(self, pairs: Sequence[Pair]) -> Event:
-        """Launch a copy from the device; its finish event."""
+    def to_staging(self, pairs: Sequence[SlotPair]) -> Event:
+        """Launch a copy from the device. Return its finish event."""
         from sglang.srt.managers.cache_controller import CacheOperation
 
         controller = self.controller
@@ -206,10 +204,11 @@ class Copier:
         controller.start_writing()
         return controller.ack_write_queue.pop().finish_event
 
-    def to_device(self, pairs: Sequence[Pair]) -> tuple[Event, int]:
-        """The same to the device, layer by layer; finish event and the batch's consumer index.
+    def to_device(self, pairs: Sequence[SlotPair]) -> tuple[Event, int]:
+        """Launch a copy to the device, layer by layer. Return its finish event and the consumer
+        index for the batch.
 
-        It runs beside the batch that runs now, unless that writes to one of its slots.
+        It overlaps the running batch unless that batch writes to one of its slots.
         """
         import torch
 
