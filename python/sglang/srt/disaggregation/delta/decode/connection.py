@@ -21,13 +21,13 @@ import zmq
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta import observability, wire
+from sglang.srt.disaggregation.delta.decode.deferred import DeferredFree
 from sglang.srt.disaggregation.delta.decode.prefill_servers import (
     Connections,
     PrefillServers,
     RankInfos,
 )
 from sglang.srt.disaggregation.delta.decode.request import Stage, bootstrap_addr, record_of
-from sglang.srt.disaggregation.delta.decode.transfer import DeferredFree
 from sglang.srt.disaggregation.delta.metrics import Reason
 
 if TYPE_CHECKING:
@@ -97,9 +97,7 @@ class DeltaReceiver(CommonKVReceiver):
         try:
             super().init(prefill_dp_rank)
         except Exception as error:  # no request may raise out of the scheduler's loop
-            self._fail(
-                Reason.HANDSHAKE, f"could not connect to prefill {self.bootstrap_addr}: {error!r}"
-            )
+            self.fail_handshake(f"could not connect to prefill {self.bootstrap_addr}: {error!r}")
             servers.disconnect(self.bootstrap_addr)
         else:
             if self._rank_infos:
@@ -140,19 +138,6 @@ class DeltaReceiver(CommonKVReceiver):
                 socket.setsockopt(zmq.SNDHWM, 0)
         return socket, lock
 
-    @classmethod
-    def drop_socket(cls, host: str, port: int) -> None:
-        """Drop the messages that are queued for a prefill rank that is gone."""
-        from sglang.srt.utils.network import NetworkAddress
-
-        endpoint = NetworkAddress(host, port).to_tcp()
-        with cls._global_lock:
-            socket = cls._socket_cache.pop(endpoint, None)
-            lock = cls._socket_locks.pop(endpoint, None)
-        if socket is not None:
-            with lock:
-                socket.close(linger=0)
-
     def announce(
         self,
         kv_indices: npt.NDArray[np.int32],
@@ -187,11 +172,10 @@ class DeltaReceiver(CommonKVReceiver):
                 prompt_tokens=prompt_tokens,
             )
             encoded = wire.encode_frame(frame)
-
-            def send(frames: list[bytes]) -> None:
-                socket.send_multipart([*frames, encoded])
-
-            return SimpleNamespace(send_multipart=send), lock
+            sends = SimpleNamespace(
+                send_multipart=lambda frames: socket.send_multipart([*frames, encoded])
+            )
+            return sends, lock
 
         self._connect_to_bootstrap_server = connect_with_frame
         self.announced = True
@@ -233,9 +217,8 @@ class DeltaReceiver(CommonKVReceiver):
         progress.is_deferred = True
         self.withdraw(manager.failure_records.get(room, "it was aborted"))
         collect = partial(manager.collect_arrivals, room)
-        return DeferredFree(
-            progress, writers, collect, partial(manager.transfer_statuses.pop, room, None)
-        )
+        forget = partial(manager.transfer_statuses.pop, room, None)
+        return DeferredFree(progress, writers, collect, forget)
 
 
 class RoomReceiver(CommonKVReceiver):
@@ -349,14 +332,13 @@ class Handshakes:
             record, address = record_of(entry.req), bootstrap_addr(entry.req)
             if record.handshake_since is None:
                 record.handshake_since = now
-            in_time = pending[address]
             if now - record.handshake_since < self._allowed_s:
-                in_time.append(entry)
-                continue
-            entry.kv_receiver.fail_handshake(
-                f"prefill {address} did not report {record.handshake_lacks} "
-                f"within {self._allowed_s} s ({_DEADLINE})"
-            )
+                pending[address].append(entry)
+            else:
+                entry.kv_receiver.fail_handshake(
+                    f"prefill {address} did not report {record.handshake_lacks} "
+                    f"within {self._allowed_s} s ({_DEADLINE})"
+                )
         waiting = []
         for address, in_time in pending.items():
             waiting += self._advance(address, in_time)
@@ -397,32 +379,34 @@ class Handshakes:
     def _advance(self, address: str, entries: list[DecodeRequest]) -> list[DecodeRequest]:
         """Advance the ``entries`` of one server. Return the ones that are not ready yet."""
         connections, now = self._connections, self._clock()
-        failed, again_at = self._attempts.get(address, (0, 0.0))
-        is_known = now >= again_at and connections.ensure(address)
-        if now >= again_at and not is_known and not connections.is_asking(address):
-            failed, again_at = failed + 1, now + self._retry_s
-        self._attempts[address] = failed, again_at
-        if is_known or failed == self._max_attempts:
-            del self._attempts[address]
-        if not is_known and failed == self._max_attempts:
-            logger.error(
-                "prefill server %s did not report its server info in %d attempts: the requests "
-                "that wait for it fail. Check that it runs and that this host can reach it",
-                address,
-                failed,
-            )
-            why = connections.refusals.pop(address)
-            for entry in entries:
-                entry.kv_receiver.fail_handshake(why)
-            return []
-        if not is_known:
+        failed, retry_at = self._attempts.pop(address, (0, 0.0))
+        is_due = now >= retry_at
+        if is_due and connections.ensure(address):
+            return self._initialise(address, entries)
+        if is_due and not connections.is_asking(address):
+            failed, retry_at = failed + 1, now + self._retry_s
+        if failed < self._max_attempts:
+            self._attempts[address] = failed, retry_at
             for entry in entries:
                 record_of(entry.req).unreachable |= failed > 0
             return entries
+        logger.error(
+            "prefill server %s did not report its server info in %d attempts: the requests that "
+            "wait for it fail. Check that it runs and that this host can reach it",
+            address,
+            failed,
+        )
+        why = connections.refusals.pop(address)
+        for entry in entries:
+            entry.kv_receiver.fail_handshake(why)
+        return []
+
+    def _initialise(self, address: str, entries: list[DecodeRequest]) -> list[DecodeRequest]:
+        """Initialise the receivers of a known server. Return the entries that are not ready yet."""
         ranks = {entry.req.bootstrap_room: self._dp_rank_of(entry.req) for entry in entries}
         unknown = [room for room, rank in ranks.items() if rank is None]
         if unknown:
-            ranks |= connections.dp_ranks(address, unknown)
+            ranks |= self._connections.dp_ranks(address, unknown)
         waiting = []
         for entry in entries:
             record, rank = record_of(entry.req), ranks[entry.req.bootstrap_room]

@@ -130,7 +130,7 @@ def idle_problems(scheduler: Scheduler) -> list[str]:
 
 def idle_rooms(manager: DeltaManager) -> list[str]:
     """Return the per-room tables of a transfer manager that are not empty. On an idle server they
-    are leaks; on prefill only after ``ROOMS_GRACE_S``."""
+    are leaks after ``ROOMS_GRACE_S``."""
     return [
         f"{name} still has rooms {sorted(rooms)[:10]}"
         for name, rooms in manager.open_rooms().items()

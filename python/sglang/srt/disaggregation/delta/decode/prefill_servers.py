@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple  # Any: SGLang's rank info (JS
 
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.address_pool import AddressPool
-from sglang.srt.disaggregation.delta.decode.transfer import Progress
+from sglang.srt.disaggregation.delta.decode.deferred import Progress
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS
 
@@ -39,9 +39,13 @@ logger = logging.getLogger(__name__)
 Rank = tuple[int, int, int, int]
 #: Rank -> SGLang's rank info (JSON), None if there was no answer.
 RankInfos = dict[Rank, "dict[str, Any] | None"]
-#: Seconds between the first two questions for a room that a prefill server does not know yet, by
-#: which factor it is asked more rarely then, and the longest pause.
-_ASK_AGAIN_S, _MORE_RARELY, _MOST_S = 0.02, 1.25, 1.0
+#: First pause between two queries for a room that a prefill server does not know yet. Short,
+#: because a router sends both halves of a request at about the same time.
+_MIN_ROOM_PAUSE_S = 0.02
+#: Factor by which the pause grows with each query, because a room that is late may stay unknown.
+_ROOM_PAUSE_GROWTH = 1.25
+#: Longest pause. Bounds how late a known room is found.
+_MAX_ROOM_PAUSE_S = 1.0
 
 
 class Tables(NamedTuple):
@@ -176,9 +180,8 @@ class Connections:
                     )
             found = {room: int(known[str(room)]) for room in rooms if str(room) in known}
             before, now = self._retries.pop(address, {}), self._clock()
-            retries = {
-                room: before.get(room, (0.0, _ASK_AGAIN_S)) for room in rooms if room not in found
-            }
+            first = 0.0, _MIN_ROOM_PAUSE_S
+            retries = {room: before.get(room, first) for room in rooms if room not in found}
             due = [room for room, (at, _) in retries.items() if now >= at]
             if due:
                 unknown = list(retries)  # batch all rooms into one query
@@ -186,7 +189,7 @@ class Connections:
                 self._rooms[address] = self._pool.submit(address, query, address, unknown)
             for room in due:
                 pause = retries[room][1]
-                retries[room] = now + pause, min(_MORE_RARELY * pause, _MOST_S)
+                retries[room] = now + pause, min(_ROOM_PAUSE_GROWTH * pause, _MAX_ROOM_PAUSE_S)
             if retries:
                 self._retries[address] = retries
         return found
@@ -226,6 +229,19 @@ def _ask_all(ask: Callable[..., Any], wanted: list[Rank]) -> RankInfos:
 def _rank(info: dict[str, Any]) -> tuple[str, int]:
     """Return host and port of a rank, read from SGLang's rank info."""
     return info["rank_ip"], int(info["rank_port"])
+
+
+def drop_socket(receivers: type[Any], host: str, port: int) -> None:
+    """Drop the messages that SGLang's class ``receivers`` has queued for a prefill rank."""
+    from sglang.srt.utils.network import NetworkAddress
+
+    endpoint = NetworkAddress(host, port).to_tcp()
+    with receivers._global_lock:
+        socket = receivers._socket_cache.pop(endpoint, None)
+        lock = receivers._socket_locks.pop(endpoint, None)
+    if socket is not None:
+        with lock:
+            socket.close(linger=0)
 
 
 @dataclass
@@ -329,7 +345,7 @@ class PrefillServers:
             self._sockets.send(*rank, message)
         except (OSError, ValueError) as error:
             logger.warning(
-                "could not send %s to prefill rank %s:%s (%s): %s", message, *rank, error, otherwise
+                "prefill rank %s:%s: could not send %s (%s): %s", *rank, message, error, otherwise
             )
 
     # ---- messages from prefill ranks ----

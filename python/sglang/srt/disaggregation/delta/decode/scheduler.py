@@ -1,29 +1,27 @@
 """The scheduler of a decode server with the radix cache: start-up checks, aborts, idleness,
-flushes, release of memory, metrics and log fields.
+metrics and log fields.
 
 Contract: the scheduler's thread only. All ranks call ``process_decode_queue`` together, and get
-each control request (flush, release, pause, abort) in the same step; ``_release`` makes one
-reduction.
+each control request (pause, abort) in the same step.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any  # Any: SGLang's control requests and results
 
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.decode.claims import private_tokens
+from sglang.srt.disaggregation.delta.decode.flush import FlushingScheduler
 from sglang.srt.disaggregation.delta.decode.recurrent import serve_states
 from sglang.srt.disaggregation.delta.decode.request import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.speculation import check_draft_pool, draft_pool
 from sglang.srt.disaggregation.delta.namespaces import NamespacedScheduler
 from sglang.srt.disaggregation.delta.observability import STATS, Telemetry
 from sglang.srt.disaggregation.delta.pages import RECURRENT, has_other_state
-from sglang.srt.disaggregation.delta.rank_agreement import minimum
 from sglang.srt.disaggregation.delta.unserved import named_by
 from sglang.srt.patchset.flags import FLAG
 
@@ -36,7 +34,6 @@ else:
     TokenizerManager = object
 
 logger = logging.getLogger(__name__)
-
 
 #: Seconds between two updates of the gauges.
 GAUGE_INTERVAL_S = 1.0
@@ -66,6 +63,7 @@ def readings(scheduler: DisaggScheduler) -> dict[str, int]:
     }
 
 
+#: SGLang's logger of "Decode batch" lines.
 STATS_LOGGER = "sglang.srt.observability.scheduler_metrics_mixin"
 
 
@@ -90,14 +88,8 @@ class DecodeLineFields(logging.Filter):
         return True
 
 
-class DisaggScheduler(NamespacedScheduler):
-    """Attaches the decode tree and the counters to SGLang's scheduler.
-
-    SGLang flushes only an idle server, and marks its whole pool as free. It asserts that the flush
-    at the end of a weight update succeeds, and that a server is idle when its memory is released.
-    Both can be wrong here: pages in deferred release stay allocated until prefill can no longer
-    write to them, and a paused server has transfers in progress.
-    """
+class DisaggScheduler(FlushingScheduler, NamespacedScheduler):
+    """Attaches the decode tree and the counters to SGLang's scheduler."""
 
     # SGLang's; named for the type checker.
     waiting_queue: list[Req]
@@ -106,16 +98,6 @@ class DisaggScheduler(NamespacedScheduler):
     telemetry: Telemetry = STATS
     #: When the gauges were last updated (monotonic seconds).
     _gauges_at = 0.0
-    #: True during a client's flush, which is refused under load. Any other flush ends a weight
-    #: update, and SGLang asserts that it succeeds.
-    _may_refuse = False
-    #: Control request to release memory that waits until no request owns any.
-    _waiting_release: Any = None
-
-    @property
-    def _deferred(self) -> Sequence[Req]:
-        """Answered requests with pages that prefill may still write to."""
-        return self.disagg_decode_transfer_queue.deferred_requests
 
     @property
     def is_hybrid_ssm(self) -> bool:
@@ -211,11 +193,8 @@ class DisaggScheduler(NamespacedScheduler):
             self._gauges_at = time.monotonic()
             for name, value in readings(self).items():
                 STATS.set(name, value)
-        waiting = self._waiting_release
-        answer = self._release(waiting) if waiting is not None else None
-        if answer is not None:
-            self._waiting_release = None
-            self.send_to_tokenizer.send_output(answer, waiting)
+        if self._waiting_release is not None:
+            self.retry_release()
 
     @override
     def get_new_prebuilt_batch(self) -> ScheduleBatch | None:
@@ -303,7 +282,8 @@ class DisaggScheduler(NamespacedScheduler):
 
     @override
     def self_check_during_idle(self) -> None:
-        if not self._deferred:  # SGLang's check would report their pages as leaked
+        # SGLang's check would report pages in deferred release as leaked.
+        if not self.disagg_decode_transfer_queue.deferred:
             super().self_check_during_idle()
 
     @override
@@ -316,107 +296,9 @@ class DisaggScheduler(NamespacedScheduler):
     def _nothing_waits(self) -> bool:
         """True if idle, also without the retracted requests and deferred releases that SGLang does
         not count."""
-        waits = self.disagg_decode_prealloc_queue.retracted_queue or self._deferred
+        deferred = self.disagg_decode_transfer_queue.deferred
+        waits = self.disagg_decode_prealloc_queue.retracted_queue or deferred
         return bool(self.is_fully_idle() and not waits)
-
-    # ---- flushes ----
-
-    @override
-    def flush_cache(self) -> Any:
-        idle = self.is_fully_idle()
-        if not self._deferred if idle else self._may_refuse:
-            return super().flush_cache()
-        # Requests still own pages, but no new request may hit KV of the old weights.
-        self.tree_cache.retire()
-        logger.info(
-            "Cache flushed. Not freed: the pages of %d aborted transfers in deferred release%s",
-            len(self._deferred),
-            "" if idle else f", and those of requests in progress ({self._under_way()})",
-        )
-        return True
-
-    @override
-    def flush_cache_wrapped(self, recv_req: Any) -> Any:
-        self._may_refuse = True
-        try:
-            answer = super().flush_cache_wrapped(recv_req)
-        finally:
-            self._may_refuse = False
-        if answer is not None and not (answer.success or answer.message):
-            answer.message = (
-                f"Not flushed: requests are in progress ({self._under_way()}). Wait for them "
-                "(?timeout=SECONDS), or abort them.\n"
-            )
-        return answer
-
-    def _under_way(self) -> str:
-        prealloc = self.disagg_decode_prealloc_queue
-        turns = prealloc.local_turns
-        counts = {
-            "running": len(self.running_batch.reqs),
-            "in local prefill": 0 if turns is None else len(turns.requests),
-            "waiting to run": len(self.waiting_queue),
-            "in transfer": len(self.disagg_decode_transfer_queue.queue),
-            "without pages": len(prealloc.queue),
-            "waiting for a grammar": len(self.grammar_manager.grammar_queue),
-        }
-        return ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "a step"
-
-    # ---- release of memory ----
-
-    @override
-    def release_memory_occupation(self, recv_req: Any) -> Any:
-        answer = self._release(recv_req)
-        if answer is None:
-            # Otherwise a remote write could land in memory that was released. The loop continues
-            # and sends the answer after the release (``process_decode_queue``).
-            self._waiting_release = recv_req
-            logger.warning(
-                "release of memory waits until nothing owns any: %d aborted transfers are in "
-                "deferred release; %d requests were retracted; in progress: %s",
-                len(self._deferred),
-                len(self.disagg_decode_prealloc_queue.retracted_queue),
-                self._under_way(),
-            )
-        return answer
-
-    @override
-    def resume_memory_occupation(self, recv_req: Any) -> Any:
-        from sglang.srt.managers.io_struct import (
-            ReleaseMemoryOccupationReqOutput,
-            ResumeMemoryOccupationReqOutput,
-        )
-
-        waiting, self._waiting_release = self._waiting_release, None
-        if waiting is None:
-            return super().resume_memory_occupation(recv_req)
-        logger.warning(
-            "resume of memory was requested before its release was possible (transfers or "
-            "requests own pages): it was never released, both calls are answered, and the server "
-            "continues"
-        )
-        self.send_to_tokenizer.send_output(ReleaseMemoryOccupationReqOutput(), waiting)
-        return ResumeMemoryOccupationReqOutput()
-
-    def _release(self, recv_req: Any) -> Any:
-        """Release memory and return the answer, or None if a rank owns memory or is about to take
-        some. One reduction: with data-parallel attention the ranks have different requests, and
-        they wait for each other while memory is released."""
-        # Do not count requests without pages on a server that is paused or has released some memory
-        # already: they get no pages until it resumes, so the release would wait for ever.
-        queue, blocked = self.disagg_decode_prealloc_queue, self._engine_paused or self.offload_tags
-        resumes = bool(queue.retracted_queue) and not blocked  # in one of the next steps
-        grammars = self.grammar_manager
-        waiting = queue.queue, grammars.grammar_queue
-        if blocked:
-            queue.queue, grammars.grammar_queue = [], []
-        try:
-            owns_nothing = self.is_fully_idle() and not self._deferred and not resumes
-            if minimum([int(owns_nothing)], self.tp_cpu_group) == [0]:
-                return None
-            return super().release_memory_occupation(recv_req)
-        finally:
-            queue.queue, grammars.grammar_queue = waiting
 
 
 class RadixTokenizer(TokenizerManager):
