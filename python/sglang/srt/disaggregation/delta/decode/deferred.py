@@ -62,6 +62,8 @@ class DeferredFree:
     #: Queue entry of the request, and when its release was deferred (monotonic seconds).
     entry: Any = None
     since: float = 0.0
+    #: Label ``outcome`` of ``decode_deferred_kv_release``, as of the last ``poll``.
+    outcome: str = "drained"
 
     def keep(self, entry: DecodeRequest) -> None:
         """Keep everything that ``entry`` owns. Its client has been answered."""
@@ -79,7 +81,9 @@ class DeferredFree:
         drained or the timeout has passed."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
-        if self.is_drained():
+        is_drained = self.is_drained()
+        self.outcome = "drained" if is_drained else "timeout"
+        if is_drained:
             return int(KVPoll.Success)
         waited = time.monotonic() - self.since
         if waited < environment.QUARANTINE_TIMEOUT.read():

@@ -32,6 +32,7 @@ from sglang.srt.disaggregation.delta.decode.request import (
 )
 from sglang.srt.disaggregation.delta.decode.speculation import own_draft_state
 from sglang.srt.disaggregation.delta.observability import STATS, Admitted, now
+from sglang.srt.disaggregation.delta.rank_agreement import alone
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
@@ -257,9 +258,30 @@ class RadixTransferQueue(DecodeTransferQueue):
                 self._answer(req)
                 self._free(entry)
         self.queue = waiting
-        for deferred in drained:
-            deferred.free(self._free)
+        self._release_deferred(drained)
         return transferred
+
+    def _release_deferred(self, drained: list[DeferredFree]) -> None:
+        """Free deferred releases and count their outcomes. One that raises is logged and does not
+        keep the others from being freed. With several ranks its error is raised afterwards, because
+        ranks with different pools would hang in a later collective."""
+        errors = []
+        for deferred in drained:
+            req = deferred.entry.req
+            try:
+                deferred.free(self._free)
+            except Exception as error:
+                errors.append(error)
+                deferred.outcome = "error"
+                logger.exception(
+                    "request %s (bootstrap_room=%s): its deferred release failed, and its memory "
+                    "may stay allocated until this server restarts (bug; please report)",
+                    req.rid,
+                    req.bootstrap_room,
+                )
+            self.scheduler.telemetry.count("decode_deferred_kv_release", outcome=deferred.outcome)
+        if errors and not alone(self.gloo_group):
+            raise errors[0]
 
     def _give_up(self, entry: DecodeRequest) -> None:
         """Answer the client of a failed transfer, or let the request start over; defer the release
