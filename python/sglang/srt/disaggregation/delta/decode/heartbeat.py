@@ -1,7 +1,7 @@
-"""Probes prefill servers: finds lost ones, and ones with processes that are certainly gone.
+"""The heartbeat of a decode rank: finds prefill servers that are lost or certainly have ended.
 
-Contract: the heartbeat thread of a decode rank, without agreement between ranks; it shares the
-tables of ``prefill_servers`` under ``_lock``, which it does not hold during a probe's calls.
+Contract: a thread of its own, without agreement between ranks. It shares the servers with the other
+threads of ``prefill_servers`` under ``_lock``, which it does not hold while it waits for an answer.
 """
 
 from __future__ import annotations
