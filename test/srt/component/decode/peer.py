@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.decode.transfer import DeferredFree
+from sglang.srt.disaggregation.delta.decode.deferred import DeferredFree
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 
 

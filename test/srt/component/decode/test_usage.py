@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +13,16 @@ import pytest
 from component.decode.decoder import Decoder
 from component.decode.stages import OTHERS, bring_to
 from component.decode.steps import admit, finish, health_check, ids, land, serve, tick, turn
+from sglang.srt.disaggregation.delta.decode import deferred
 from sglang.srt.disaggregation.delta.decode.scheduler import readings
 from sglang.srt.disaggregation.delta.observability import event_log
 from sglang.srt.disaggregation.delta.unserved import ExactId
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache import common
 from sglang.srt.observability.metrics_collector import QueueCount, SchedulerStats
-from sglang.srt.patchset.environment import EVENT_LOG
+from sglang.srt.patchset.environment import EVENT_LOG, QUARANTINE_TIMEOUT
 
 PROMPT = [token % 50 for token in range(3, 163)]  # 160 tokens: 10 pages of 16
 
@@ -54,6 +57,39 @@ def test_gauges_count_every_token_once(decoder: Decoder) -> None:
     found = readings(decoder)
     assert (found["decode_prefix_leases"], found["decode_protected_tokens"]) == (0, 0)
     assert found["kv_evictable_tokens"] == decoder.tree_cache.total_size()
+
+
+def test_a_release_that_raises_keeps_no_other_one(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards against one deferred release that raises and leaves the pages of the later ones
+    allocated, and against an end of a deferred release that no counter shows."""
+    failing, freed, drained = decoder.in_transfer
+    stock = common.release_kv_cache
+
+    def release(req: Any, *args: Any, **kwargs: Any) -> None:
+        if req is failing:
+            raise RuntimeError("double free")
+        stock(req, *args, **kwargs)
+
+    monkeypatch.setattr(common, "release_kv_cache", release)
+    for req in (failing, freed, drained):
+        decoder.abort(req.rid)
+    decoder.tick_queues()
+    assert decoder.held == [failing, freed, drained]
+    available = decoder.token_to_kv_pool_allocator.available_size()
+    decoder.room(drained).writing = False
+    decoder.tick_queues()
+    assert decoder.telemetry.by("decode_deferred_kv_release") == {("drained",): 1}
+    late = time.monotonic() + QUARANTINE_TIMEOUT.read()
+    monkeypatch.setattr(deferred, "time", SimpleNamespace(monotonic=lambda: late))
+    decoder.tick_queues()
+    assert decoder.held == []
+    assert decoder.token_to_kv_pool_allocator.available_size() == available + 2 * 32
+    counted = {("drained",): 1, ("error",): 1, ("timeout",): 1}
+    assert decoder.telemetry.by("decode_deferred_kv_release") == counted
+    (line,) = [line for line in caplog.messages if "release failed" in line]
+    assert line.startswith(f"request {failing.rid} (bootstrap_room={failing.bootstrap_room}): ")
 
 
 def test_usage_is_protected_and_private_tokens(decoder: Decoder) -> None:

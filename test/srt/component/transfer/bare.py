@@ -15,7 +15,7 @@ import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.decode.connection import DeltaReceiver, RoomReceiver
-from sglang.srt.disaggregation.delta.decode.transfer import Progress
+from sglang.srt.disaggregation.delta.decode.deferred import Progress
 from sglang.srt.disaggregation.mooncake import conn as mooncake
 from sglang.srt.disaggregation.nixl import conn as nixl
 from sglang.srt.disaggregation.utils import DisaggregationMode

@@ -13,6 +13,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any  # Any: SGLang's receiver with our attributes
 
 import msgspec
@@ -21,7 +22,7 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.decode.heartbeat import WatchedServers
-from sglang.srt.disaggregation.delta.decode.prefill_servers import Tables
+from sglang.srt.disaggregation.delta.decode.prefill_servers import Tables, drop_socket
 from sglang.srt.disaggregation.delta.pages import RECURRENT_TYPE
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks, ServedRooms
@@ -129,7 +130,7 @@ class DeltaManager(CommonKVManager):
                 server_args,
                 ask=super().try_ensure_parallel_info,
                 peer_name=lambda: self.peer_name,
-                drop_socket=receivers.drop_socket,
+                drop_socket=partial(drop_socket, receivers),
             )
 
     # ---- the thread that reads messages of peers ----

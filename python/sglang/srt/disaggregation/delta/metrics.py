@@ -153,6 +153,16 @@ _DECLARED = (
         "counter",
         "decode",
         {
+            "decode_deferred_kv_release": "Deferred releases of aborted transfers that ended, by "
+            "outcome (drained, timeout: prefill has not confirmed that it stopped writing, error)"
+        },
+        labels=("outcome",),
+        values=(("drained",), ("timeout",), ("error",)),
+    ),
+    *declare(
+        "counter",
+        "decode",
+        {
             "decode_spec_verify_steps": "Steps in which the target verified a draft, of requests "
             "that ended",
             "decode_spec_accepted_tokens": "Draft tokens that were accepted in them",

@@ -16,8 +16,8 @@ from component.transfer import bare
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.address_pool import AddressPool
-from sglang.srt.disaggregation.delta.decode import transfer
-from sglang.srt.disaggregation.delta.decode.transfer import DeferredFree
+from sglang.srt.disaggregation.delta.decode import deferred as deferred_release
+from sglang.srt.disaggregation.delta.decode.deferred import DeferredFree
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.wire import STOCK
 from unit.delta.decode.prefills import ADDRESS, ROOM, Prefills, run_of_ours
@@ -288,7 +288,7 @@ def test_freed_after_the_bound_and_said_so(
     without a log line, since this release may corrupt KV; and against a leftover entry by which a
     new request with this room number is refused. A warm-up's room has no writer."""
     clock = Clock()
-    monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(deferred_release, "time", SimpleNamespace(monotonic=clock))
     monkeypatch.setenv("SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT", "60")
     prefills.connect()
     deferred = prefills.give_up()

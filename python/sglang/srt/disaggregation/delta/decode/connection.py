@@ -1,7 +1,7 @@
-"""Decode's end of a room on any backend: its handshake, its announcement, its end.
+"""Decode's side of a room on any backend: handshake, announcement, end.
 
-``Handshakes`` initialises receivers when all is known of their prefill servers; nobody waits for an
-answer, and no request for ever.
+Contract: the scheduler's thread only; no call blocks, and every room has a deadline. All ranks call
+``Handshakes.finish`` together, with equal entries (one reduction); the rest is this rank's.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import zmq
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta import observability, wire
+from sglang.srt.disaggregation.delta.decode.deferred import DeferredFree
 from sglang.srt.disaggregation.delta.decode.prefill_servers import (
     Connections,
     PrefillServers,
     RankInfos,
 )
 from sglang.srt.disaggregation.delta.decode.request import Stage, bootstrap_addr, record_of
-from sglang.srt.disaggregation.delta.decode.transfer import DeferredFree
 from sglang.srt.disaggregation.delta.metrics import Reason
 
 if TYPE_CHECKING:
@@ -49,12 +49,12 @@ class DeltaReceiver(CommonKVReceiver):
     """Decode's side of a room: announces the prefix that it already holds."""
 
     _connect_to_bootstrap_server: Any  # of the upstream class
-    #: Prefill was told of pages, and may write to them.
+    #: True once destination pages were announced: prefill may write to them.
     announced = False
-    #: The client left, so fallback prefill does not compute the request.
+    #: True once the client left, so fallback prefill does not compute the request.
     aborted = False
-    #: Where the server's ranks listen, if this rank is not connected to them yet.
-    _answers: RankInfos = {}
+    #: Addresses of the server's ranks, if this rank is not connected to them yet.
+    _rank_infos: RankInfos = {}
 
     def __init__(
         self, mgr: DeltaManager, bootstrap_addr: str, bootstrap_room: int | None = None
@@ -72,7 +72,7 @@ class DeltaReceiver(CommonKVReceiver):
 
     @property
     def _is_followed(self) -> bool:
-        """Whether a request of this number ended early that prefill may still write for."""
+        """True if prefill may still write for an earlier request with this room number."""
         progress = None
         if self._servers is not None:
             progress = self.kv_mgr.transfer_statuses.get(self.bootstrap_room)
@@ -97,23 +97,20 @@ class DeltaReceiver(CommonKVReceiver):
         try:
             super().init(prefill_dp_rank)
         except Exception as error:  # no request may raise out of the scheduler's loop
-            self._fail(
-                Reason.HANDSHAKE, f"could not connect to prefill {self.bootstrap_addr}: {error!r}"
-            )
+            self.fail_handshake(f"could not connect to prefill {self.bootstrap_addr}: {error!r}")
             servers.disconnect(self.bootstrap_addr)
         else:
-            if self._answers:
+            if self._rank_infos:
                 servers.connected(self.bootstrap_addr, getattr(self, "bootstrap_infos", None) or [])
 
     def is_ready(self, prefill_dp_rank: int) -> bool:
-        """Whether ``init`` may be called: it never queries the prefill server itself, since that
-        would stop the scheduler. What is missing is queried in the background. Of a decode server
-        with the radix cache, as others have no ``Handshakes``."""
-        answers = self.kv_mgr.servers.connections.ranks(
+        """Return True if ``init`` may be called; query missing addresses in the background, because
+        ``init`` would block the scheduler on them. Called only with the radix cache."""
+        infos = self.kv_mgr.servers.connections.ranks(
             self.bootstrap_addr, prefill_dp_rank, super()._get_bootstrap_info_from_server
         )
-        self._answers = answers or {}
-        return answers is not None
+        self._rank_infos = infos or {}
+        return infos is not None
 
     @override
     def _get_bootstrap_info_from_server(
@@ -122,13 +119,13 @@ class DeltaReceiver(CommonKVReceiver):
         rank = (prefill_dp_rank, prefill_cp_rank, target_tp_rank, target_pp_rank)
         if self._servers is None:
             return super()._get_bootstrap_info_from_server(*rank)
-        return self._answers.get(rank)
+        return self._rank_infos.get(rank)
 
     def fail_handshake(self, text: str) -> None:
-        """End the room before it has begun."""
+        """Fail the room before its announcement."""
         self._fail(Reason.HANDSHAKE, text)
 
-    #: Set where a decode rank watches its prefill servers: sockets to them queue without a bound.
+    #: True with a heartbeat (``WatchedServers``): socket queues to prefill ranks are unbounded.
     drops_dead_sockets = False
 
     @classmethod
@@ -137,22 +134,9 @@ class DeltaReceiver(CommonKVReceiver):
         socket, lock = super()._connect(endpoint, is_ipv6)
         if cls.drops_dead_sockets:
             with lock:
-                # A full queue would stop the scheduler; ``drop_socket`` empties a dead peer's.
+                # A full queue would block the scheduler. ``drop_socket`` empties a dead peer's.
                 socket.setsockopt(zmq.SNDHWM, 0)
         return socket, lock
-
-    @classmethod
-    def drop_socket(cls, host: str, port: int) -> None:
-        """Throw away what is queued for a prefill rank that is gone."""
-        from sglang.srt.utils.network import NetworkAddress
-
-        endpoint = NetworkAddress(host, port).to_tcp()
-        with cls._global_lock:
-            socket = cls._socket_cache.pop(endpoint, None)
-            lock = cls._socket_locks.pop(endpoint, None)
-        if socket is not None:
-            with lock:
-                socket.close(linger=0)
 
     def announce(
         self,
@@ -162,16 +146,16 @@ class DeltaReceiver(CommonKVReceiver):
         state_indices: npt.NDArray[np.int32] | None = None,
         prompt_tokens: int = 0,
     ) -> None:
-        """Send the transfer metadata of a room: ``kv_indices`` are the *delta's* destination pages.
+        """Send a room's transfer metadata. ``kv_indices``: the *delta's* destination pages.
 
-        ``prefix_len`` is in tokens; ``state_indices``: the delta's pages of an index cache;
-        ``prompt_tokens``: of the whole prompt, 0 if prefill is not to compare. The frame is added
-        where the stock code gets its socket, so the stock message stays SGLang's.
+        ``prefix_len``: tokens that decode holds; ``state_indices``: the delta's pages of an index
+        cache; ``prompt_tokens``: length of the whole prompt, 0 if prefill must not compare it. The
+        frame is added to SGLang's own message, by a socket that appends it.
         """
         connect = self._connect_to_bootstrap_server
-        ours = self.kv_mgr.kv_args
-        pool_pages = ours.kv_data_lens[0] // ours.kv_item_lens[0]
-        metadata_slots = ours.aux_data_lens[0] // ours.aux_item_lens[0]
+        args = self.kv_mgr.kv_args
+        pool_pages = args.kv_data_lens[0] // args.kv_item_lens[0]
+        metadata_slots = args.aux_data_lens[0] // args.aux_item_lens[0]
         takes_metadata = self.kv_mgr.expect_metadata(self.bootstrap_room, aux_index)
 
         def connect_with_frame(bootstrap_info: dict[str, Any]) -> tuple[Any, threading.Lock]:
@@ -188,11 +172,10 @@ class DeltaReceiver(CommonKVReceiver):
                 prompt_tokens=prompt_tokens,
             )
             encoded = wire.encode_frame(frame)
-
-            def send(frames: list[bytes]) -> None:
-                socket.send_multipart([*frames, encoded])
-
-            return SimpleNamespace(send_multipart=send), lock
+            sends = SimpleNamespace(
+                send_multipart=lambda frames: socket.send_multipart([*frames, encoded])
+            )
+            return sends, lock
 
         self._connect_to_bootstrap_server = connect_with_frame
         self.announced = True
@@ -208,26 +191,24 @@ class DeltaReceiver(CommonKVReceiver):
             del self._connect_to_bootstrap_server
 
     def withdraw(self, reason: str) -> None:
-        """Notify prefill that decode does not want this room any more. Needs no answer."""
+        """Notify prefill that decode does not need this room any more. Best effort."""
         infos = getattr(self, "bootstrap_infos", None)
         if self._servers is not None and infos:
             self._servers.withdraw(self.bootstrap_addr, infos, self.bootstrap_room, reason)
 
     def yield_room(self) -> None:
-        """Notify prefill that decode computes the request itself: it ends there at once."""
+        """Notify prefill that decode computes the request, so that prefill ends it at once."""
         infos = getattr(self, "bootstrap_infos", None)
-        # One message a room: this rank's prefill ranks have among them the one that clients hear.
+        # Rank 0 alone sends it: its prefill peers include the rank that answers clients.
         if self._servers is not None and infos and self.kv_mgr.attn_tp_rank == 0:
             self._servers.yield_room(self.bootstrap_addr, infos, self.bootstrap_room)
 
     def defer_free(self) -> DeferredFree | None:
-        """Withdraw a room whose pages were announced, and follow it until it is drained.
-
-        None where nobody can write to them any more.
-        """
+        """Withdraw an announced room. Return the object that follows it until it is drained, or
+        None if prefill cannot write to its pages."""
         room, manager = self.bootstrap_room, self.kv_mgr
-        told = self.announced or getattr(self, "init_time", None) is not None
-        if self._servers is None or not told:
+        is_announced = self.announced or getattr(self, "init_time", None) is not None
+        if self._servers is None or not is_announced:
             self.withdraw("it ended before it was announced")
             return None
         progress, writers = manager.transfer_statuses[room], self.required_prefill_response_num
@@ -236,13 +217,13 @@ class DeltaReceiver(CommonKVReceiver):
         progress.is_deferred = True
         self.withdraw(manager.failure_records.get(room, "it was aborted"))
         collect = partial(manager.collect_arrivals, room)
-        return DeferredFree(
-            progress, writers, collect, partial(manager.transfer_statuses.pop, room, None)
-        )
+        forget = partial(manager.transfer_statuses.pop, room, None)
+        return DeferredFree(progress, writers, collect, forget)
 
 
 class RoomReceiver(CommonKVReceiver):
-    """Of a backend that moves deltas: leaves nothing of its room behind, says why it failed."""
+    """Receiver of a backend that transfers deltas: removes its room's table entries and reports why
+    the room failed."""
 
     conclude_state: KVPoll | None  # of the upstream class; named for the type checker
 
@@ -254,8 +235,8 @@ class RoomReceiver(CommonKVReceiver):
             return self.conclude_state
         manager, room = self.kv_mgr, self.bootstrap_room
         ended = KVPoll.Success, KVPoll.Failed
-        # Without the flag requests of a number share its entries, as in SGLang, and the first that
-        # ends takes them along.
+        # A missing entry is a failure: without the flag, requests with the same number share its
+        # entries, as in SGLang, and the first one that ends removes them.
         status = manager.request_status.get(room, KVPoll.Failed)
         if status not in ended and self.init_time is not None:  # announced
             manager.collect_arrivals(room)
@@ -280,7 +261,7 @@ class RoomReceiver(CommonKVReceiver):
         from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
         self.aborted = True
-        CommonKVReceiver.abort(self)  # Mooncake's own does not call what is common to all backends
+        CommonKVReceiver.abort(self)  # because Mooncake's override does not call it
 
     @override
     def failure_exception(self) -> None:
@@ -304,8 +285,8 @@ class RoomReceiver(CommonKVReceiver):
 
 
 class _Reached(NamedTuple):
-    """Polls a receiver, and in the lowest bit, whether its prefill server was reached so far or the
-    request was attempted here already. Of several ranks' the smallest counts."""
+    """Polls a receiver; the lowest bit is 0 while its prefill server is unreachable and the request
+    was not attempted locally yet. The ranks agree on the smallest vote."""
 
     entry: DecodeRequest
 
@@ -316,10 +297,11 @@ class _Reached(NamedTuple):
 
 
 class Handshakes:
-    """One for each prealloc queue. Called in every step by the scheduler's thread.
+    """The pending handshakes of one prealloc queue.
 
-    A request passes the three questions of ``Connections``: the topology of its prefill server, the
-    data-parallel rank that serves it, and where the ranks listen that write to this one.
+    A receiver is initialised when three answers of its prefill server are known (``Connections``):
+    the topology, the data-parallel rank that serves the request, and the addresses of the ranks
+    that write to this one.
     """
 
     def __init__(
@@ -332,36 +314,35 @@ class Handshakes:
         attempts: int,
         retry_s: float,
     ) -> None:
-        """``dp_rank_of``: the data-parallel rank that serves a request, None where prefill has to
-        be queried; ``allowed_s``: how long a handshake may take; ``attempts``: how often a server's
-        topology is asked for before its requests fail, ``retry_s`` apart."""
+        """``dp_rank_of`` returns the data-parallel rank that serves a request, None if prefill has
+        to be queried; ``allowed_s``: longest handshake; ``attempts``: queries for a server's
+        topology before its requests fail, ``retry_s`` apart."""
         self._connections, self._dp_rank_of, self._clock = connections, dp_rank_of, clock
-        self._allowed_s, self._most_attempts, self._retry_s = allowed_s, attempts, retry_s
-        #: How often a server could not be queried for its topology, and when it is queried again.
+        self._allowed_s, self._max_attempts, self._retry_s = allowed_s, attempts, retry_s
+        #: Server -> failed queries for its topology, and time of the next query.
         self._attempts: dict[str, tuple[int, float]] = {}
 
     def advance(self, entries: Sequence[DecodeRequest]) -> list[DecodeRequest]:
-        """Initialise the receivers of ``entries`` that are ready, and fail those that waited for
-        too long; the others wait on."""
+        """Initialise the receivers that are ready and fail the ones past their deadline. Return the
+        remaining entries."""
         now, pending = self._clock(), defaultdict[str, list["DecodeRequest"]](list)
         for entry in entries:
             if entry.kv_receiver.conclude_state is not None:
-                continue  # who polls it answers
+                continue  # already ended; ``finish`` polls it
             record, address = record_of(entry.req), bootstrap_addr(entry.req)
             if record.handshake_since is None:
                 record.handshake_since = now
-            in_time = pending[address]
             if now - record.handshake_since < self._allowed_s:
-                in_time.append(entry)
-                continue
-            entry.kv_receiver.fail_handshake(
-                f"prefill {address} did not report {record.handshake_lacks} "
-                f"within {self._allowed_s} s ({_DEADLINE})"
-            )
+                pending[address].append(entry)
+            else:
+                entry.kv_receiver.fail_handshake(
+                    f"prefill {address} did not report {record.handshake_lacks} "
+                    f"within {self._allowed_s} s ({_DEADLINE})"
+                )
         waiting = []
         for address, in_time in pending.items():
             waiting += self._advance(address, in_time)
-        for address in self._attempts.keys() - pending.keys():  # whoever asked went away
+        for address in self._attempts.keys() - pending.keys():  # no request waits for it any more
             del self._attempts[address]
         self._connections.forget_unwanted(pending)
         return waiting
@@ -369,9 +350,8 @@ class Handshakes:
     def finish(
         self, entries: Sequence[DecodeRequest], group: ProcessGroup, *, tries_here: bool
     ) -> tuple[list[DecodeRequest], list[DecodeRequest]]:
-        """Poll the handshakes of ``entries``, on all ranks of ``group``: which of them failed, and
-        of which no prefill server was reached. The latter are asked for only where it
-        ``tries_here`` to compute such requests."""
+        """Poll the handshakes of ``entries`` on all ranks of ``group``. Return the failed ones and,
+        if ``tries_here`` (this server may compute them), those with an unreachable server."""
         from sglang.srt.disaggregation.base.conn import KVPoll
         from sglang.srt.disaggregation.utils import poll_and_all_reduce
 
@@ -397,34 +377,36 @@ class Handshakes:
         return failed, unreached
 
     def _advance(self, address: str, entries: list[DecodeRequest]) -> list[DecodeRequest]:
-        """Those of ``entries`` that are still not ready."""
+        """Advance the ``entries`` of one server. Return the ones that are not ready yet."""
         connections, now = self._connections, self._clock()
-        failed, again_at = self._attempts.get(address, (0, 0.0))
-        is_known = now >= again_at and connections.ensure(address)
-        if now >= again_at and not is_known and not connections.is_asking(address):
-            failed, again_at = failed + 1, now + self._retry_s
-        self._attempts[address] = failed, again_at
-        if is_known or failed == self._most_attempts:
-            del self._attempts[address]
-        if not is_known and failed == self._most_attempts:
-            logger.error(
-                "prefill server %s did not report its server info in %d attempts: the requests "
-                "that wait for it fail. Check that it runs and that this host can reach it",
-                address,
-                failed,
-            )
-            why = connections.refusals.pop(address)
-            for entry in entries:
-                entry.kv_receiver.fail_handshake(why)
-            return []
-        if not is_known:
+        failed, retry_at = self._attempts.pop(address, (0, 0.0))
+        is_due = now >= retry_at
+        if is_due and connections.ensure(address):
+            return self._initialise(address, entries)
+        if is_due and not connections.is_asking(address):
+            failed, retry_at = failed + 1, now + self._retry_s
+        if failed < self._max_attempts:
+            self._attempts[address] = failed, retry_at
             for entry in entries:
                 record_of(entry.req).unreachable |= failed > 0
             return entries
+        logger.error(
+            "prefill server %s did not report its server info in %d attempts: the requests that "
+            "wait for it fail. Check that it runs and that this host can reach it",
+            address,
+            failed,
+        )
+        why = connections.refusals.pop(address)
+        for entry in entries:
+            entry.kv_receiver.fail_handshake(why)
+        return []
+
+    def _initialise(self, address: str, entries: list[DecodeRequest]) -> list[DecodeRequest]:
+        """Initialise the receivers of a known server. Return the entries that are not ready yet."""
         ranks = {entry.req.bootstrap_room: self._dp_rank_of(entry.req) for entry in entries}
         unknown = [room for room, rank in ranks.items() if rank is None]
         if unknown:
-            ranks |= connections.dp_ranks(address, unknown)
+            ranks |= self._connections.dp_ranks(address, unknown)
         waiting = []
         for entry in entries:
             record, rank = record_of(entry.req), ranks[entry.req.bootstrap_room]

@@ -1,4 +1,8 @@
-"""When a prefill server counts as lost, and when it is certain that its processes are gone."""
+"""The heartbeat of a decode rank: finds prefill servers that are lost or certainly have ended.
+
+Contract: a thread of its own, without agreement between ranks. It shares the servers with the other
+threads of ``prefill_servers`` under ``_lock``, which it does not hold while it waits for an answer.
+"""
 
 from __future__ import annotations
 
@@ -21,26 +25,26 @@ logger = logging.getLogger(__name__)
 
 
 class Probe(NamedTuple):
-    """What one probe of a prefill server showed."""
+    """The result of one probe of a prefill server."""
 
-    #: It answered in time, and so did all its ranks.
+    #: True if the server and all its ranks answered in time.
     is_alive: bool = False
-    #: Nobody listens there, nor at its ranks' ports: the processes are gone, and write no more.
+    #: True if no process listens at its port or its ranks' ports: they are gone and write no more.
     is_gone: bool = False
-    #: The process that answered; None if it does not say.
+    #: Identity of the process that answered; None if the answer has none.
     incarnation: str | None = None
 
 
 def is_refused(error: BaseException) -> bool:
-    """Whether a connection was refused, somewhere down the chain of causes."""
-    seen: BaseException | None = error
-    while seen is not None and not isinstance(seen, ConnectionRefusedError):
-        seen = seen.__cause__ or seen.__context__
-    return seen is not None
+    """Return True if the chain of causes has a refused connection."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ConnectionRefusedError):
+        cause = cause.__cause__ or cause.__context__
+    return cause is not None
 
 
 def refuses(host: str, port: int, timeout_s: float) -> bool:
-    """Whether the machine of ``host`` answers that no process listens at ``port``."""
+    """Return True if the machine of ``host`` answers that no process listens at ``port``."""
     try:
         socket.create_connection((host, port), timeout_s).close()
     except OSError as error:
@@ -49,12 +53,11 @@ def refuses(host: str, port: int, timeout_s: float) -> bool:
 
 
 class WatchedServers(PrefillServers):
-    """The prefill servers of a decode rank, and whether they live.
+    """The prefill servers of a decode rank, with a heartbeat.
 
-    Stock probes only the bootstrap server of a prefill server. That one still answers when a
-    scheduler process hangs, and when the whole server was restarted between two probes, at the same
-    address but with other ranks. So here it is also asked who it is, and every connected rank is
-    pinged.
+    SGLang probes only the bootstrap server of a prefill server. This process still answers if a
+    scheduler process hangs, or if the whole server was restarted between two probes with the same
+    address and other ranks. Here a probe also queries its identity and pings every connected rank.
     """
 
     def start_heartbeat(self, interval_s: float, max_failures: int) -> None:
@@ -69,38 +72,47 @@ class WatchedServers(PrefillServers):
                 time.sleep(interval_s)
                 try:
                     misses = self._beat(misses, timeout_s, max_failures)
-                except Exception:  # the thread must outlive what it meets
-                    logger.exception("a heartbeat failed; the next one runs as scheduled")
+                except Exception:  # the thread must survive any error
+                    logger.exception(
+                        "heartbeat of prefill servers failed; the next one runs as scheduled"
+                    )
 
         threading.Thread(target=run, name="pd-heartbeat", daemon=True).start()
 
     def _beat(
         self, misses: Mapping[str, int], timeout_s: float, max_failures: int
     ) -> dict[str, int]:
-        """Probe each server once, at the same time: one that hangs must not delay the others.
+        """Probe each server once, in parallel, because one that hangs must not delay the others.
 
-        ``misses``: probes in a row that showed no sign of life, by server; returns them as they are
-        after this one. After ``max_failures`` the server is lost, and its count starts anew.
+        ``misses``: server -> failed probes in a row. Return the counts after this probe. After
+        ``max_failures`` the server is lost, and its count restarts at 0.
         """
         with self._lock:
             rooms = list(self._tables.progress().values())
+            # Address -> identity and number of handshakes at the start of the probe.
             known = {
                 address: (self.capabilities(address).incarnation, self._servers[address].epoch)
                 for address in {
                     *self._tables.topology,
-                    *(r.address for r in rooms if r.is_deferred),
+                    *(room.address for room in rooms if room.is_deferred),
                 }
             }
         counts = dict.fromkeys(known, 0)
         with ThreadPoolExecutor(16) as executor:
-            probes = {executor.submit(self._probe, each, timeout_s): each for each in known}
+            probes = {
+                executor.submit(self._probe, address, timeout_s): address for address in known
+            }
             for done in as_completed(probes):
                 address = probes[done]
                 incarnation, epoch = known[address]
                 try:
                     probe = done.result()
-                except Exception as error:  # one strange server must not hide the others
-                    logger.warning("could not probe prefill server %s: %r", address, error)
+                except Exception as error:  # an unexpected answer must not end the other probes
+                    logger.warning(
+                        "prefill server %s: probe failed, which counts as no answer: %r",
+                        address,
+                        error,
+                    )
                     probe = Probe()
                 is_gone, why = len({incarnation, probe.incarnation} - {None}) == 2, ""
                 if is_gone:
@@ -108,23 +120,23 @@ class WatchedServers(PrefillServers):
                 elif not probe.is_alive:
                     is_gone, missed = probe.is_gone, misses.get(address, 0) + 1
                     counts[address] = missed % max_failures
-                    refuses = "its port refuses connections"
+                    refusal = "its port refuses connections"
                     logger.warning(
                         "prefill server %s: %s, probe %d of %d; after the last its rooms fail",
                         address,
-                        refuses if is_gone else "no answer, or not from all of its ranks",
+                        refusal if is_gone else "no answer, or not from all of its ranks",
                         missed,
                         max_failures,
                     )
                     if missed == max_failures:
-                        why = refuses if is_gone else f"no answer to {missed} probes"
-                with self._lock:  # a probe says nothing of a server connected to since then
+                        why = refusal if is_gone else f"no answer to {missed} probes"
+                with self._lock:  # ignore the result if the server was connected to since then
                     if why and self._servers[address].epoch == epoch:
                         self.lost(address, is_gone, why)
         return counts
 
     def _probe(self, address: str, timeout_s: float) -> Probe:
-        """Query the identity of the bootstrap server, and ping the connected ranks."""
+        """Query the identity of the bootstrap server and ping the connected ranks."""
         takes_control = self.capabilities(address).takes_control
         url = f"http://{address}{wire.ROUTE if takes_control else '/health'}"
         with self._lock:
@@ -132,36 +144,33 @@ class WatchedServers(PrefillServers):
         try:
             response = requests.get(url, timeout=timeout_s)
         except requests.ConnectionError as error:
-            # No process listens at the connected ranks' ports either: a bootstrap server that is
-            # gone may be another node's, and what refuses a service in front of one that is not.
+            # Require that the ranks' ports refuse too: the bootstrap server may be on another node
+            # than the ranks, or the refusal may come from a proxy in front of a server that runs.
             is_gone = is_refused(error) and all(refuses(*rank, timeout_s) for rank in listening)
             return Probe(is_gone=is_gone)
         except requests.RequestException:
             return Probe()
         if not response.ok or not takes_control:
             return Probe(is_alive=bool(response.ok))
-        ours = self._peer_name(), self._rank.host, self._rank.port
+        sender = self._peer_name(), self._rank.host, self._rank.port
         with self._lock:
             ranks = self._servers[address].ranks
             unanswered = max(ranks.values(), default=0)
             for rank in ranks:
                 ranks[rank] += 1
-                ping = wire.Ping(f"{rank[0]}:{rank[1]}", *ours, self._interval_s)
-                self._send(rank, ping, "that counts as no answer")
+                ping = wire.Ping(f"{rank[0]}:{rank[1]}", *sender, self._interval_s)
+                self._send(rank, ping, "this counts as no answer")
         return Probe(not unanswered, incarnation=wire.incarnation_in(response.content))
 
     def lost(self, address: str, is_gone: bool, why: str) -> None:
-        """A prefill server is given up: fail its rooms, and connect again when it is next needed.
-
-        ``is_gone``: its processes do not exist any more, so that nothing more can be written.
-        """
+        """Fail the rooms of a prefill server and drop its connections; the next request for it
+        connects again. ``is_gone``: its processes do not exist any more and cannot write."""
         self.disconnect(address)
         rooms = list(self._tables.rooms.get(address, ()))
         for room in rooms:
             self.fail(room, Reason.PEER_LOST, f"lost prefill server {address}: {why}")
         logger.error(
-            "lost prefill server %s: %s. Its %d rooms fail, and the next request connects again; "
-            "%s",
+            "lost prefill server %s: %s. %d rooms fail, and the next request connects again; %s",
             address,
             why,
             len(rooms),

@@ -1,8 +1,8 @@
-"""What must hold of a decode server's pool, tree and tables at any time.
+"""Invariants of the pool, tree and tables of a decode server.
 
-Tests check it after every step. A server checks it whenever it becomes idle, if
-``SGLANG_DISAGGREGATION_CHECK_INVARIANTS=1``, and ends with the list of what is wrong, as SGLang's
-own strict memory check does.
+Tests check them after every step. With ``SGLANG_DISAGGREGATION_CHECK_INVARIANTS=1`` a server checks
+them whenever it becomes idle, and ends with a list of the problems, like SGLang's strict memory
+check. Called on the scheduler's thread; each rank checks its own state.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ else:
 
 logger = logging.getLogger(__name__)
 
-#: A room may be announced shortly before its request arrives; later than this it is a leak.
+#: Seconds after which a room without a request is a leak. It may be announced before its request
+#: arrives.
 ROOMS_GRACE_S = 5.0
 
 
 class InvariantError(AssertionError):
-    """Something is leaked, owned twice, or counted wrong."""
+    """Memory or a table entry is leaked, owned twice, or counted wrong."""
 
 
 def tree_problems(tree: DecodeRadixTree, holders: Iterable[Req]) -> list[str]:
-    """``holders``: requests that own a lock through ``last_node``, each once."""
+    """Return the problems of a tree. ``holders``: requests that hold a lock on ``last_node``."""
     problems = []
     locks = Counter(node.id for req in holders for node in upwards(req.last_node))
-    sizes, seen = [0, 0], set[int]()  # tokens that can be evicted, and that are protected
+    sizes, seen = [0, 0], set[int]()  # sizes: evictable and protected tokens
     for node in tree_nodes(tree):
         if len(node.key) != len(node.value):
             problems.append(f"node {node.id}: {len(node.key)} tokens, {len(node.value)} slots")
@@ -62,7 +63,8 @@ def tree_problems(tree: DecodeRadixTree, holders: Iterable[Req]) -> list[str]:
 def pool_problems(
     tree: DecodeRadixTree, allocator: Any, rows: torch.Tensor, holders: list[Req], total: int
 ) -> list[str]:
-    """Every page is free, in the tree, or private to one request: exactly one of them.
+    """Check that every page is either free, in the tree, or private to one request. Return the
+    problems.
 
     ``rows``: the request-to-slot table; ``total``: the pool's size in tokens.
     """
@@ -79,7 +81,7 @@ def pool_problems(
             problems.append(f"request {req.rid}: its shared slots are not those of its tree path")
         if req.cache_protected_len % page:
             problems.append(
-                f"request {req.rid}: protected length {req.cache_protected_len} is no whole page"
+                f"request {req.rid}: protected length {req.cache_protected_len} ends inside a page"
             )
         private += {slot // page for slot in row[req.cache_protected_len :]}
     owned = [*free, *in_tree, *private]
@@ -97,8 +99,8 @@ def pool_problems(
 
 
 def idle_problems(scheduler: Scheduler) -> list[str]:
-    """What an idle prefill or decode server must not have left: locks, rows, metadata slots; of
-    another tree of SGLang's, such as that with recurrent states, its own memory check says it."""
+    """Return the leaks of an idle prefill or decode server: locks, rows, slots, claims. Other trees
+    of SGLang, such as the one with recurrent states, are left to its own memory check."""
     tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
     pool = scheduler.req_to_token_pool
     total = scheduler.max_total_num_tokens
@@ -114,12 +116,12 @@ def idle_problems(scheduler: Scheduler) -> list[str]:
         )
     metadata = scheduler.req_to_metadata_buffer_idx_allocator
     rows = pool.size + getattr(pool, "pre_alloc_size", 0)
-    for what, free, size in (
+    for kind, free, size in (
         ("request rows", pool.free_slots, rows),
         ("metadata slots", metadata.free_slots, metadata.size),
     ):
         if sorted(free) != list(range(size)):
-            problems.append(f"{len(free)} of {size} {what} are free, or some are listed twice")
+            problems.append(f"{len(free)} of {size} {kind} are free, or some are listed twice")
     states = getattr(pool, RECURRENT, None) if is_plain else None
     if states is not None and sorted(states.free_slots.tolist()) != list(range(1, states.size + 1)):
         problems.append(f"state slots {states.free_slots.tolist()} are free, of {states.size}")
@@ -127,11 +129,8 @@ def idle_problems(scheduler: Scheduler) -> list[str]:
 
 
 def idle_rooms(manager: DeltaManager) -> list[str]:
-    """Per-room tables of an idle server's transfer manager that are not empty.
-
-    On a prefill server a room may be announced just before its request arrives, so there they must
-    be empty only after a while.
-    """
+    """Return the per-room tables of a transfer manager that are not empty. On an idle server they
+    are leaks after ``ROOMS_GRACE_S``."""
     return [
         f"{name} still has rooms {sorted(rooms)[:10]}"
         for name, rooms in manager.open_rooms().items()
@@ -140,10 +139,12 @@ def idle_rooms(manager: DeltaManager) -> list[str]:
 
 
 class BalancedScheduler(Scheduler):
-    """Ends an idle prefill or decode server that has left something behind; on schedulers of
-    servers with the variable alone (``when`` in ``patchset/table.py``)."""
+    """Ends an idle prefill or decode server that has leaks. Only attached on servers with the
+    variable (``when`` in ``patchset/table.py``)."""
 
+    #: Counters at the last check: the next check is due when they change.
     _checked: tuple[object, ...] | None = None
+    #: When rooms were first seen on the idle server (monotonic seconds).
     _leftover_since: float | None = None
 
     @override
@@ -153,7 +154,12 @@ class BalancedScheduler(Scheduler):
             self.check_invariants()
 
     def check_invariants(self) -> None:
-        """Once after each change: this runs in the idle loop, and walks the whole tree."""
+        """Check once after each change, because this runs in the idle loop and walks the whole
+        tree.
+
+        Raises:
+            InvariantError: there is a leak.
+        """
         queue = getattr(self, "disagg_decode_prealloc_queue", None) or getattr(
             self, "disagg_prefill_bootstrap_queue", None
         )

@@ -1,9 +1,13 @@
-"""A decode server writes to the shared store what it alone has computed: answers and local turns.
+"""A decode server writes the KV that only it has computed (answers, local turns) to the store.
 
 Prefill servers write what they compute (``mem_cache/buffer_only``), and find the rest of a
 conversation in the store under the same keys. Decode reads nothing from the store. The flag is
 SGLang's, ``--disaggregation-decode-enable-offload-kvcache``. SGLang's own manager frees a request's
 pages as it writes them, so it is not created.
+
+Contract: the scheduler's thread, between decode steps. Each rank writes its own part of the pages
+without agreement, because the trees of the ranks may differ: one may learn of a failure first.
+Writes therefore do not affect what a tree holds.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler as Scheduler
 
-    # A tree, or a scheduler, with these mixins has those too.
+    # The classes that these mixins are combined with.
     from sglang.srt.disaggregation.delta.decode.tree import DecodeRadixTree
     from sglang.srt.managers.cache_controller import HiCacheController
     from sglang.srt.managers.schedule_batch import Req
@@ -52,9 +56,7 @@ ROUND_INTERVAL_STEPS = 4
 class OffloadTree(StoredTree, DecodeRadixTree):
     """Queues new nodes to be written, except those that prefill has computed.
 
-    Each rank writes its own part of the pages without agreement, because the trees of the ranks may
-    differ: one may learn of a failure first. Writes therefore do not affect what a tree holds. A
-    copy locks no node. The eviction of a node that is being copied waits for the copy.
+    A copy locks no node. The eviction of a node that is being copied waits for the copy.
     """
 
     #: True while KV that prefill sent is being inserted.
@@ -119,17 +121,17 @@ class OffloadTree(StoredTree, DecodeRadixTree):
 
     @override
     def _inc_hit_count(self, node: TreeNode, chunked: bool = False) -> None:
-        # As SGLang's own does, whose call costs as much as all of this.
+        # Repeat SGLang's line, because the call would cost as much as this whole method.
         node.hit_count += not chunked
         if node.stored >= len(node.key):
             return
         if not self._delivered:
             self.buffer.backups.request(node)
-        elif node.hit_count == 1:  # new; prefill writes it
+        elif node.hit_count == 1:  # a new node: prefill writes it
             node.stored = node.launched = len(node.key)
 
     def hold(self, node: TreeNode) -> None:
-        """Note that ``node`` is copied. Unlike in ``StoredTree`` it is not locked."""
+        """Note that ``node`` is being copied. Unlike ``StoredTree``, do not lock it."""
         self._copied.add(node)
 
     def unhold(self, node: TreeNode) -> None:
@@ -153,7 +155,7 @@ class OffloadTree(StoredTree, DecodeRadixTree):
     def _delete_leaf(self, node: TreeNode) -> None:
         super()._delete_leaf(node)
         if node in self._copied:
-            self.finish_copies()  # its slots are free, and not allocated again yet
+            self.finish_copies()  # before its slots, now free, are allocated again
 
     @override
     def retire(self) -> None:

@@ -1,14 +1,13 @@
 """Recurrent state on a decode server with the radix cache.
 
-The tree is a plain one over the KV of full attention: prefill sends the state at the end of each
-prompt, so decode needs none of a prefix. A request has one state slot, from its row's allocation
-to its row's free.
+The tree covers the KV of full attention only: prefill sends the state at the end of each prompt, so
+decode needs no state for a prefix. A request has one state slot, allocated and freed with its row.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any  # Any: what only pools with recurrent state have
+from typing import TYPE_CHECKING, Any  # Any: attributes of pools with recurrent state
 
 from typing_extensions import override
 
@@ -23,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 def serve_states(pool: Any, rows: Any) -> None:
-    """Prepare the pools of a model with recurrent state: as many rows as state slots, and copies of
-    a retracted request's KV."""
-    # SGLang fails an assertion for a row without a state slot, so there are as many rows as slots,
-    # and admission waits for a row.
+    """Limit the rows of ``rows`` to the state slots, and let ``pool`` copy a retracted request's KV
+    to the CPU."""
+    # SGLang fails an assertion for a row without a state slot. With one row a slot, admission waits
+    # for a row instead.
     rows.pre_alloc_size = rows.mamba_pool.size - rows.size
     rows.clear()
-    # SGLang's pool has no copy to the CPU, so the first retraction would terminate the server.
+    # SGLang's pool cannot copy KV to the CPU, so the first retraction would terminate the server.
     # ``pages.copy_state`` copies the state.
     kv = pool.full_kv_pool
     pool.get_cpu_copy, pool.load_cpu_copy = kv.get_cpu_copy, kv.load_cpu_copy
@@ -42,7 +41,7 @@ def serve_states(pool: Any, rows: Any) -> None:
 
 
 class RequestStates(ModelRunnerKVCacheMixin):
-    """Sizes the pool of recurrent states for requests alone where decode's tree has no states."""
+    """Sizes the pool of recurrent states by requests alone, because decode's tree has no states."""
 
     @override
     def handle_max_mamba_cache(self, total_rest_memory: Any) -> Any:

@@ -1,26 +1,27 @@
-"""The decode scheduler: start-up checks, aborts, idleness, flushes, metrics and log fields.
+"""The scheduler of a decode server with the radix cache: start-up checks, aborts, idleness,
+metrics and log fields.
 
-No other server's scheduler has this mixin (``when`` in ``patchset/table.py``).
+Contract: the scheduler's thread only. All ranks call ``process_decode_queue`` together, and get
+each control request (pause, abort) in the same step.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any  # Any: gauges; what protocols.py lacks of SGLang
+from typing import TYPE_CHECKING, Any  # Any: SGLang's control requests and results
 
 from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.decode.claims import private_tokens
+from sglang.srt.disaggregation.delta.decode.flush import FlushingScheduler
 from sglang.srt.disaggregation.delta.decode.recurrent import serve_states
 from sglang.srt.disaggregation.delta.decode.request import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.speculation import check_draft_pool, draft_pool
 from sglang.srt.disaggregation.delta.namespaces import NamespacedScheduler
 from sglang.srt.disaggregation.delta.observability import STATS, Telemetry
 from sglang.srt.disaggregation.delta.pages import RECURRENT, has_other_state
-from sglang.srt.disaggregation.delta.rank_agreement import minimum
 from sglang.srt.disaggregation.delta.unserved import named_by
 from sglang.srt.patchset.flags import FLAG
 
@@ -34,14 +35,12 @@ else:
 
 logger = logging.getLogger(__name__)
 
-
 #: Seconds between two updates of the gauges.
-EVERY_S = 1.0
+GAUGE_INTERVAL_S = 1.0
 
 
 def speculated(stats: Telemetry, req: Req) -> None:
-    """A request ended: count its drafts apart from those of others, by whether the tree held a
-    prefix of it."""
+    """Count the drafts of an ended request, by whether the tree held a prefix of it."""
     if req.spec_verify_ct:
         prefix = "hit" if record_of(req).hit_tokens else "miss"
         stats.count("decode_spec_verify_steps", req.spec_verify_ct, prefix=prefix)
@@ -49,14 +48,14 @@ def speculated(stats: Telemetry, req: Req) -> None:
 
 
 def readings(scheduler: DisaggScheduler) -> dict[str, int]:
-    """The value of each gauge now. Every token of the pool is counted in one of them at most."""
+    """Return the value of each gauge. No token of the pool is counted in two of them."""
     tree, transfers = scheduler.tree_cache, scheduler.disagg_decode_transfer_queue
     deferred = transfers.deferred_requests
     running = [req for req in scheduler.running_batch.reqs if not req.finished()]
     in_transfer = [entry.req for entry in transfers.queue]
-    locking = [*in_transfer, *scheduler.waiting_queue, *running, *deferred]
+    holders = [*in_transfer, *scheduler.waiting_queue, *running, *deferred]
     return {
-        "decode_prefix_leases": sum(req.cache_protected_len > 0 for req in locking),
+        "decode_prefix_leases": sum(req.cache_protected_len > 0 for req in holders),
         "decode_protected_tokens": tree.protected_size(),
         "kv_evictable_tokens": tree.evictable_size(),
         "num_decode_deferred_kv_release_reqs": len(deferred),
@@ -64,18 +63,19 @@ def readings(scheduler: DisaggScheduler) -> dict[str, int]:
     }
 
 
+#: SGLang's logger of "Decode batch" lines.
 STATS_LOGGER = "sglang.srt.observability.scheduler_metrics_mixin"
 
 
 class DecodeLineFields(logging.Filter):
-    """Adds what the tree saved since the last line to the end of SGLang's "Decode batch" lines."""
+    """Appends the prefix hits and misses since the last line to SGLang's "Decode batch" lines."""
 
     def __init__(self) -> None:
         super().__init__()
         self._last = STATS.totals.copy()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Always lets the record pass."""
+        """Append the fields. Return True, so that every record is logged."""
         if isinstance(record.msg, str) and record.msg.startswith("Decode batch"):
             since = STATS.since(self._last)
             hit = since["decode_prefix_hit_tokens",]
@@ -88,31 +88,16 @@ class DecodeLineFields(logging.Filter):
         return True
 
 
-class DisaggScheduler(NamespacedScheduler):
-    """Attaches the decode tree and the counters to SGLang's scheduler.
+class DisaggScheduler(FlushingScheduler, NamespacedScheduler):
+    """Attaches the decode tree and the counters to SGLang's scheduler."""
 
-    SGLang flushes an idle server only, by marking its whole pool as free. It asserts that the flush
-    at the end of a weight update succeeds, and that a server whose memory is released is idle. Here
-    neither may count on that: pages of transfers that ended early stay taken until prefill can
-    write to them no more, and a paused server has transfers under way.
-    """
-
-    # Owned by the upstream class; named for the type checker.
+    # SGLang's; named for the type checker.
     waiting_queue: list[Req]
     last_batch: ScheduleBatch | None
-    #: What this server counts; tests have one for each.
+    #: Counters of this server. Tests give each server its own.
     telemetry: Telemetry = STATS
+    #: When the gauges were last updated (monotonic seconds).
     _gauges_at = 0.0
-    #: Whether a client asks for a flush, which is refused under load. All else that flushes is a
-    #: weight update, and SGLang asserts that the flush at its end succeeds.
-    _may_refuse = False
-    #: A request to release memory that waits until nothing owns any.
-    _waiting_release: Any = None
-
-    @property
-    def _deferred(self) -> Sequence[Req]:
-        """Requests that were answered, and whose pages prefill may still write to."""
-        return self.disagg_decode_transfer_queue.deferred_requests
 
     @property
     def is_hybrid_ssm(self) -> bool:
@@ -130,10 +115,9 @@ class DisaggScheduler(NamespacedScheduler):
 
     @override
     def abort_request(self, recv_req: AbortReq) -> None:
-        # Requests that wait but have sent tokens before they were retracted end here. SGLang tells
-        # the tokenizer of such an abort directly. That can overtake tokens which are still with the
-        # detokenizer; they would bring the request back to life, and its client would wait for
-        # ever. So the end goes the way of the tokens.
+        # End waiting requests that sent tokens before they were retracted. SGLang would notify the
+        # tokenizer directly. The notice can overtake tokens in the detokenizer, and these would
+        # make the tokenizer wait for the request for ever. So send the end after the tokens.
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
         from sglang.srt.mem_cache.common import release_kv_cache
 
@@ -200,20 +184,17 @@ class DisaggScheduler(NamespacedScheduler):
             self.maybe_send_health_check_signal()
         super().process_decode_queue()
         if self.disagg_decode_prealloc_queue.retracted_queue:
-            # Stock polls neither handshakes nor transfers while a retracted request waits. But
-            # failed requests have to be answered, and the missing memory may be a transfer's.
+            # SGLang polls neither handshakes nor transfers while a retracted request waits. Poll
+            # them here, because failed requests must be answered and transfers free memory.
             self.disagg_decode_prealloc_queue.pop_preallocated()
             self.waiting_queue.extend(self.disagg_decode_transfer_queue.pop_transferred())
         exports = self.current_scheduler_metrics_enabled
-        if exports and time.monotonic() - self._gauges_at >= EVERY_S:
+        if exports and time.monotonic() - self._gauges_at >= GAUGE_INTERVAL_S:
             self._gauges_at = time.monotonic()
             for name, value in readings(self).items():
                 STATS.set(name, value)
-        waiting = self._waiting_release
-        done = self._release(waiting) if waiting is not None else None
-        if done is not None:
-            self._waiting_release = None
-            self.send_to_tokenizer.send_output(done, waiting)
+        if self._waiting_release is not None:
+            self.retry_release()
 
     @override
     def get_new_prebuilt_batch(self) -> ScheduleBatch | None:
@@ -224,39 +205,38 @@ class DisaggScheduler(NamespacedScheduler):
         return batch
 
     def may_join(self) -> int:
-        """How many of the first in the waiting queue may join the running batch now.
+        """Return the number of waiting requests, from the first, that may join the running batch.
 
-        Nobody overtakes one whose adapter has no room: it has when enough of the others ended.
+        A request with an adapter that does not fit blocks the queue until enough requests end.
         """
         if not self.enable_lora:
             return len(self.waiting_queue)
-        together = {req.lora_id for req in self.running_batch.reqs if not req.finished()}
+        adapters = {req.lora_id for req in self.running_batch.reqs if not req.finished()}
         for count, req in enumerate(self.waiting_queue):
-            together.add(req.lora_id)
-            if not self.adapters_fit(together):
+            adapters.add(req.lora_id)
+            if not self.adapters_fit(adapters):
                 return count
         return len(self.waiting_queue)
 
     def adapters_fit(self, adapters: set[str | None]) -> bool:
-        """Whether the LoRA adapters of a batch have room in memory together. SGLang ends a server
-        with more; its own check is where prompts are batched, which a decode server never comes
-        to."""
+        """Return True if the LoRA adapters of a batch fit in memory together. More would end the
+        server, and SGLang checks it only where it batches prompts, which decode does not."""
         if not self.enable_lora:
             return True
         return bool(self.tp_worker.model_runner.lora_manager.validate_lora_batch(adapters))
 
     @override
     def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: Any = None) -> Any:
-        # The tokens that a grammar allows follow from the result of the step before. SGLang waits
-        # for it with spec v2, but not in its loop for decode servers.
+        # Process the last step's result first, because the tokens that a grammar allows follow from
+        # it. SGLang does this with spec v2, but not in its loop for decode servers.
         if self.last_batch and batch.is_spec_v2 and batch.has_grammar:
-            self.last_batch = None  # the loop looks for no second result in this turn
+            self.last_batch = None  # so that the loop does not process it again
             self.process_batch_result(*self.result_queue.popleft())
         return super().run_batch(batch, pp_proxy_tensors)
 
     @override
     def process_batch_result(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
-        # With overlap, who ended in the step before is part of this one too.
+        # Skip requests that ended in the last step: with overlap this batch has them too.
         counted = batch.reqs if self.draft_worker is not None else ()
         counted = [req for req in counted if not (self.enable_overlap and req.finished())]
         super().process_batch_result(batch, result)
@@ -267,12 +247,13 @@ class DisaggScheduler(NamespacedScheduler):
 
     @override
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
-        # A pause in the mode "retract" forgets to say that these requests were retracted. Stock
-        # would ask prefill for KV that it gave away long ago, although it lies on the CPU.
+        # A pause in the mode "retract" does not pass that these requests were retracted. SGLang
+        # would request their KV from prefill, which has freed it, although a copy is on the CPU.
         is_retracted = is_retracted or bool(req.is_retracted)
         rooms = self.disagg_decode_prealloc_queue.kv_manager.request_status
         if req.bootstrap_room in rooms and not is_retracted and not is_fake(req):
-            # What arrives would count for both, and KV that was never written would enter the tree.
+            # Refuse it, because an arrival would count for both requests, and KV that was never
+            # written would enter the tree.
             from sglang.srt.disaggregation.utils import prepare_abort
 
             message = f"bootstrap_room {req.bootstrap_room} is in use by another request"
@@ -284,15 +265,15 @@ class DisaggScheduler(NamespacedScheduler):
     @override
     def get_load(self, _: Any = None) -> Any:
         load = super().get_load(_)
-        # Their pages are in use, and were counted as such already.
+        # Subtract their tokens, because their pages are allocated and were counted already.
         counted = [*self.waiting_queue, *self.disagg_decode_transfer_queue.queue]
         load.num_tokens -= sum(entry.seqlen for entry in counted)
         return load
 
     @override
     def is_fully_idle(self, for_health_check: bool = False) -> bool:
-        # SGLang makes a request of a health check where nothing runs, which would queue for memory
-        # that transfers own. With any request here the loop answers it (process_decode_queue).
+        # SGLang turns a health check on an idle server into a request, which would wait for memory
+        # that transfers own. While any request is here, ``process_decode_queue`` answers it.
         return bool(
             self._nothing_waits and not self.offload_tags
             if for_health_check
@@ -301,128 +282,33 @@ class DisaggScheduler(NamespacedScheduler):
 
     @override
     def self_check_during_idle(self) -> None:
-        if not self._deferred:  # whose pages are neither free nor in a queue that it knows
+        # SGLang's check would report pages in deferred release as leaked.
+        if not self.disagg_decode_transfer_queue.deferred:
             super().self_check_during_idle()
 
     @override
     def maybe_sleep_on_idle(self) -> None:
-        # As on prefill: what ends a deferred free does not wake the sleeper.
+        # Do not sleep during a deferred release, because its end does not wake the sleeper.
         if self.idle_sleeper is None or self._nothing_waits:
             super().maybe_sleep_on_idle()
 
     @property
     def _nothing_waits(self) -> bool:
-        """Idle, also by what stock does not count: retracted requests and deferred frees."""
-        waits = self.disagg_decode_prealloc_queue.retracted_queue or self._deferred
+        """True if idle, also without the retracted requests and deferred releases that SGLang does
+        not count."""
+        deferred = self.disagg_decode_transfer_queue.deferred
+        waits = self.disagg_decode_prealloc_queue.retracted_queue or deferred
         return bool(self.is_fully_idle() and not waits)
-
-    # ---- flushes ----
-
-    @override
-    def flush_cache(self) -> Any:
-        idle = self.is_fully_idle()
-        if not self._deferred if idle else self._may_refuse:
-            return super().flush_cache()
-        # What was computed with the old weights must not be hit, whoever still owns pages.
-        self.tree_cache.retire()
-        logger.info(
-            "Cache flushed. Not freed: the pages of %d aborted transfers in deferred release%s",
-            len(self._deferred),
-            "" if idle else f", and those of requests in progress ({self._under_way()})",
-        )
-        return True
-
-    @override
-    def flush_cache_wrapped(self, recv_req: Any) -> Any:
-        self._may_refuse = True
-        try:
-            answer = super().flush_cache_wrapped(recv_req)
-        finally:
-            self._may_refuse = False
-        if answer is not None and not (answer.success or answer.message):
-            answer.message = (
-                f"Not flushed: requests are in progress ({self._under_way()}). Wait for them "
-                "(?timeout=SECONDS), or abort them.\n"
-            )
-        return answer
-
-    def _under_way(self) -> str:
-        prealloc = self.disagg_decode_prealloc_queue
-        turns = prealloc.local_turns
-        counts = {
-            "running": len(self.running_batch.reqs),
-            "in local prefill": 0 if turns is None else len(turns.requests),
-            "waiting to run": len(self.waiting_queue),
-            "in transfer": len(self.disagg_decode_transfer_queue.queue),
-            "without pages": len(prealloc.queue),
-            "waiting for a grammar": len(self.grammar_manager.grammar_queue),
-        }
-        return ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "a step"
-
-    # ---- release of memory ----
-
-    @override
-    def release_memory_occupation(self, recv_req: Any) -> Any:
-        answer = self._release(recv_req)
-        if answer is None:
-            # A remote write must not land in memory that has been given away. The loop goes on,
-            # and the answer is sent when it is done.
-            self._waiting_release = recv_req
-            logger.warning(
-                "release of memory waits until nothing owns any: %d aborted transfers are in "
-                "deferred release; %d requests were retracted; in progress: %s",
-                len(self._deferred),
-                len(self.disagg_decode_prealloc_queue.retracted_queue),
-                self._under_way(),
-            )
-        return answer
-
-    @override
-    def resume_memory_occupation(self, recv_req: Any) -> Any:
-        from sglang.srt.managers.io_struct import (
-            ReleaseMemoryOccupationReqOutput,
-            ResumeMemoryOccupationReqOutput,
-        )
-
-        waiting, self._waiting_release = self._waiting_release, None
-        if waiting is None:
-            return super().resume_memory_occupation(recv_req)
-        logger.warning(
-            "resume of memory was requested before its release was possible (transfers or "
-            "requests own pages): it was never released, both calls are answered, and the server "
-            "continues"
-        )
-        self.send_to_tokenizer.send_output(ReleaseMemoryOccupationReqOutput(), waiting)
-        return ResumeMemoryOccupationReqOutput()
-
-    def _release(self, recv_req: Any) -> Any:
-        """Release memory if no rank owns or is about to take any, else None; one collective, for
-        all ranks get a release in the same step. With data parallel attention their requests
-        differ, and SGLang has them wait for each other while memory is released."""
-        # Paused, or without other memory, a server may have requests that get no pages until it
-        # goes on: whoever releases memory in between would wait for ever if they counted.
-        queue, held = self.disagg_decode_prealloc_queue, self._engine_paused or self.offload_tags
-        resumes = bool(queue.retracted_queue) and not held  # in one of the next steps
-        grammars = self.grammar_manager
-        waiting = queue.queue, grammars.grammar_queue
-        if held:
-            queue.queue, grammars.grammar_queue = [], []
-        try:
-            owns_nothing = self.is_fully_idle() and not self._deferred and not resumes
-            if minimum([int(owns_nothing)], self.tp_cpu_group) == [0]:
-                return None
-            return super().release_memory_occupation(recv_req)
-        finally:
-            queue.queue, grammars.grammar_queue = waiting
 
 
 class RadixTokenizer(TokenizerManager):
-    """Names our flag where SGLang advises ``--disable-radix-cache``, which the flag refuses."""
+    """Names our flag in the error for input_embeds. SGLang's text advises a flag that ours
+    refuses."""
 
     @override
     async def _tokenize_one_request(self, obj: Any) -> Any:
-        wanted = getattr(self.server_args, "disaggregation_decode_enable_radix_cache", False)
-        if wanted and obj.input_embeds is not None:
+        has_flag = getattr(self.server_args, "disaggregation_decode_enable_radix_cache", False)
+        if has_flag and obj.input_embeds is not None:
             raise ValueError(
                 f"input_embeds cannot be served by a decode server with {FLAG}: SGLang accepts "
                 "them only without a radix cache. Send them to a decode server without the flag "

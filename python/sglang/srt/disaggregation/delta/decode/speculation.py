@@ -1,10 +1,10 @@
 """Speculative decoding (EAGLE with a chain of drafts) on a decode server with the radix cache.
 
 The draft model has a KV pool of its own with the slots of the target's: one table of rows, one
-allocator and one tree serve both, and a page that moves, moves in both. A wrong draft KV changes
-no answer, only how many drafts are accepted. A draft slot holds what follows from its token *and
-the next*, so SGLang's tree has pairs of tokens as keys (``is_eagle``), and a text of n tokens
-shares n-1 slots at most.
+allocator and one tree serve both, and a page is transferred in both. Wrong draft KV changes no
+answer, only the number of accepted drafts. A draft slot depends on its token *and the next one*, so
+SGLang's tree has pairs of tokens as keys (``is_eagle``), and a text of n tokens shares at most n-1
+slots.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def step_tokens(scheduler: Scheduler, page: int) -> int:
-    """Tokens behind its text that a request needs for each speculative step; 0 without speculation,
-    where it opens a page when its last one is full.
+    """Return the tokens beyond its text that a request needs for a speculative step; 0 without
+    speculation, where a request takes a new page only when its last one is full.
 
-    SGLang wants so much free for each request, in whole pages, or it retracts, and aborts the last
-    one. Spec v2 wants twice as much, and a request holds the slots of two steps beside that: of the
-    one that runs, and of the one that is launched before the first one's result is known.
+    SGLang needs this number of tokens free for each request, in whole pages; otherwise it retracts
+    requests and aborts the last one. Spec v2 needs twice the number, and a request also holds the
+    slots of two steps: one that runs, and one that is launched before the result of the first.
     """
     args = scheduler.server_args
     if args.speculative_algorithm is None:
@@ -38,20 +38,24 @@ def step_tokens(scheduler: Scheduler, page: int) -> int:
 
 
 def draft_pool(scheduler: Scheduler) -> KVCache | None:
-    """The KV pool of a scheduler's draft model; None without speculation."""
+    """Return the KV pool of the scheduler's draft model, or None without speculation."""
     worker = getattr(scheduler, "draft_worker", None)
     if worker is None:
         return None
-    # Spec v2 has a worker of both models, and the draft model's in it.
+    # With spec v2 the worker serves both models and contains the draft model's worker.
     runner = worker.draft_worker.draft_runner if scheduler.enable_overlap else worker.model_runner
     return runner.token_to_kv_pool
 
 
 def check_draft_pool(target: KVCache, draft: KVCache) -> None:
-    """Raise ``ValueError`` where the slots of ``draft`` are not those of ``target``, one by one."""
-    if hasattr(draft, "get_state_buf_infos"):  # an index too: SGLang sends none of a draft model
+    """Check that ``draft`` has the same slots as ``target``.
+
+    Raises:
+        ValueError: the pools differ, or the draft model has state that SGLang does not transfer.
+    """
+    if hasattr(draft, "get_state_buf_infos"):  # a sparse index has it too
         raise ValueError(
-            f"{FLAG} does not support draft models whose KV pool has per-request state "
+            f"{FLAG} does not support draft models with per-request state in their KV pool "
             f"({type(draft).__name__}: sliding window, state space, sparse index); remove the "
             "flag, or --speculative-algorithm."
         )
@@ -65,13 +69,13 @@ def check_draft_pool(target: KVCache, draft: KVCache) -> None:
 
 
 def own_draft_state(req: Req) -> None:
-    """Copy what the first draft of ``req`` starts from out of its metadata slot.
+    """Copy the inputs of the first draft of ``req`` out of its metadata slot.
 
-    SGLang hands out views, and the slot is given to another room before the request runs.
+    SGLang returns views, and another room uses the slot before the request runs.
     """
     for name in ("output_topk_p", "output_topk_index", "hidden_states_tensor"):
-        # To the host, whoever computed it: SGLang stacks the hidden states of requests that come
-        # from prefill with those of resumed ones as they lie.
+        # Always to the host, because SGLang stacks the hidden states of requests from prefill and
+        # of resumed ones without moving them to one device.
         setattr(req, name, getattr(req, name).to("cpu", copy=True))
 
 
@@ -79,21 +83,22 @@ def own_draft_state(req: Req) -> None:
 
 
 def own_first_drafts(batch: ScheduleBatch) -> None:
-    """Note what the first draft of each request of a computed ``batch`` starts from on the request,
-    as prefill's metadata would: it starts from there again when it resumes."""
+    """Store the inputs of the first draft of each request of a computed ``batch`` on the request,
+    as prefill's metadata would. The request drafts from them again when it resumes."""
     start = batch.spec_info
     probabilities, tokens = start.topk_p.cpu(), start.topk_index.cpu()
     hidden_states = start.hidden_states.cpu()
-    for at, req in enumerate(batch.reqs):
-        req.output_topk_p, req.output_topk_index = probabilities[at], tokens[at]
-        req.hidden_states_tensor = hidden_states[at]
+    for index, req in enumerate(batch.reqs):
+        req.output_topk_p, req.output_topk_index = probabilities[index], tokens[index]
+        req.hidden_states_tensor = hidden_states[index]
         own_draft_state(req)
 
 
 def place_first_drafts(batch: ScheduleBatch, future_map: FutureMap) -> None:
-    """Put what a computed ``batch`` drafts from where the next step of spec v2 looks it up.
+    """Store the draft inputs of a computed ``batch`` where the next step of spec v2 reads them.
 
-    Its chunk did so too, but those places may be another step's: the batch may have waited."""
+    Its chunk stored them too, but the batch may have waited, and another step may have reused those
+    places."""
     start = batch.spec_info
     start.new_seq_lens = batch.seq_lens
     start.future_indices = future_map.alloc_future_indices(len(batch.reqs))

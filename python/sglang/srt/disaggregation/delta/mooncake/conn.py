@@ -22,7 +22,7 @@ import numpy as np
 from typing_extensions import Self, override
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.decode.transfer import Progress
+from sglang.srt.disaggregation.delta.decode.deferred import Progress
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.mooncake.backend import Batch, Callers, MooncakeBackend, Part
 from sglang.srt.disaggregation.delta.nixl import descriptors

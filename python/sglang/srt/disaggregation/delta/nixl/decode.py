@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.decode.transfer import Progress
+from sglang.srt.disaggregation.delta.decode.deferred import Progress
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import RateLimitedLog
 
