@@ -16,7 +16,7 @@ import pytest
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import observability, wire
-from sglang.srt.disaggregation.delta.nixl import backend, descriptors, prefill
+from sglang.srt.disaggregation.delta.nixl import backend, descriptors, manager
 from sglang.srt.disaggregation.delta.nixl.decode import parse
 from sglang.srt.disaggregation.delta.observability import STATS, Moved
 from sglang.srt.disaggregation.delta.pages import heads_of, sources_of
@@ -294,7 +294,7 @@ def test_numbers_of_a_delivery(
     decode already had or what was not sent, and taking time on the wire for time of a post."""
     ticks = itertools.count()
     clocked = functools.partial(backend.NixlBackend, clock=lambda: float(next(ticks)))
-    monkeypatch.setattr(prefill, "NixlBackend", clocked)
+    monkeypatch.setattr(manager, "NixlBackend", clocked)
     monkeypatch.setattr(descriptors, "RANGES_US", costs[:2])
     monkeypatch.setattr(descriptors, "SELECTED_US", costs[2:])
     rank = rank_of(monkeypatch, ranks, form="")

@@ -23,14 +23,14 @@ from hypothesis.stateful import (
 
 from effort import tries
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.nixl.descriptors import Heads, Pool
-from sglang.srt.disaggregation.delta.nixl.peers import (
+from sglang.srt.disaggregation.delta.nixl.conn import (
     OURS,
     PATIENCE_S,
     Peer,
     Peers,
     PreparedLists,
 )
+from sglang.srt.disaggregation.delta.nixl.descriptors import Heads, Pool
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferError
 from unit.delta.nixl.fakes import FakeAgent, nixlNotFoundError
 

@@ -1,0 +1,79 @@
+"""SGLang's NIXL manager: prefill's half, and the class of which a server uses one half."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from sglang.srt.disaggregation.delta.nixl import agent
+from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend
+from sglang.srt.disaggregation.delta.nixl.conn import NixlAnnouncements, Peers, cut_chunk
+from sglang.srt.disaggregation.delta.nixl.decode import NixlDecode
+from sglang.srt.disaggregation.delta.nixl.layout import Layout
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings
+from sglang.srt.disaggregation.delta.prefill.transfer_pool import PooledManager
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.base.conn import KVArgs
+    from sglang.srt.disaggregation.nixl.conn import NixlKVManager
+    from sglang.srt.disaggregation.utils import DisaggregationMode
+    from sglang.srt.server_args import ServerArgs
+else:
+    NixlKVManager = object
+
+
+class NixlPrefill(PooledManager, NixlKVManager):
+    """The manager of a prefill rank: queues what the plan left over."""
+
+    def make_backend(self, settings: Settings) -> NixlBackend:
+        return NixlBackend(
+            self.agent,
+            self.peers,
+            Layout(self.rank, self.get_mla_kv_ptrs_with_pp, self.get_mha_kv_ptrs_with_pp),
+            writer=self.rank.writer_id,
+        )
+
+    @cached_property
+    def peers(self) -> Peers:
+        """The decode ranks that this prefill rank knows."""
+        return Peers(self.agent, self.decode_kv_args_table)
+
+    cut = staticmethod(cut_chunk)
+
+    # ---- messages from decode ranks ----
+
+    @override
+    def _start_bootstrap_thread(self) -> None:
+        self.start_prefill()
+
+    def announcements(self) -> NixlAnnouncements:
+        """Takes what decode ranks register and announce."""
+        return NixlAnnouncements(
+            self.rank,
+            self.rooms,
+            self.decode_ranks,
+            self.decode_kv_args_table,
+            self.peers.add,
+        )
+
+    def forget_peer(self, peer: str) -> None:
+        self.peers.forget(peer)
+
+
+class DeltaNixlManager(NixlPrefill, NixlDecode):
+    """Moves deltas: one class, of which a server uses one half. Its agent is made for the threads
+    that use it."""
+
+    moves_deltas = True
+
+    def __init__(
+        self, args: KVArgs, disaggregation_mode: DisaggregationMode, server_args: ServerArgs,
+        is_mla_backend: bool | None = False,
+    ) -> None:  # fmt: skip
+        from sglang.srt.disaggregation.utils import DisaggregationMode
+
+        sends = disaggregation_mode == DisaggregationMode.PREFILL
+        with agent.configured_agents(Settings.read().queues if sends else 0):
+            super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
