@@ -22,7 +22,7 @@ from sglang.srt.disaggregation.delta.decode.prefill_servers import Tables
 from sglang.srt.disaggregation.delta.pages import RECURRENT_TYPE
 from sglang.srt.disaggregation.delta.peer_messages import MessageReader
 from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks, ServedRooms
-from sglang.srt.disaggregation.delta.prefill.rooms import GONE, RoomTable, State
+from sglang.srt.disaggregation.delta.prefill.rooms import GONE, RoomState, RoomTable
 from sglang.srt.disaggregation.delta.rank import RankView, Statuses
 from sglang.srt.patchset import environment
 from sglang.srt.patchset.attach import exchanged
@@ -236,7 +236,7 @@ class DeltaManager(CommonKVManager):
             tables["rooms"] = [
                 room.number
                 for room in self.rooms.all()
-                if room.state is not State.ANNOUNCED
+                if room.state is not RoomState.ANNOUNCED
                 and (room.state not in GONE or room.reason is None)
             ]
         tracked = list(getattr(self, "addr_to_rooms_tracker", {}).values())

@@ -26,8 +26,8 @@ from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl.conn import (
     OURS,
     PATIENCE_S,
+    NixlPeers,
     Peer,
-    Peers,
     PreparedLists,
 )
 from sglang.srt.disaggregation.delta.nixl.descriptors import Heads, Pool
@@ -51,13 +51,13 @@ def info(name: str = "d") -> Any:
 
 
 class Scene:
-    """Peers over an agent, with a clock that the test turns."""
+    """NixlPeers over an agent, with a clock that the test turns."""
 
     def __init__(self) -> None:
         self.agent = FakeAgent()
         self.table: dict[str, Any] = {}
         self.now = 0.0
-        self.peers = Peers(self.agent, self.table, lambda: self.now)
+        self.peers = NixlPeers(self.agent, self.table, lambda: self.now)
 
     def use(self, name: str = "d") -> Peer:
         """What a worker does for a transfer that is soon over."""

@@ -14,7 +14,11 @@ import pytest
 from sglang.srt.disaggregation.delta.observability import STATS, TransferReport
 from sglang.srt.disaggregation.delta.prefill import transfer_pool
 from sglang.srt.disaggregation.delta.prefill.rooms import Room
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, Settings, State
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
+    Chunk,
+    TransferSettings,
+    TransferState,
+)
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool, worker_of
 from unit.delta.prefill.rig import Handle, Script, Side, Transport
 
@@ -39,7 +43,7 @@ class Gated(Transport):
             assert self.go_on.wait(LONG_S)
         for handle in super().post(chunk, peer):
             if not self.held:
-                handle.state = State.DONE
+                handle.state = TransferState.DONE
             yield handle
 
 
@@ -48,7 +52,7 @@ class Threads(Side):
 
     def __init__(self, **settings: int) -> None:
         super().__init__()
-        self.transport, self.settings = Gated(), Settings(**settings)
+        self.transport, self.settings = Gated(), TransferSettings(**settings)
         self.workers: list[Any] = []
         self.prepared: list[int] = []
         #: The pool's clock is ahead by so much.

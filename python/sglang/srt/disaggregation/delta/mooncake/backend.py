@@ -35,8 +35,8 @@ from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import Pages
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     Chunk,
-    State,
     TransferError,
+    TransferState,
     use_batch_scheduling,
 )
 
@@ -58,7 +58,7 @@ def obstacle() -> str:
     return f"{name} is set: SGLang's own worker is used" if getattr(envs, name).get() else ""
 
 
-class Part(msgspec.Struct, frozen=True, eq=False):
+class MooncakePayload(msgspec.Struct, frozen=True, eq=False):
     """The payload of a chunk."""
 
     pages: Pages
@@ -78,7 +78,7 @@ class _Call(NamedTuple):
     """A handle: one call of the engine."""
 
     room: int
-    future: Future[State]
+    future: Future[TransferState]
 
 
 @dataclass(eq=False)
@@ -92,10 +92,12 @@ class Registered:
 
 
 @dataclass
-class _Line:
+class _CallQueue:
     """Calls to one decode rank that wait, and how many threads serve them or are about to."""
 
-    waiting: deque[tuple[Future[State], Callable[[], State]]] = field(default_factory=deque)
+    waiting: deque[tuple[Future[TransferState], Callable[[], TransferState]]] = field(
+        default_factory=deque
+    )
     turns: int = 0
 
 
@@ -117,14 +119,14 @@ class Callers:
         self._at_once = min(at_once, threads - 1)
         self._hangs_s, self._spare = hangs_s, spare
         self._lock = threading.Lock()
-        self._lines: dict[str, _Line] = {}
+        self._lines: dict[str, _CallQueue] = {}
         self._turns: SimpleQueue[str] = SimpleQueue()
         #: When each call under way began; without those that hang, whose threads were replaced.
-        self._began: dict[Future[State], float] = {}
+        self._began: dict[Future[TransferState], float] = {}
         for _ in range(threads):
             threading.Thread(target=self._run, name="kv-mooncake", daemon=True).start()
 
-    def replace_if_hanging(self, future: Future[State]) -> None:
+    def replace_if_hanging(self, future: Future[TransferState]) -> None:
         """Start another thread for the one whose call began ``hangs_s`` ago. Called by the transfer
         workers when they poll a call."""
         hangs_since = time.monotonic() - self._hangs_s
@@ -135,10 +137,12 @@ class Callers:
                 del self._began[future]
                 self._spare -= 1
 
-    def submit(self, peer: str, call: Callable[..., State], *arguments: Any) -> Future[State]:
-        future: Future[State] = Future()
+    def submit(
+        self, peer: str, call: Callable[..., TransferState], *arguments: Any
+    ) -> Future[TransferState]:
+        future: Future[TransferState] = Future()
         with self._lock:
-            line = self._lines.setdefault(peer, _Line())
+            line = self._lines.setdefault(peer, _CallQueue())
             line.waiting.append((future, partial(call, *arguments)))
             if line.turns < self._at_once:
                 line.turns += 1
@@ -177,7 +181,7 @@ class MooncakeBackend:
     def __init__(
         self,
         engine: Any,
-        describe: Callable[[Part, Any, Any], Iterable[tuple[str, Batch]]],
+        describe: Callable[[MooncakePayload, Any, Any], Iterable[tuple[str, Batch]]],
         complete: Callable[[Any], None],
         is_stopped: Callable[[int], bool],
         registered: dict[str, Any],
@@ -207,13 +211,13 @@ class MooncakeBackend:
         future = self._callers.submit(peer, self._send, part, part.destinations[peer], rank)
         return [_Call(chunk.room, future)]
 
-    def _send(self, part: Part, to: Any, rank: Registered) -> State:
+    def _send(self, part: MooncakePayload, to: Any, rank: Registered) -> TransferState:
         """On one of the threads."""
         peer: str = to.mooncake_session_id
         rows = moved = 0
         for what, batch in self._describe(part, to, rank.registration):
             if self._is_stopped(to.room):
-                return State.DROPPED  # it waited behind a call that took long
+                return TransferState.DROPPED  # it waited behind a call that took long
             if rank.has_failed:
                 raise TransferError(Reason.PEER_LOST, _SHUT_OUT.format(peer))
             if status := self._engine.batch_transfer_sync(peer, *batch.T.tolist()):
@@ -228,15 +232,15 @@ class MooncakeBackend:
             rows, moved = rows + len(batch), moved + int(batch[:, 2].sum())
         STATS.observe("kv_transfer_descriptors", rows)
         STATS.observe("kv_transfer_bytes", moved)
-        return State.DONE
+        return TransferState.DONE
 
-    def state(self, call: _Call) -> State:
+    def state(self, call: _Call) -> TransferState:
         """An error says nothing about the other writes of the batch: they may still land."""
         if self._is_stopped(call.room) and call.future.cancel():
-            return State.DROPPED
+            return TransferState.DROPPED
         if not call.future.done():
             self._callers.replace_if_hanging(call.future)
-            return State.IN_PROGRESS
+            return TransferState.IN_PROGRESS
         return call.future.result()
 
     def release(self, call: _Call) -> None:

@@ -24,7 +24,12 @@ from typing_extensions import Self, override
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.decode.transfer_queue import Progress
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.mooncake.backend import Batch, Callers, MooncakeBackend, Part
+from sglang.srt.disaggregation.delta.mooncake.backend import (
+    Batch,
+    Callers,
+    MooncakeBackend,
+    MooncakePayload,
+)
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.nixl.layout import Layout
 from sglang.srt.disaggregation.delta.observability import STATS, count_sent
@@ -37,7 +42,7 @@ from sglang.srt.disaggregation.delta.peer_messages import (
 )
 from sglang.srt.disaggregation.delta.prefill.rooms import UNDER_WAY, Room
 from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaSender
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings, TransferError
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferError, TransferSettings
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import PooledManager
 from sglang.srt.disaggregation.delta.wire import metadata_fit
 from sglang.srt.patchset import environment
@@ -151,7 +156,7 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
 
     # ---- sending ----
 
-    def make_backend(self, settings: Settings) -> MooncakeBackend:
+    def make_backend(self, settings: TransferSettings) -> MooncakeBackend:
         self._layout = Layout(self.rank, self.get_mla_kv_ptrs_with_pp, self.get_mha_kv_ptrs_with_pp)
         self._described = threading.local()
         cores = len(os.sched_getaffinity(0))
@@ -182,7 +187,7 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
         room = self.rooms.room(number)
         return room is not None and room.reason is not None
 
-    def cut(self, *chunk: Any) -> Part:
+    def cut(self, *chunk: Any) -> MooncakePayload:
         room, announcements, pages, part, _, metadata_slot, state_pages = chunk
         destinations = {
             info.mooncake_session_id: info for info in announcements if not info.is_dummy
@@ -203,10 +208,12 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
                     f"room {room}: {len(state_pages)} pages of state, and decode rank {session} "
                     f"listed {len(info.dst_state_indices)}"
                 )
-        return Part(np.array(pages, np.int32), part, metadata_slot, state_pages, destinations)
+        return MooncakePayload(
+            np.array(pages, np.int32), part, metadata_slot, state_pages, destinations
+        )
 
     def describe(
-        self, part: Part, info: MooncakeTransferInfo, target: KVArgsRegisterInfo
+        self, part: MooncakePayload, info: MooncakeTransferInfo, target: KVArgsRegisterInfo
     ) -> Iterator[tuple[str, Batch]]:
         """Yield the batches for one decode rank: KV, state and metadata. Each is built after the
         previous one is written.
@@ -244,7 +251,7 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
             yield "metadata", batch
 
     def _kv(
-        self, part: Part, info: MooncakeTransferInfo, target: KVArgsRegisterInfo
+        self, part: MooncakePayload, info: MooncakeTransferInfo, target: KVArgsRegisterInfo
     ) -> Iterator[Batch]:
         """Stock sends replicas of fewer heads than ranks the head of a neighbour, where the tensor
         parallel sizes differ; and makes a tuple of numbers of each row."""

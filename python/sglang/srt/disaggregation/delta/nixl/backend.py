@@ -32,7 +32,7 @@ import numpy as np
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl import descriptors
-from sglang.srt.disaggregation.delta.nixl.conn import OURS, Peer, Peers, PreparedLists
+from sglang.srt.disaggregation.delta.nixl.conn import OURS, NixlPeers, Peer, PreparedLists
 from sglang.srt.disaggregation.delta.nixl.descriptors import ChunkPayload, Destination
 from sglang.srt.disaggregation.delta.nixl.layout import Layout, Pair
 from sglang.srt.disaggregation.delta.observability import (
@@ -45,13 +45,17 @@ from sglang.srt.disaggregation.delta.observability import (
 from sglang.srt.disaggregation.delta.pages import Pages
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     Chunk,
-    State,
     TransferError,
+    TransferState,
 )
 
 logger = logging.getLogger(__name__)
 
-_STATES = {"PROC": State.IN_PROGRESS, "DONE": State.DONE, "ERR": State.ERROR}
+_STATES = {
+    "PROC": TransferState.IN_PROGRESS,
+    "DONE": TransferState.DONE,
+    "ERR": TransferState.ERROR,
+}
 #: (address, length): a copy of that host memory of this process.
 read_memory: Callable[[int, int], bytes] = ctypes.string_at
 
@@ -69,7 +73,7 @@ def stock_notes(room: int, writer: int, has_state: bool) -> list[bytes]:
 
 
 @dataclass(eq=False)
-class _Transfer:
+class _PostedChunk:
     """One chunk to one peer: what it took, for the statistics. Seconds."""
 
     chunk: Chunk
@@ -91,7 +95,7 @@ class _Posted:
 
     handle: Any
     peer: Peer
-    transfer: _Transfer
+    transfer: _PostedChunk
     #: NIXL reads the lists that a transfer was selected from.
     lists: tuple[Any, ...] = field(default=(), repr=False)
 
@@ -108,7 +112,7 @@ class NixlBackend:
     def __init__(
         self,
         agent: Any,
-        peers: Peers,
+        peers: NixlPeers,
         layout: Layout,
         *,
         writer: int,
@@ -132,7 +136,7 @@ class NixlBackend:
         load: ChunkPayload = chunk.payload
         to = load.destinations[peer]
         began = self._clock()
-        transfer = _Transfer(chunk, peer, began, ended_at=began)
+        transfer = _PostedChunk(chunk, peer, began, ended_at=began)
         known = self._peers.hold(peer)
         try:
             if len(load.pages):
@@ -175,7 +179,7 @@ class NixlBackend:
         if not transfer.open:
             self._log(transfer)  # a full hit, or a replica: there is nothing to wait for
 
-    def state(self, posted: _Posted) -> State:
+    def state(self, posted: _Posted) -> TransferState:
         """NIXL raises where the peer is gone, which ends the transfer as any other error does.
 
         Its UCX backend, the one that SGLang uses by default, ends each transfer with a flush of the
@@ -189,7 +193,7 @@ class NixlBackend:
             posted.transfer.is_broken = True
             self._drop_if_disconnected(posted.peer, error)
             raise
-        posted.transfer.is_broken |= state is State.ERROR
+        posted.transfer.is_broken |= state is TransferState.ERROR
         return state
 
     def release(self, posted: _Posted) -> None:
@@ -251,7 +255,7 @@ class NixlBackend:
 
     def _pages(
         self, pair: Pair, source: Pages, destination: Pages, memory: str, peer: Peer,
-        transfer: _Transfer, may_prepare: bool,
+        transfer: _PostedChunk, may_prepare: bool,
     ) -> Iterator[_Posted]:  # fmt: skip
         """Pages of a pair of pools, as ranges or selected from the prepared lists."""
         began = self._clock()
@@ -302,7 +306,7 @@ class NixlBackend:
         if type(error).__name__ == "nixlRemoteDisconnectError":
             self._peers.forget(peer.name)
 
-    def _log(self, transfer: _Transfer) -> None:
+    def _log(self, transfer: _PostedChunk) -> None:
         chunk = transfer.chunk
         record(
             "prefill",

@@ -236,7 +236,7 @@ class Peer:
         return known[1]
 
 
-class Peers:
+class NixlPeers:
     """All decode ranks of a prefill rank. Used by the reader thread and by transfer workers.
 
     The reader thread only notes who registered (in ``table``, SGLang's ``decode_kv_args_table``, by

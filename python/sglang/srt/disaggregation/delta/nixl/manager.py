@@ -9,10 +9,10 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.nixl import agent
 from sglang.srt.disaggregation.delta.nixl.backend import NixlBackend
-from sglang.srt.disaggregation.delta.nixl.conn import NixlAnnouncements, Peers, cut_chunk
+from sglang.srt.disaggregation.delta.nixl.conn import NixlAnnouncements, NixlPeers, cut_chunk
 from sglang.srt.disaggregation.delta.nixl.decode import NixlDecode
 from sglang.srt.disaggregation.delta.nixl.layout import Layout
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferSettings
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import PooledManager
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ else:
 class NixlPrefill(PooledManager, NixlKVManager):
     """The manager of a prefill rank: queues what the plan left over."""
 
-    def make_backend(self, settings: Settings) -> NixlBackend:
+    def make_backend(self, settings: TransferSettings) -> NixlBackend:
         return NixlBackend(
             self.agent,
             self.peers,
@@ -36,9 +36,9 @@ class NixlPrefill(PooledManager, NixlKVManager):
         )
 
     @cached_property
-    def peers(self) -> Peers:
+    def peers(self) -> NixlPeers:
         """The decode ranks that this prefill rank knows."""
-        return Peers(self.agent, self.decode_kv_args_table)
+        return NixlPeers(self.agent, self.decode_kv_args_table)
 
     cut = staticmethod(cut_chunk)
 
@@ -75,5 +75,5 @@ class DeltaNixlManager(NixlPrefill, NixlDecode):
         from sglang.srt.disaggregation.utils import DisaggregationMode
 
         sends = disaggregation_mode == DisaggregationMode.PREFILL
-        with agent.configured_agents(Settings.read().queues if sends else 0):
+        with agent.configured_agents(TransferSettings.read().queues if sends else 0):
             super().__init__(args, disaggregation_mode, server_args, is_mla_backend)

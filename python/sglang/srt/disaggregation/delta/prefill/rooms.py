@@ -43,7 +43,7 @@ Announcement: TypeAlias = Any
 _REMEMBERED = 4096
 
 
-class State(enum.Enum):
+class RoomState(enum.Enum):
     """Of a room."""
 
     #: Decode ranks listed their pages; its request has not come.
@@ -71,7 +71,7 @@ class State(enum.Enum):
     __hash__ = object.__hash__
 
 
-class Event(enum.Enum):
+class RoomEvent(enum.Enum):
     """What may happen to a room."""
 
     #: A decode rank listed its pages.
@@ -97,44 +97,50 @@ class Event(enum.Enum):
 
 
 #: Every step that there is (docs/design.md draws it). An event that is not listed changes nothing.
-TRANSITIONS: dict[tuple[State, Event], State] = {
-    (State.ENDED, Event.ANNOUNCE): State.ANNOUNCED,
-    (State.ENDED, Event.CLAIM): State.CLAIMED,
-    (State.ANNOUNCED, Event.CLAIM): State.CLAIMED,
-    (State.ANNOUNCED, Event.STOP): State.ENDED,
-    (State.CLAIMED, Event.ENTER): State.SENDING,
-    (State.CLAIMED, Event.COMPLETE): State.COMPLETE,
-    (State.CLAIMED, Event.STOP): State.DRAINED,
-    (State.CLAIMED, Event.FORGET): State.ENDED,
-    (State.SENDING, Event.ENTER): State.SENDING,
-    (State.SENDING, Event.LEAVE): State.CLAIMED,
-    (State.SENDING, Event.COMPLETE): State.COMPLETING,
-    (State.SENDING, Event.STOP): State.STOPPED,
-    (State.SENDING, Event.FORGET): State.LINGERING,
-    (State.COMPLETING, Event.LEAVE): State.COMPLETE,
-    (State.COMPLETING, Event.TAKE_BACK): State.SENDING,
-    (State.COMPLETING, Event.FORGET): State.LINGERING,
-    (State.COMPLETE, Event.TAKE_BACK): State.CLAIMED,
-    (State.COMPLETE, Event.FORGET): State.ENDED,
-    (State.STOPPED, Event.OVERDUE): State.OVERDUE,
-    (State.STOPPED, Event.LEAVE): State.DRAINED,
-    (State.STOPPED, Event.FORGET): State.LINGERING,
-    (State.OVERDUE, Event.LEAVE): State.DRAINED,
-    (State.OVERDUE, Event.FORGET): State.LINGERING,
-    (State.DRAINED, Event.FORGET): State.ENDED,
-    (State.LINGERING, Event.STOP): State.LINGERING,
-    (State.LINGERING, Event.LEAVE): State.ENDED,
+TRANSITIONS: dict[tuple[RoomState, RoomEvent], RoomState] = {
+    (RoomState.ENDED, RoomEvent.ANNOUNCE): RoomState.ANNOUNCED,
+    (RoomState.ENDED, RoomEvent.CLAIM): RoomState.CLAIMED,
+    (RoomState.ANNOUNCED, RoomEvent.CLAIM): RoomState.CLAIMED,
+    (RoomState.ANNOUNCED, RoomEvent.STOP): RoomState.ENDED,
+    (RoomState.CLAIMED, RoomEvent.ENTER): RoomState.SENDING,
+    (RoomState.CLAIMED, RoomEvent.COMPLETE): RoomState.COMPLETE,
+    (RoomState.CLAIMED, RoomEvent.STOP): RoomState.DRAINED,
+    (RoomState.CLAIMED, RoomEvent.FORGET): RoomState.ENDED,
+    (RoomState.SENDING, RoomEvent.ENTER): RoomState.SENDING,
+    (RoomState.SENDING, RoomEvent.LEAVE): RoomState.CLAIMED,
+    (RoomState.SENDING, RoomEvent.COMPLETE): RoomState.COMPLETING,
+    (RoomState.SENDING, RoomEvent.STOP): RoomState.STOPPED,
+    (RoomState.SENDING, RoomEvent.FORGET): RoomState.LINGERING,
+    (RoomState.COMPLETING, RoomEvent.LEAVE): RoomState.COMPLETE,
+    (RoomState.COMPLETING, RoomEvent.TAKE_BACK): RoomState.SENDING,
+    (RoomState.COMPLETING, RoomEvent.FORGET): RoomState.LINGERING,
+    (RoomState.COMPLETE, RoomEvent.TAKE_BACK): RoomState.CLAIMED,
+    (RoomState.COMPLETE, RoomEvent.FORGET): RoomState.ENDED,
+    (RoomState.STOPPED, RoomEvent.OVERDUE): RoomState.OVERDUE,
+    (RoomState.STOPPED, RoomEvent.LEAVE): RoomState.DRAINED,
+    (RoomState.STOPPED, RoomEvent.FORGET): RoomState.LINGERING,
+    (RoomState.OVERDUE, RoomEvent.LEAVE): RoomState.DRAINED,
+    (RoomState.OVERDUE, RoomEvent.FORGET): RoomState.LINGERING,
+    (RoomState.DRAINED, RoomEvent.FORGET): RoomState.ENDED,
+    (RoomState.LINGERING, RoomEvent.STOP): RoomState.LINGERING,
+    (RoomState.LINGERING, RoomEvent.LEAVE): RoomState.ENDED,
 }
 
-UNDER_WAY = {State.SENDING, State.COMPLETING, State.STOPPED, State.OVERDUE, State.LINGERING}
-COMPLETE = {State.COMPLETING, State.COMPLETE}
+UNDER_WAY = {
+    RoomState.SENDING,
+    RoomState.COMPLETING,
+    RoomState.STOPPED,
+    RoomState.OVERDUE,
+    RoomState.LINGERING,
+}
+COMPLETE = {RoomState.COMPLETING, RoomState.COMPLETE}
 #: More decode ranks may announce it.
-OPEN = {State.ANNOUNCED, State.CLAIMED, State.SENDING}
-GONE = {State.LINGERING, State.ENDED}
-UNCLAIMED = {State.ANNOUNCED} | GONE
+OPEN = {RoomState.ANNOUNCED, RoomState.CLAIMED, RoomState.SENDING}
+GONE = {RoomState.LINGERING, RoomState.ENDED}
+UNCLAIMED = {RoomState.ANNOUNCED} | GONE
 #: Its request may go, and with it the source pages and the metadata slot.
-OVER = {State.OVERDUE, State.DRAINED} | GONE
-STOPPED = {State.STOPPED} | OVER
+OVER = {RoomState.OVERDUE, RoomState.DRAINED} | GONE
+STOPPED = {RoomState.STOPPED} | OVER
 
 
 @dataclass(eq=False)
@@ -142,7 +148,7 @@ class Room:
     """One request's transfer. Written by the table, read by anybody without its lock."""
 
     number: int
-    state: State = State.ENDED
+    state: RoomState = RoomState.ENDED
     #: Nothing more of it is to be sent, because it was given up or is gone.
     is_stopped: bool = False
     #: It was given up and its request may end: nothing reads its pages, or what still reads them is
@@ -205,7 +211,7 @@ class RoomTable:
         with self._lock:
             return list(self._rooms.values())
 
-    def _move(self, room: Room, event: Event) -> bool:
+    def _move(self, room: Room, event: RoomEvent) -> bool:
         """Take one step of ``TRANSITIONS``; False, and nothing changes, where there is none."""
         before, after = room.state, TRANSITIONS.get((room.state, event))
         if after is None:
@@ -213,11 +219,11 @@ class RoomTable:
         room.state = after
         if after in STOPPED:
             room.is_stopped, room.is_over = True, after in OVER
-        if before is State.ENDED:
+        if before is RoomState.ENDED:
             self._rooms[room.number] = room
-        elif after is State.ENDED:
+        elif after is RoomState.ENDED:
             del self._rooms[room.number]
-            has_request = before is not State.ANNOUNCED
+            has_request = before is not RoomState.ANNOUNCED
             if room.reason is not None:
                 has_both = has_request and room.is_announced
                 self._remember(room.number, "" if has_both else room.reason, has_request)
@@ -239,11 +245,11 @@ class RoomTable:
             reason, has_request = self._ended.pop(number, ("", True))
             if room is None:
                 room = Room(number)
-            elif room.state is not State.ANNOUNCED:
+            elif room.state is not RoomState.ANNOUNCED:
                 reason = room.reason or f"room {number}: an earlier transfer still uses its number"
                 has_request = False
             if has_request:
-                self._move(room, Event.CLAIM)
+                self._move(room, RoomEvent.CLAIM)
                 self._start_if_announced(room)
                 return room
         _count(number, Reason.ABORTED, reason)
@@ -263,7 +269,7 @@ class RoomTable:
             holder = self._rooms.get(room.number)
             if holder is None or holder is room or holder.state in UNCLAIMED:
                 self._statuses.forget(room.number)
-            self._move(room, Event.FORGET)
+            self._move(room, RoomEvent.FORGET)
 
     # ---- anybody ----
 
@@ -274,11 +280,11 @@ class RoomTable:
         with self._lock:
             if room.state in COMPLETE:
                 return False
-            if room.reason is not None or room.state is State.ENDED:
+            if room.reason is not None or room.state is RoomState.ENDED:
                 return True
             is_here = room.state not in UNCLAIMED
             room.reason, room.error = text, error
-            self._move(room, Event.STOP)
+            self._move(room, RoomEvent.STOP)
             told = [] if room.state in UNDER_WAY else list(room.announcements.values())
             if is_here:
                 self._statuses.fail_known(room.number, text)
@@ -318,7 +324,7 @@ class RoomTable:
                     self._ended.pop(number, None)
                 room = Room(number, announced_at=self._clock())
             elif room.reason is not None:
-                refused = room.reason if room.state is State.DRAINED else ""
+                refused = room.reason if room.state is RoomState.DRAINED else ""
             elif peer in room.announcements and room.state in OPEN:
                 is_second = True
             elif room.is_announced or room.state not in OPEN:
@@ -327,7 +333,7 @@ class RoomTable:
                     "request with its number has not ended on this prefill rank yet"
                 )
             if not refused and not is_second:
-                self._move(room, Event.ANNOUNCE)  # of one that was not here
+                self._move(room, RoomEvent.ANNOUNCE)  # of one that was not here
                 room.announcements[peer], room.needed = announcement, needed
                 self.last_announced[peer] = self._clock()
                 self._start_if_announced(room)
@@ -355,12 +361,12 @@ class RoomTable:
         """Whether a write may be posted now; if so, ``leave`` follows once nothing is under way."""
         self.check_suspension()
         with self._lock:
-            return self._move(room, Event.ENTER)
+            return self._move(room, RoomEvent.ENTER)
 
     def leave(self, room: Room) -> None:
         """Nothing that was posted for it is under way. Changes nothing when nothing was posted."""
         with self._lock:
-            is_drained = self._move(room, Event.LEAVE) and room.reason is not None
+            is_drained = self._move(room, RoomEvent.LEAVE) and room.reason is not None
         if is_drained:
             self.on_drained(room.number, room.reason or "", list(room.announcements.values()))
 
@@ -368,12 +374,12 @@ class RoomTable:
         """Every write of the room has settled: whether decode may be notified. If so nothing can
         fail it any more but ``take_back``; if not, decode is never told."""
         with self._lock:
-            return self._move(room, Event.COMPLETE)
+            return self._move(room, RoomEvent.COMPLETE)
 
     def take_back(self, room: Room) -> None:
         """Decode could not be notified that the room is complete: it may fail after all."""
         with self._lock:
-            self._move(room, Event.TAKE_BACK)
+            self._move(room, RoomEvent.TAKE_BACK)
 
     def deliver(self, room: Room) -> None:
         """Decode was notified that the room is complete."""
@@ -392,7 +398,7 @@ class RoomTable:
         """Its request is let go, although something is under way: it missed its deadline or was
         broken off, and may take for ever."""
         with self._lock:
-            is_overdue = self._move(room, Event.OVERDUE)
+            is_overdue = self._move(room, RoomEvent.OVERDUE)
         if is_overdue:
             self.on_stopped(room, Reason.TIMEOUT)
 
@@ -404,7 +410,7 @@ class RoomTable:
         self._ticked_at = self._clock()
         for room in self.all():
             waited = self._ticked_at - room.announced_at
-            if room.state is State.ANNOUNCED and waited >= self._claim_s:
+            if room.state is RoomState.ANNOUNCED and waited >= self._claim_s:
                 self.fail(  # its request may just be coming
                     room,
                     Reason.TIMEOUT,

@@ -88,7 +88,7 @@ class _PeerQueue:
 
 
 class SendQueue:
-    """Of one worker. ``window``, ``quota``: as in ``Settings``."""
+    """Of one worker. ``window``, ``quota``: as in ``TransferSettings``."""
 
     def __init__(self, window: int, quota: int) -> None:
         self._window = window

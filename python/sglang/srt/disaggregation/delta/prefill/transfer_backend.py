@@ -25,7 +25,7 @@ _MAX_QUEUES = 256
 
 
 @dataclass(frozen=True)
-class Settings:
+class TransferSettings:
     """Settings of one transfer pool."""
 
     #: Transfer threads, each with a FIFO queue of its own.
@@ -41,7 +41,7 @@ class Settings:
     stuck_s: float = 30.0
 
     @classmethod
-    def read(cls) -> Settings:
+    def read(cls) -> TransferSettings:
         """Return the settings that the environment sets.
 
         Raises:
@@ -71,7 +71,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
     enqueued_at: float
 
 
-class State(enum.Enum):
+class TransferState(enum.Enum):
     """What the transport says of a handle."""
 
     IN_PROGRESS = "in progress"
@@ -102,10 +102,10 @@ class Backend(Protocol):
         the room: a ``TransferError`` with its reason, others with ``TRANSPORT``.
         """
 
-    def state(self, handle: Any) -> State:
+    def state(self, handle: Any) -> TransferState:
         """How far it is; ``DONE`` only where every byte is in the peer's memory. An exception
-        counts as ``State.ERROR``, but a ``TransferError`` with another reason than ``TRANSPORT`` as
-        ``State.DROPPED``."""
+        counts as ``ERROR``, but a ``TransferError`` with another reason than ``TRANSPORT`` as
+        ``DROPPED``."""
 
     def release(self, handle: Any) -> None:
         """Called exactly once for each handle, when all handles of its post are over."""

@@ -24,7 +24,7 @@ from sglang.srt.disaggregation.delta.prefill.rooms import UNCLAIMED, Room, RoomT
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     Backend,
     Chunk,
-    Settings,
+    TransferSettings,
     use_batch_scheduling,
 )
 from sglang.srt.disaggregation.delta.prefill.transfer_worker import Worker
@@ -137,7 +137,7 @@ class TransferPool:
         self,
         backend: Backend,
         rooms: RoomTable,
-        settings: Settings,
+        settings: TransferSettings,
         report: TransferReport,
         *,
         prepare_thread: Callable[[], None] = lambda: None,
@@ -253,8 +253,8 @@ class TransferPool:
                 self._rooms.abandon(room, Reason.INTERNAL, text)
 
     def alive(self) -> int:
-        """Return the number of live threads. Fewer than ``Settings.queues`` before ``stop`` is a
-        bug."""
+        """Return the number of live threads. Fewer than ``TransferSettings.queues`` before
+        ``stop`` is a bug."""
         return sum(each.thread.is_alive() for each in self._threads)
 
     def _put(self, room: int, command: Callable[[Worker], None]) -> None:
@@ -265,7 +265,7 @@ class PooledManager(CommonKVManager):
     """Queues what the plan left over. A backend says how bytes move (``make_backend``) and what is
     one chunk (``cut``)."""
 
-    def make_backend(self, settings: Settings) -> Backend:
+    def make_backend(self, settings: TransferSettings) -> Backend:
         """How bytes move."""
         raise NotImplementedError
 
@@ -290,7 +290,7 @@ class PooledManager(CommonKVManager):
         Raises:
             ValueError: a variable is set to something that cannot be; the message names it.
         """
-        settings = Settings.read()
+        settings = TransferSettings.read()
         #: Seconds that a chunk may take, from the queue to its end.
         self.transfer_s = environment.TRANSFER_TIMEOUT.read()
         self.transfer_report = TransferReport(environment.TRANSFER_LOG_INTERVAL.read())

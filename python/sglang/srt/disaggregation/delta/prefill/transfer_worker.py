@@ -26,9 +26,9 @@ from sglang.srt.disaggregation.delta.prefill.send_queue import (
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     Backend,
     Chunk,
-    Settings,
-    State,
     TransferError,
+    TransferSettings,
+    TransferState,
 )
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Worker:
         self,
         backend: Backend,
         rooms: RoomTable,
-        settings: Settings,
+        settings: TransferSettings,
         report: TransferReport,
         index: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -203,13 +203,13 @@ class Worker:
                 is_refusal = (
                     isinstance(error, TransferError) and error.reason is not Reason.TRANSPORT
                 )
-                state = State.DROPPED if is_refusal else State.ERROR
+                state = TransferState.DROPPED if is_refusal else TransferState.ERROR
                 failure = failure or error
-            if state is State.IN_PROGRESS:
+            if state is TransferState.IN_PROGRESS:
                 still.append(handle)
-            elif state is State.DROPPED:
+            elif state is TransferState.DROPPED:
                 transfer.is_dropped = True
-            elif state is not State.DONE:
+            elif state is not TransferState.DONE:
                 was_broken = True
         transfer.open = still
         if was_broken:

@@ -48,7 +48,7 @@ class RoomYielded:
 
 
 @dataclass
-class _Rooms:
+class _YieldedRooms:
     """Rooms that the tokenizer was told of and whose requests it cannot answer yet."""
 
     #: Those whose request has not come, the oldest first, and until when it is waited for.
@@ -112,9 +112,9 @@ class YieldingTokenizer(TokenizerManager):
             self._result_dispatcher += TypeBasedDispatcher([(RoomYielded, self.take_yielded)])
 
     @cached_property
-    def yielded_rooms(self) -> _Rooms:
+    def yielded_rooms(self) -> _YieldedRooms:
         """Rooms whose requests are not here yet, or not on the schedulers."""
-        return _Rooms()
+        return _YieldedRooms()
 
     def take_yielded(self, message: RoomYielded) -> None:
         """Answer the request of a room, as soon as it is here and the schedulers were sent it."""
