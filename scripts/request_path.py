@@ -1,4 +1,4 @@
-"""Which files of the package one request passes through, on decode and on prefill.
+"""List the files of the package that one request passes through, on decode and on prefill.
 
 ``python scripts/request_path.py`` prints them. It runs one request with a prefix hit through the
 scenes of the component tests, with every call traced: a decode scheduler with its queues, tree and
@@ -24,6 +24,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "test/srt")]
 
 #: Not on a request's way: in production; and what a thread does now and then for a server.
 ELSEWHERE = ("hardware_backend/", "disaggregation/delta/decode/heartbeat.py")
+#: Listed apart, because every part uses them and a reader of one request need not open them:
+#: counters and log lines, arithmetic of pages, SGLang's status of a room, the reduction over ranks,
+#: variables.
+UTILITIES = {
+    "disaggregation/delta/observability.py",
+    "disaggregation/delta/pages.py",
+    "disaggregation/delta/rank.py",
+    "disaggregation/delta/rank_agreement.py",
+    "patchset/environment.py",
+}
 
 
 class Trace:
@@ -157,7 +167,7 @@ def transfer(trace: Trace) -> None:
 
 
 def main() -> int:
-    """Prints a line a side."""
+    """Print a line for each side, and one for the utilities of both."""
     # Imported before anything is traced: a call that is looked at takes several times as long.
     import component.decode.decoder
     import component.nixl.pair
@@ -170,8 +180,10 @@ def main() -> int:
         transfer(trace)
         decode(trace)
         prefill(trace)
-    for side, files in trace.files.items():
-        print(f"{side}: {len(files)} files: {', '.join(sorted(files))}", flush=True)
+    lists = {side: files - UTILITIES for side, files in trace.files.items()}
+    lists["utilities"] = set().union(*trace.files.values()) & UTILITIES
+    for name, files in lists.items():
+        print(f"{name}: {len(files)} files: {', '.join(sorted(files))}", flush=True)
     os._exit(0)  # NIXL may crash an interpreter at its exit where there is no GPU driver
 
 

@@ -235,34 +235,42 @@ class Announcements:
     #: Under which attribute an announcement has the name that its decode rank registered under.
     peer_name = ""
 
-    def take_message(
-        self,
-        conn: Any,
-        frames: list[bytes],
-        registration_frames: int,
-        register: Callable[[Any], None],
-    ) -> None:
-        """Take one registration or announcement. ``conn``: SGLang's module of the backend, which
-        parses them. ``register`` checks and keeps what a decode rank registered: its
-        ``KVArgsRegisterInfo``.
+    #: Frames of a registration at least.
+    registration_frames = 0
+
+    def take(self, frames: list[bytes]) -> None:
+        """Take one message of a decode rank, as SGLang sends it to this backend.
 
         Raises:
             BadMessage: it cannot be served; any other exception: it cannot even be parsed.
         """
+        raise NotImplementedError
+
+    def check(self, info: Any) -> None:
+        """Check what a decode rank registered (SGLang's ``KVArgsRegisterInfo``).
+
+        Raises:
+            BadMessage: it does not fit this prefill rank.
+        """
+        raise NotImplementedError
+
+    def take_message(self, conn: Any, frames: list[bytes]) -> None:
+        """Take one registration or announcement; raises as ``take`` does. ``conn``: SGLang's
+        module of the backend, which parses them."""
         if len(frames) < _ANNOUNCEMENT_FRAMES:
             raise BadMessage(f"{len(frames)} frames, at least {_ANNOUNCEMENT_FRAMES} expected")
         if frames[0] != b"None":
             self._announce(conn.TransferInfo.from_zmq(frames))
             return
-        if len(frames) < registration_frames:
+        if len(frames) < self.registration_frames:
             raise BadMessage(
-                f"a registration of {len(frames)} frames, {registration_frames} expected"
+                f"a registration of {len(frames)} frames, {self.registration_frames} expected"
             )
         info = conn.KVArgsRegisterInfo.from_zmq(frames)
         peer = str(getattr(info, self.peer_name))
         self._refused.pop(_named(peer, info), None)
         try:
-            register(info)
+            self.check(info)
         except BadMessage as error:
             known, name = self._registered.get(peer), _named(peer, info)
             is_registered = known is not None and _named(peer, known) == name
@@ -271,6 +279,7 @@ class Announcements:
             for oldest in [*self._refused][:-_MOST_REFUSED]:
                 del self._refused[oldest]
             raise
+        self._keep(info)
 
     def _announce(self, info: Any) -> None:
         """Record one decode rank's announcement; the last one of a room makes it ready. If the

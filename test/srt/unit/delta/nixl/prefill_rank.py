@@ -14,7 +14,7 @@ import pytest
 from component.transfer import bare
 from sglang.srt.disaggregation.delta import manager, wire
 from sglang.srt.disaggregation.delta.nixl import backend as backend_module
-from sglang.srt.disaggregation.delta.prefill import scheduler, transfer_pool
+from sglang.srt.disaggregation.delta.prefill import scheduler
 from sglang.srt.disaggregation.delta.prefill.rooms import RoomTable
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferSettings
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool
@@ -71,13 +71,12 @@ class Sockets:
 def without_threads(patch: pytest.MonkeyPatch, clock: Clock, **limits: int) -> None:
     """Managers that are made from now on have a pool whose threads are not started."""
     patch.setenv("SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT", str(TRANSFER_TIMEOUT_S))
-    patch.setattr(transfer_pool, "TransferPool", functools.partial(Steps, clock=clock))
+    patch.setattr(manager, "TransferPool", functools.partial(Steps, clock=clock))
     patch.setattr(manager, "RoomTable", functools.partial(RoomTable, clock=clock))
     settings = TransferSettings(doubt_s=DOUBT_S, **limits)
-    patch.setattr(transfer_pool, "TransferSettings", SimpleNamespace(read=lambda: settings))
-    patch.setattr(transfer_pool.atexit, "register", lambda *_: None)
-    for module in (transfer_pool, scheduler):
-        patch.setattr(module, "time", SimpleNamespace(monotonic=clock))
+    patch.setattr(manager, "TransferSettings", SimpleNamespace(read=lambda: settings))
+    patch.setattr(manager.atexit, "register", lambda *_: None)
+    patch.setattr(scheduler, "time", SimpleNamespace(monotonic=clock))
 
 
 class PrefillRank:

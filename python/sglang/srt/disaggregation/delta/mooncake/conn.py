@@ -14,7 +14,7 @@ import os
 import struct
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any  # Any: arguments of SGLang's methods
 
@@ -33,7 +33,7 @@ from sglang.srt.disaggregation.delta.mooncake.backend import (
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.nixl.layout import Layout
 from sglang.srt.disaggregation.delta.observability import STATS, count_sent
-from sglang.srt.disaggregation.delta.pages import INDEX_TYPE, RECURRENT_TYPE, DeltaMismatch
+from sglang.srt.disaggregation.delta.pages import INDEX_TYPE, RECURRENT_TYPE, DeltaMismatch, Pages
 from sglang.srt.disaggregation.delta.peer_messages import (
     Announcements,
     BadMessage,
@@ -43,7 +43,6 @@ from sglang.srt.disaggregation.delta.peer_messages import (
 from sglang.srt.disaggregation.delta.prefill.rooms import UNDER_WAY, Room
 from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaSender
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferError, TransferSettings
-from sglang.srt.disaggregation.delta.prefill.transfer_pool import PooledManager
 from sglang.srt.disaggregation.delta.wire import metadata_fit
 from sglang.srt.patchset import environment
 
@@ -59,7 +58,6 @@ else:
 
 logger = logging.getLogger(__name__)
 
-_REGISTRATION_FRAMES = 10
 #: Of one call of the engine: their numbers become Python's, about 100 bytes a row.
 _MOST_ROWS = 2**14
 
@@ -85,14 +83,16 @@ class MooncakeAnnouncements(Announcements):
     """Feeds one prefill rank's manager; a decode rank's name is its Mooncake session."""
 
     peer_name = "mooncake_session_id"
+    registration_frames = 10
 
+    @override
     def take(self, frames: list[bytes]) -> None:
-        """Take one message of a decode rank; raises as ``take_message`` does."""
         from sglang.srt.disaggregation.mooncake import conn
 
-        self.take_message(conn, frames, _REGISTRATION_FRAMES, self._register)
+        self.take_message(conn, frames)
 
-    def _register(self, info: KVArgsRegisterInfo) -> None:
+    @override
+    def check(self, info: KVArgsRegisterInfo) -> None:
         session = info.mooncake_session_id
         _, colon, port = session.rpartition(":")
         if not (colon and port.isdigit()):
@@ -109,7 +109,6 @@ class MooncakeAnnouncements(Announcements):
         # By NIXL's names, for ``Layout``.
         info.decode_tp_size, info.decode_tp_rank = info.dst_attn_tp_size, info.dst_tp_rank
         info.gpu_id = 0
-        self._keep(info)
 
     @override
     def _announce(self, info: MooncakeTransferInfo) -> None:
@@ -130,7 +129,7 @@ class _Inline(Executor):
 _INLINE = _Inline()
 
 
-class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
+class DeltaMooncakeManager(MooncakeKVManager):
     """The manager of a prefill or a decode rank. SGLang's methods describe what is sent."""
 
     moves_deltas = True
@@ -141,6 +140,7 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
     def start_prefill_thread(self) -> None:
         self.start_prefill()
 
+    @override
     def announcements(self) -> MooncakeAnnouncements:
         """Takes what decode ranks register and announce."""
         return MooncakeAnnouncements(
@@ -151,11 +151,13 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
             self._backend.register,
         )
 
+    @override
     def forget_peer(self, peer: str) -> None:
         self._backend.forget(peer)
 
     # ---- sending ----
 
+    @override
     def make_backend(self, settings: TransferSettings) -> MooncakeBackend:
         self._layout = Layout(self.rank, self.get_mla_kv_ptrs_with_pp, self.get_mha_kv_ptrs_with_pp)
         self._described = threading.local()
@@ -187,14 +189,16 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
         room = self.rooms.room(number)
         return room is not None and room.reason is not None
 
-    def cut(self, *chunk: Any) -> MooncakePayload:
-        room, announcements, pages, part, _, metadata_slot, state_pages = chunk
+    def cut(
+        self, room: int, announcements: Sequence[MooncakeTransferInfo], pages: Pages, place: slice,
+        chunk_id: int, metadata_slot: int | None, state_pages: Sequence[Any] | None,
+    ) -> MooncakePayload:  # fmt: skip
         destinations = {
             info.mooncake_session_id: info for info in announcements if not info.is_dummy
         }
         for session, info in destinations.items():
             known = self.decode_kv_args_table.get(session)
-            listed = len(info.dst_kv_indices[part])
+            listed = len(info.dst_kv_indices[place])
             if listed != len(pages) and not (known is not None and known.enable_hisparse):
                 raise DeltaMismatch(
                     f"room {room}: {len(pages)} pages cannot be written to the {listed} that "
@@ -209,7 +213,7 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
                     f"listed {len(info.dst_state_indices)}"
                 )
         return MooncakePayload(
-            np.array(pages, np.int32), part, metadata_slot, state_pages, destinations
+            np.array(pages, np.int32), place, metadata_slot, state_pages, destinations
         )
 
     def describe(
@@ -286,6 +290,7 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
 
     # ---- messages to decode ranks, over sockets that never block a worker ----
 
+    @override
     def room_stopped(self, room: Room, kind: Reason) -> None:
         """Ours learn it by ``Stopped`` when nothing of it is under way. Where a transfer broke or
         is late, that may take long: they and stock ones get SGLang's own status at once."""

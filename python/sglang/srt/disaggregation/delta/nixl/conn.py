@@ -45,7 +45,6 @@ logger = logging.getLogger(__name__)
 PATIENCE_S = 5.0
 #: NIXL's name for the side that starts transfers.
 OURS = "NIXL_INIT_AGENT"
-_REGISTRATION_FRAMES = 12
 
 
 # ---- what decode ranks register and announce ----
@@ -133,16 +132,18 @@ class NixlAnnouncements(Announcements):
     """SGLang's NIXL messages begin with a guard."""
 
     peer_name = "agent_name"
+    registration_frames = 12
 
+    @override
     def take(self, frames: list[bytes]) -> None:
-        """Take one message of a decode rank; raises as ``take_message`` does."""
         from sglang.srt.disaggregation.nixl import conn
 
         if not frames or frames[0] != conn.GUARD:
             raise BadMessage("it does not start like a NIXL message of SGLang")
-        self.take_message(conn, frames[1:], _REGISTRATION_FRAMES, self._register)
+        self.take_message(conn, frames[1:])
 
-    def _register(self, info: KVArgsRegisterInfo) -> None:
+    @override
+    def check(self, info: KVArgsRegisterInfo) -> None:
         check_registration(
             self._rank,
             kv_buffers=len(info.dst_kv_ptrs),
@@ -152,7 +153,6 @@ class NixlAnnouncements(Announcements):
             tp_rank=info.decode_tp_rank,
             item_len=info.dst_kv_item_len,
         )
-        self._keep(info)
 
     @override
     def _announce(self, info: NixlTransferInfo) -> None:

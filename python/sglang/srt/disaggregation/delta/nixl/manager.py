@@ -1,4 +1,4 @@
-"""SGLang's NIXL manager: prefill's half, and the class of which a server uses one half."""
+"""SGLang's NIXL manager: what is set up once, and prefill's half (decode's: ``NixlDecode``)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,30 @@ from sglang.srt.disaggregation.delta.nixl.conn import NixlAnnouncements, NixlPee
 from sglang.srt.disaggregation.delta.nixl.decode import NixlDecode
 from sglang.srt.disaggregation.delta.nixl.layout import Layout
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferSettings
-from sglang.srt.disaggregation.delta.prefill.transfer_pool import PooledManager
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs
-    from sglang.srt.disaggregation.nixl.conn import NixlKVManager
     from sglang.srt.disaggregation.utils import DisaggregationMode
     from sglang.srt.server_args import ServerArgs
-else:
-    NixlKVManager = object
 
 
-class NixlPrefill(PooledManager, NixlKVManager):
-    """The manager of a prefill rank: queues what the plan left over."""
+class DeltaNixlManager(NixlDecode):
+    """Moves deltas: one class, of which a server uses one half. Its agent is made for the threads
+    that use it."""
 
+    moves_deltas = True
+
+    def __init__(
+        self, args: KVArgs, disaggregation_mode: DisaggregationMode, server_args: ServerArgs,
+        is_mla_backend: bool | None = False,
+    ) -> None:  # fmt: skip
+        from sglang.srt.disaggregation.utils import DisaggregationMode
+
+        sends = disaggregation_mode == DisaggregationMode.PREFILL
+        with agent.configured_agents(TransferSettings.read().queues if sends else 0):
+            super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+
+    @override
     def make_backend(self, settings: TransferSettings) -> NixlBackend:
         return NixlBackend(
             self.agent,
@@ -42,12 +52,11 @@ class NixlPrefill(PooledManager, NixlKVManager):
 
     cut = staticmethod(cut_chunk)
 
-    # ---- messages from decode ranks ----
-
     @override
     def _start_bootstrap_thread(self) -> None:
         self.start_prefill()
 
+    @override
     def announcements(self) -> NixlAnnouncements:
         """Takes what decode ranks register and announce."""
         return NixlAnnouncements(
@@ -58,22 +67,6 @@ class NixlPrefill(PooledManager, NixlKVManager):
             self.peers.add,
         )
 
+    @override
     def forget_peer(self, peer: str) -> None:
         self.peers.forget(peer)
-
-
-class DeltaNixlManager(NixlPrefill, NixlDecode):
-    """Moves deltas: one class, of which a server uses one half. Its agent is made for the threads
-    that use it."""
-
-    moves_deltas = True
-
-    def __init__(
-        self, args: KVArgs, disaggregation_mode: DisaggregationMode, server_args: ServerArgs,
-        is_mla_backend: bool | None = False,
-    ) -> None:  # fmt: skip
-        from sglang.srt.disaggregation.utils import DisaggregationMode
-
-        sends = disaggregation_mode == DisaggregationMode.PREFILL
-        with agent.configured_agents(TransferSettings.read().queues if sends else 0):
-            super().__init__(args, disaggregation_mode, server_args, is_mla_backend)

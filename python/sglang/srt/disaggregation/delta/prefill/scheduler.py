@@ -26,10 +26,12 @@ from sglang.srt.disaggregation.delta.pages import (
     DeltaMismatch,
     has_other_state,
     moved_state,
+    page_indices,
     share_of_chunk,
 )
 from sglang.srt.disaggregation.delta.peer_messages import plan_delta
 from sglang.srt.disaggregation.delta.prefill.rooms import Announcement, Room
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
 from sglang.srt.disaggregation.delta.prefill.yielded import (
     EndYielded,
     Frontend,
@@ -40,12 +42,10 @@ from sglang.srt.disaggregation.delta.rank_agreement import minimum, part_of
 from sglang.srt.disaggregation.delta.unserved import ExactId, named_by
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup
 
     from sglang.srt.disaggregation.common.conn import CommonKVSender
     from sglang.srt.disaggregation.delta.manager import DeltaManager
-    from sglang.srt.disaggregation.delta.prefill.transfer_pool import PooledManager
     from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
     from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -208,17 +208,6 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
         return super().process_disagg_prefill_inflight_queue(rids_to_check)
 
 
-def page_indices(row: torch.Tensor, start: int, end: int, page: int) -> npt.NDArray[np.int32]:
-    """Return the pages of tokens ``start`` to ``end`` of a request's row of token slots (1-D).
-
-    ``start`` is at the beginning of a page. The slots are copied as they lie, so that the device's
-    copy engine does it alone, and the host picks the first of each page: a step or a division on
-    the device would be kernels on the scheduler's stream, behind all that is queued there.
-    """
-    slots: npt.NDArray[np.integer] = row[start:end].cpu().numpy()
-    return (slots[::page] // page).astype(np.int32)
-
-
 class DeltaScheduler(Scheduler):
     """Unchanged on servers other than prefill, except for the ids of a pair's requests."""
 
@@ -301,7 +290,7 @@ class DeltaSender(CommonKVSender):
     is_taken_in = False
 
     def __init__(
-        self, mgr: PooledManager, bootstrap_addr: str, bootstrap_room: int,
+        self, mgr: DeltaManager, bootstrap_addr: str, bootstrap_room: int,
         dest_tp_ranks: list[int], pp_rank: int,
     ) -> None:  # fmt: skip
         self._created_at = time.monotonic()
@@ -360,14 +349,21 @@ class DeltaSender(CommonKVSender):
             self._is_left_out |= is_last
             self.has_sent |= is_last
             return
+        room, announcements = self.bootstrap_room, list(self._room.announcements.values())
         try:
-            manager.queue_chunk(
-                self.bootstrap_room, kv_indices, part, is_last, self.chunk_id,
+            if not announcements:
+                raise DeltaMismatch(f"room {room}: no decode rank's pages are known for it")
+            payload = manager.cut(
+                room, announcements, kv_indices, part, self.chunk_id,
                 self.aux_index if is_last else None, state_indices if is_last else None,
             )  # fmt: skip
         except DeltaMismatch as error:
             self.fail(Reason.MISMATCH, str(error))
             return
+        now, peers = time.monotonic(), tuple(payload.destinations)
+        manager.transfers.submit(
+            Chunk(room, peers, payload, is_last, now + manager.transfer_s, now)
+        )
         self.chunk_id += 1
         self.has_sent = is_last
 

@@ -1,4 +1,4 @@
-"""The threads of the transfer workers, and what both backends' managers do with them.
+"""The threads of the transfer workers.
 
 The rest of the process calls ``TransferPool``, which only appends to a queue. The threads run under
 SCHED_BATCH: waking one never takes the scheduler's core. ``TransferPool.tick`` notices workers that
@@ -7,19 +7,14 @@ do not go on, and fails their rooms instead of letting them wait.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any  # Any: payloads are the backend's own
-
-import numpy.typing as npt
+from collections.abc import Callable
 
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS, TransferReport
-from sglang.srt.disaggregation.delta.pages import DeltaMismatch
 from sglang.srt.disaggregation.delta.prefill.rooms import UNCLAIMED, Room, RoomTable
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     Backend,
@@ -28,14 +23,6 @@ from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     use_batch_scheduling,
 )
 from sglang.srt.disaggregation.delta.prefill.transfer_worker import Worker
-from sglang.srt.patchset import environment
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from sglang.srt.disaggregation.common.conn import CommonKVManager
-else:
-    CommonKVManager = object
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +34,6 @@ _Command = Callable[[Worker], None] | float
 _AFTER_A_BUG_S = 0.1
 #: Join at most so much longer than a worker may drain.
 _JOIN_GRACE_S = 2.0
-#: A process that ends waits so many seconds for what is under way.
-_DRAIN_S = 1.0
 
 
 class _Thread:
@@ -259,82 +244,3 @@ class TransferPool:
 
     def _put(self, room: int, command: Callable[[Worker], None]) -> None:
         self._threads[worker_of(room, len(self._threads))].commands.put(command)
-
-
-class PooledManager(CommonKVManager):
-    """Queues what the plan left over. A backend says how bytes move (``make_backend``) and what is
-    one chunk (``cut``)."""
-
-    def make_backend(self, settings: TransferSettings) -> Backend:
-        """How bytes move."""
-        raise NotImplementedError
-
-    def cut(self, *chunk: Any) -> Any:
-        """The payload of a chunk, with ``destinations`` by peer. ``chunk``: room, announcements,
-        pages, their place among the room's destination pages, chunk id, metadata slot, and pages of
-        state; the last two are None but for the last chunk.
-
-        Raises:
-            DeltaMismatch: a decode rank listed another number of pages there.
-        """
-        raise NotImplementedError
-
-    def start_prefill(self) -> None:
-        """The threads of a prefill rank."""
-        self.start_transfers()
-        self.start_reader(self.announcements().take, self.tick_transfers)
-
-    def start_transfers(self) -> None:
-        """Start the transfer workers of this prefill rank.
-
-        Raises:
-            ValueError: a variable is set to something that cannot be; the message names it.
-        """
-        settings = TransferSettings.read()
-        #: Seconds that a chunk may take, from the queue to its end.
-        self.transfer_s = environment.TRANSFER_TIMEOUT.read()
-        self.transfer_report = TransferReport(environment.TRANSFER_LOG_INTERVAL.read())
-        self.transfers = TransferPool(
-            self.make_backend(settings),
-            self.rooms,
-            settings,
-            self.transfer_report,
-            prepare_thread=self._prepare_thread,
-        )
-        self.rooms.on_stopped = self.room_stopped
-        self.transfers.start()
-        atexit.register(self.transfers.stop, _DRAIN_S)
-
-    def _prepare_thread(self) -> None:
-        import torch
-
-        if torch.cuda.is_available():
-            torch.cuda.set_device(self.kv_args.gpu_id)
-
-    def queue_chunk(
-        self, room: int, pages: npt.NDArray[np.int32], part: slice, is_last: bool, chunk_id: int,
-        metadata_slot: int | None, state_pages: Sequence[Any] | None,
-    ) -> None:  # fmt: skip
-        """Queue one chunk. What becomes of it is in the room table.
-
-        Raises:
-            DeltaMismatch: as ``cut``, or no decode rank is known for the room.
-        """
-        known = self.rooms.room(room)
-        announcements = list(known.announcements.values()) if known is not None else []
-        if not announcements:
-            raise DeltaMismatch(f"room {room}: no decode rank's pages are known for it")
-        payload = self.cut(room, announcements, pages, part, chunk_id, metadata_slot, state_pages)
-        now = time.monotonic()
-        peers = tuple(payload.destinations)
-        self.transfers.submit(Chunk(room, peers, payload, is_last, now + self.transfer_s, now))
-
-    def room_stopped(self, room: Room, kind: Reason) -> None:
-        """``room`` failed: what waits of it is dropped."""
-        self.transfers.cancel(room)
-
-    def tick_transfers(self) -> None:
-        """Every second or so, by the reader thread."""
-        self.transfer_report.tick()
-        self.transfers.tick()
-        self.forget_silent_peers()
