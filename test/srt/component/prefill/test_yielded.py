@@ -126,7 +126,7 @@ def test_when_the_request_comes(
     number that ends another request much later; and against waiting for one whose client left."""
     clock, tokenizer = Clock(), Tokenizer()
     monkeypatch.setattr(yielded, "time", SimpleNamespace(monotonic=clock))
-    monkeypatch.setattr(yielded, "_LOOK_S", 0.0)
+    monkeypatch.setattr(yielded, "_FIRST_POLL_S", 0.0)
 
     async def play() -> Any:
         state = None
@@ -178,7 +178,7 @@ def test_a_thousand_rooms_of_no_request(monkeypatch: pytest.MonkeyPatch) -> None
     """Guards against a stranger's numbers, each of which looked through all requests again and
     again: 1,000 of them took 28 % of the process that speaks HTTP; and against more of them than
     a server can keep, in the way of a room that has a request."""
-    monkeypatch.setattr(yielded, "_LOOK_S", 0.0)
+    monkeypatch.setattr(yielded, "_FIRST_POLL_S", 0.0)
     tokenizer = Tokenizer()
     tokenizer.rid_to_state = requests = Looked()
 
@@ -200,7 +200,7 @@ def test_a_thousand_rooms_of_no_request(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_data_parallel_attention_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a command that overtook its request and is lost."""
-    monkeypatch.setattr(yielded, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(yielded, "_REPEAT_AFTER_S", 0.0)
     tokenizer = Tokenizer(dp_attention=True)
 
     async def play() -> None:

@@ -387,7 +387,7 @@ def test_metadata_that_cannot_go_in_a_note(monkeypatch: pytest.MonkeyPatch, why:
     and against reading an address of the GPU, which ends the process: SGLang puts metadata there
     for one kind of memory pool."""
     if why == "too much":
-        monkeypatch.setattr(wire, "MOST_METADATA", 10)
+        monkeypatch.setattr(wire, "MAX_METADATA", 10)
     else:
         monkeypatch.setenv("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "INTRA_NODE_NVLINK")
     rank = rank_of(monkeypatch, "of equal size")

@@ -127,7 +127,7 @@ class NixlBackend:
         self._lists = PreparedLists(agent, OURS)
         self._has_telemetry = True
         size = sum(layout.ours.aux_item_lens)
-        self._fits_a_note = size <= wire.MOST_METADATA and wire.metadata_in_host_memory()
+        self._fits_a_note = size <= wire.MAX_METADATA and wire.metadata_in_host_memory()
 
     # ---- transfer_backend.Backend ----
 

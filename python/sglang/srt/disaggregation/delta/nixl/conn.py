@@ -1,5 +1,10 @@
-"""The decode ranks of a NIXL prefill rank: what they register and announce, what NIXL knows of
-them, and the lists that were prepared for each; and the sender of a room to them."""
+"""The decode ranks of a NIXL prefill rank: their registrations and announcements, their entries in
+NIXL, and the prepared lists of each; and the sender of a room.
+
+Contract: messages are taken on the reader thread, which never calls NIXL. Workers call NIXL, and
+change its table of peers between posts (``NixlPeers``). ``NixlPeers`` and ``PreparedLists`` have a
+lock each; the one of ``NixlPeers`` is not held while NIXL is called.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +45,8 @@ else:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds for which a change of NIXL's peers waits for the posts under way. (The more descriptors
-#: one has, the longer it takes.)
+#: Seconds that a change of NIXL's peers waits for posts under way. A post takes the longer, the
+#: more descriptors it has.
 PATIENCE_S = 5.0
 #: NIXL's name for the side that starts transfers.
 OURS = "NIXL_INIT_AGENT"
@@ -52,23 +57,24 @@ OURS = "NIXL_INIT_AGENT"
 
 @dataclasses.dataclass
 class NixlTransferInfo(DeltaTransferInfo):
-    """A decode rank's announcement of a room, as NIXL's prefill ranks get it."""
+    """A decode rank's announcement of a room over NIXL."""
 
-    #: Of a later release's message without pages: nothing goes to it from here, not even metadata.
+    #: True if this rank sends nothing to it, not even metadata. For messages of later SGLang
+    #: releases without pages.
     is_left_out: bool = False
 
     @classmethod
     @override
     def from_zmq(cls, msg: list[bytes]) -> Self:
         info = super().from_zmq(msg)
-        # SGLang makes a list of the array, which the scheduler's thread would have to read.
+        # Convert SGLang's list back to an array, which the scheduler's thread copies faster.
         info.dst_state_indices = np.array(info.dst_state_indices, np.int32)
         return info
 
     @override
     def is_dummy(self) -> bool:
         if self.delta is not None:
-            # No pages is a full prefix hit, not a dummy: it still gets its metadata.
+            # Use the frame, because no pages is a full prefix hit, which still gets its metadata.
             return self.delta.is_dummy
         if self.later_prefix_len:
             return self.is_left_out
@@ -84,10 +90,11 @@ def cut_chunk(
     metadata_slot: int | None,
     state_pages: Sequence[Any] | None,
 ) -> ChunkPayload:
-    """Cut one chunk out of what the decode ranks of ``room`` announced.
+    """Return the payload of one chunk, with a destination for each decode rank that gets a part.
 
-    ``pages`` are copied: SGLang's may be a view of its own table, which changes while the chunk is
-    in a queue. ``index_slice`` is the chunk's place among the room's destination pages.
+    ``pages`` are copied, because SGLang's may be a view of its own table, which changes while the
+    chunk is in a queue. ``index_slice`` is the chunk's place among the room's destination pages.
+    ``metadata_slot`` and ``state_pages`` are None except for the last chunk.
 
     Raises:
         DeltaMismatch: a rank listed another number of pages there.
@@ -122,14 +129,14 @@ def cut_chunk(
 
 
 def _copy(pages: Sequence[Any] | Pages) -> Pages:
-    """SGLang gives lists of numbers, arrays, and lists of arrays."""
+    """Return an immutable copy. SGLang passes lists of numbers, arrays, and lists of arrays."""
     own = np.array(pages, np.int32).reshape(-1)
     own.setflags(write=False)
     return own
 
 
 class NixlAnnouncements(Announcements):
-    """SGLang's NIXL messages begin with a guard."""
+    """Registrations and announcements in SGLang's NIXL messages, which begin with a guard."""
 
     peer_name = "agent_name"
     registration_frames = 12
@@ -158,7 +165,8 @@ class NixlAnnouncements(Announcements):
     def _announce(self, info: NixlTransferInfo) -> None:
         rank, registered = self._rank, self._registered.get(info.agent_name)
         if registered is not None and info.later_prefix_len and not len(info.dst_kv_indices):
-            # A full hit looks the same there. Of latent KV the first rank of a group sends all.
+            # Tell a dummy from a full hit, which looks the same in such a message: only the first
+            # rank of a group sends latent KV.
             group = max(rank.tp_size // registered.decode_tp_size, 1)
             info.is_left_out = rank.is_mla and rank.tp_rank % group != 0
         super()._announce(info)
@@ -168,26 +176,25 @@ class NixlAnnouncements(Announcements):
 
 
 class PreparedLists:
-    """The prepared lists of one side: one of whole slots for each kind of memory, and one for each
-    choice of heads; made when it is first asked for.
+    """The prepared lists of one side, made on first use: one of whole slots for each kind of
+    memory, and one for each choice of heads.
 
-    A list is released when the last user of its handle lets go of it: NIXL's handles release
-    themselves, once.
+    NIXL's handles release themselves, so a list is released with the last reference to it.
     """
 
     def __init__(self, agent: Any, name: str) -> None:
-        """``name``: the peer's, or ``OURS``."""
+        """``name``: name of the peer, or ``OURS``."""
         self._agent = agent
         self._name = name
         self._lock = threading.Lock()
         self._lists: dict[tuple[str, Heads | None], tuple[Pool, Any]] = {}
 
     def get(self, memory: str, pool: Pool) -> Any | None:
-        """The handle of a list with every slot of ``pool``, or None where it cannot be prepared.
+        """Return the handle of a list with every slot of ``pool``, or None if there can be none.
 
-        ``memory``: NIXL's name of the kind. A second pool of one kind is not prepared: a peer that
-        says something else each time must not fill the memory here. Of this rank's own heads there
-        are few choices: those that decode ranks of any number can be sent.
+        ``memory``: NIXL's name of the kind. A second pool of one kind is not prepared, because a
+        peer that announces another pool each time must not fill the memory here. This rank has few
+        choices of heads: one for each tensor parallel size of decode.
         """
         kind = memory, pool.heads
         with self._lock:
@@ -196,7 +203,7 @@ class PreparedLists:
                 try:
                     rows = descriptors.prepared_strided(pool)
                     handle = self._agent.prep_xfer_dlist(self._name, rows, memory)
-                except Exception as error:  # bindings raise what they like
+                except Exception as error:  # bindings raise exceptions of any class
                     logger.warning(
                         "NIXL could not prepare %d buffers of %s (%r); ranges are built for each "
                         "chunk instead, which is slower but correct",
@@ -210,26 +217,28 @@ class PreparedLists:
 
 
 class Peer:
-    """One decode rank, from its registration until nobody uses it any more."""
+    """One decode rank, from its registration until no transfer uses it any more."""
 
-    #: What was prepared for it, and its pools beside ours, since NIXL was last told about it.
+    #: Its prepared lists, and pairs of pools, since it was last added to NIXL.
     lists: PreparedLists
     pairs: dict[str, tuple[int | None, Pair]]
 
     def __init__(self, info: KVArgsRegisterInfo) -> None:
         self.name: str = info.agent_name
-        #: What it registered.
+        #: Its registration.
         self.info = info
-        #: Transfers to it that are not released.
+        #: Number of transfers that are not released.
         self.users = 0
         self.forgotten = False
-        #: NIXL has been told of it, at all and since it registered last.
-        self.in_nixl = self.is_loaded = False
+        #: True if NIXL has an entry of it.
+        self.in_nixl = False
+        #: True if NIXL's entry is of the current registration.
+        self.is_loaded = False
 
     def pair(
         self, kind: str, slots: int | None, make: Callable[[KVArgsRegisterInfo, int | None], Pair]
     ) -> Pair:
-        """``make(info, slots)``, kept for the next chunk: a peer's pools do not change."""
+        """Return ``make(info, slots)``, cached because a peer's pools do not change."""
         known = self.pairs.get(kind)
         if known is None or known[0] != slots:
             known = self.pairs[kind] = (slots, make(self.info, slots))
@@ -239,15 +248,14 @@ class Peer:
 class NixlPeers:
     """All decode ranks of a prefill rank. Used by the reader thread and by transfer workers.
 
-    The reader thread only notes who registered (in ``table``, SGLang's ``decode_kv_args_table``, by
-    name) and who is to be forgotten: it never waits for NIXL, and what a rank sends is served in
-    order. The next worker that holds a peer tells NIXL. NIXL is told to forget a peer only when
-    nothing is under way to it.
+    The reader thread only records registrations (in ``table``, SGLang's ``decode_kv_args_table``,
+    by name) and peers to forget, because it must never wait for NIXL. The next worker that holds a
+    peer updates NIXL. NIXL forgets a peer only when no transfer to it is under way.
 
-    NIXL changes its table of peers alone: such a call waits for every post that runs, and whatever
-    comes meanwhile waits for it, some of it with the interpreter's lock. So it is made between the
-    posts (``posting``), which wait for it here, without that lock. Where a post hangs, it is not
-    made: the other workers go on.
+    In NIXL, a change of its table of peers waits for every running post, and later calls wait for
+    the change, some of them with the interpreter's lock. So changes are made between the posts
+    (``posting``), which wait for them here, without that lock. If a post hangs, no change is made,
+    and the other workers go on.
     """
 
     def __init__(
@@ -259,18 +267,19 @@ class NixlPeers:
         self._agent = agent
         self._table = table
         self._clock = clock
-        #: Of what is below; never held while NIXL is called.
+        #: Guards the fields below; never held while NIXL is called.
         self._lock = threading.Condition()
         self._peers: dict[str, Peer] = {}
-        #: Forgotten, and nothing is under way to them: NIXL is to forget them too.
+        #: Forgotten peers without transfers, to remove from NIXL.
         self._unused: list[Peer] = []
-        #: When the posts under way began, the oldest first.
+        #: Start of each post under way, oldest first.
         self._posts: dict[object, float] = {}
         self._is_changing = False
 
     @contextmanager
     def posting(self) -> Iterator[None]:
-        """For the call that posts a transfer, and for nothing else. Posts run side by side."""
+        """Keep changes of NIXL's peers out of the block, which posts a transfer and does nothing
+        else. Posts run side by side."""
         post = object()
         with self._lock:
             self._lock.wait_for(lambda: not self._is_changing)
@@ -284,20 +293,20 @@ class NixlPeers:
                     self._lock.notify_all()
 
     def add(self, info: KVArgsRegisterInfo) -> None:
-        """A decode rank registers; again is harmless. One that was forgotten is loaded anew, and
-        nothing that was prepared before is used again: its connection may have been lost."""
+        """Record a registration. Changes nothing for a known rank. A forgotten one is added to NIXL
+        again, with new lists, because its connection may have been lost."""
         with self._lock:
             known = self._peers.setdefault(info.agent_name, Peer(info))
-            if known.forgotten:  # something is still under way to it
+            if known.forgotten:  # kept because a transfer to it is still under way
                 known.info, known.forgotten, known.is_loaded = info, False, False
             self._table[known.name] = known.info
 
     def hold(self, name: str) -> Peer:
-        """The peer, for one transfer, to be given back with ``release``. Called by a worker: it
-        tells NIXL what has changed. What NIXL raises at a peer has it forgotten.
+        """Return the peer for one transfer, which ends with ``release``. Called by a worker, which
+        updates NIXL first. An exception of NIXL makes the peer forgotten.
 
         Raises:
-            TransferError: it is not known, not any more, or NIXL cannot be told now.
+            TransferError: the peer is unknown or forgotten, or NIXL cannot be updated now.
         """
         with self._lock:
             peer = self._peers.get(name)
@@ -308,8 +317,8 @@ class NixlPeers:
         if is_ready:
             return peer
         try:
-            self._tell_nixl(peer)
-        except TimeoutError as error:  # others are forgotten by NIXL later
+            self._update_nixl(peer)
+        except TimeoutError as error:  # unused peers are removed from NIXL later
             if not peer.is_loaded:
                 self.release(peer)
                 text = f"decode rank {name} cannot be registered: {error}"
@@ -321,39 +330,39 @@ class NixlPeers:
         return peer
 
     def share(self, peer: Peer) -> Peer:
-        """One more transfer to a peer that is held already, to be given back on its own."""
+        """Count one more transfer to a peer that is held, with a ``release`` of its own."""
         with self._lock:
             peer.users += 1
             return peer
 
     def release(self, peer: Peer) -> None:
-        """One transfer to it is over."""
+        """End one transfer to ``peer``."""
         with self._lock:
             peer.users -= 1
-            self._let_go(peer)
+            self._drop_if_unused(peer)
 
     def forget(self, name: str) -> None:
-        """It is silent, or NIXL lost its connection: nothing new is sent to it."""
+        """Send nothing new to a peer that is silent or that NIXL has lost."""
         with self._lock:
             self._table.pop(name, None)
             peer = self._peers.get(name)
             if peer is not None:
                 peer.forgotten = True
-                self._let_go(peer)
+                self._drop_if_unused(peer)
 
-    def _let_go(self, peer: Peer) -> None:
+    def _drop_if_unused(self, peer: Peer) -> None:
         if peer.forgotten and not peer.users:
             del self._peers[peer.name]
             if peer.in_nixl:
                 self._unused.append(peer)
 
-    def _tell_nixl(self, peer: Peer) -> None:
-        """Have NIXL forget those that nobody uses, and take ``peer``: one at a time, and no post
-        meanwhile. Each post is waited for until ``PATIENCE_S`` after it began, so that one that
-        hangs holds up the other workers once at most.
+    def _update_nixl(self, peer: Peer) -> None:
+        """Remove unused peers from NIXL and add ``peer``: one worker at a time, between posts. Wait
+        for each post until ``PATIENCE_S`` after it began, so that one that hangs delays the other
+        workers once at most.
 
         Raises:
-            TimeoutError: a post does not come to its end; nothing was changed.
+            TimeoutError: a post does not return; nothing was changed.
         """
         with self._lock:
             self._lock.wait_for(lambda: not self._is_changing)
@@ -368,11 +377,11 @@ class NixlPeers:
                     )
                 unused, self._unused = self._unused, []
             for each in unused:
-                # Its lists go with their last reference, which is here.
+                # Release its lists by dropping their last reference.
                 each.lists = PreparedLists(None, each.name)
                 try:
                     self._agent.remove_remote_agent(each.name)
-                except Exception as error:  # the others are served all the same
+                except Exception as error:  # must not keep this worker from its peer
                     logger.warning(
                         "NIXL could not remove decode rank %s (%r); nothing more is sent to it",
                         each.name,
@@ -392,8 +401,8 @@ class NixlPeers:
 
 
 class DeltaNixlSender(DeltaSender, NixlKVSender):
-    """Queues a room's chunks, and says what became of them."""
+    """Prefill's end of a room over NIXL."""
 
     def clear(self) -> None:
-        """Forget the room: called by the scheduler once the request left the in-flight queue."""
+        """Forget the room. The scheduler calls it once the request left the in-flight queue."""
         self.end()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class DeltaNixlManager(NixlDecode):
-    """Moves deltas: one class, of which a server uses one half. Its agent is made for the threads
+    """SGLang's NIXL manager, of which a server uses one half. Configures the agent for the threads
     that use it."""
 
     moves_deltas = True
@@ -58,7 +58,7 @@ class DeltaNixlManager(NixlDecode):
 
     @override
     def announcements(self) -> NixlAnnouncements:
-        """Takes what decode ranks register and announce."""
+        """Return what takes registrations and announcements."""
         return NixlAnnouncements(
             self.rank,
             self.rooms,

@@ -1,7 +1,9 @@
-"""What a transfer worker has to do: records of what waits and what is posted, and what is next.
+"""The queue of a transfer worker: records of waiting and posted transfers, and which is next.
 
-``SendQueue`` picks the waiting transfer that is posted next, ``next_poll`` when a posted one is
-polled again. Contract: used by the thread of one worker alone.
+``SendQueue`` picks the waiting transfer to post next; ``next_poll`` returns when to poll a posted
+one again.
+
+Contract: used by the thread of one worker only.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class Transfer:
     chunk: Chunk
     peer: str
     room: RoomTransfers
-    #: It has left its peer's queue.
+    #: True once it has left its peer's queue.
     is_posted: bool = False
     #: Handles of its post that are still to be released.
     handles: list[Any] = field(default_factory=list)
@@ -55,7 +57,7 @@ class Transfer:
     #: When its post returned, and when it is polled next.
     posted_at: float = 0.0
     poll_at: float = 0.0
-    #: It missed its deadline or was broken off: its room does not wait for it.
+    #: True if it missed its deadline or was broken off, so its room does not wait for it.
     is_overdue: bool = False
 
     @property

@@ -1,6 +1,6 @@
 """One transfer worker: what it posts next, when it polls, and how a room ends on it.
 
-A *transfer* is one chunk to one peer. It waits in its peer's queue, is posted, and is over when all
+A *transfer* is one chunk to one peer: it waits in its peer's queue, is posted, and is over when all
 its handles are. When all transfers of a room are over and the room table agrees, its peers are
 notified that it is complete. A room that ends early drops what waits, and its peers are never
 notified of completion, whatever still lands.
@@ -209,8 +209,8 @@ class Worker:
                 was_broken = True
         transfer.open = still
         if was_broken:
-            # What was sent may still land. Keep it under way for the quarantine timeout, as long as
-            # decode holds its pages without an acknowledgement; decode is not notified before then.
+            # Keep it under way for the quarantine timeout, because bytes that were sent may still
+            # land. Decode is not notified before then.
             transfer.settles_at = now + self._doubt_s
         if was_broken or failure is not None:
             text = f"a transfer to {transfer.peer} failed in the transport"
