@@ -24,6 +24,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "test/srt")]
 
 #: Files not in a request's path: unused in production, or a thread's occasional work for a server.
 ELSEWHERE = ("hardware_backend/", "disaggregation/delta/decode/heartbeat.py")
+#: Listed apart, because every part uses them and a reader of one request need not open them:
+#: counters and log lines, arithmetic of pages, SGLang's status of a room, the reduction over ranks,
+#: variables.
+UTILITIES = {
+    "disaggregation/delta/observability.py",
+    "disaggregation/delta/pages.py",
+    "disaggregation/delta/rank.py",
+    "disaggregation/delta/rank_agreement.py",
+    "patchset/environment.py",
+}
 
 
 class Trace:
@@ -170,8 +180,10 @@ def main() -> int:
         transfer(trace)
         decode(trace)
         prefill(trace)
-    for side, files in trace.files.items():
-        print(f"{side}: {len(files)} files: {', '.join(sorted(files))}", flush=True)
+    lists = {side: files - UTILITIES for side, files in trace.files.items()}
+    lists["utilities"] = set().union(*trace.files.values()) & UTILITIES
+    for name, files in lists.items():
+        print(f"{name}: {len(files)} files: {', '.join(sorted(files))}", flush=True)
     os._exit(0)  # NIXL may crash an interpreter at its exit where there is no GPU driver
 
 

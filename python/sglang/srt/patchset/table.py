@@ -198,7 +198,7 @@ _NIXL_ASYNC = (
     Replacement(
         module=f"{_DISAGG}.nixl.conn",
         name="TransferInfo",
-        mixin=f"{_DISAGG}.delta.nixl.prefill:NixlTransferInfo",
+        mixin=f"{_DISAGG}.delta.nixl.conn:NixlTransferInfo",
         why="reads the delta frame; an empty page list no longer means a dummy",
     ),
     Replacement(
@@ -210,13 +210,13 @@ _NIXL_ASYNC = (
     Replacement(
         module=f"{_DISAGG}.nixl.conn",
         name="NixlKVManager",
-        mixin=f"{_DISAGG}.delta.nixl.prefill:DeltaNixlManager",
+        mixin=f"{_DISAGG}.delta.nixl.manager:DeltaNixlManager",
         why="full prefix hits, head slices of any sizes, counted bytes, malformed messages",
     ),
     Replacement(
         module=f"{_DISAGG}.nixl.conn",
         name="NixlKVSender",
-        mixin=f"{_DISAGG}.delta.nixl.prefill:DeltaNixlSender",
+        mixin=f"{_DISAGG}.delta.nixl.conn:DeltaNixlSender",
         why="prefill checks the announcement and sends the delta; an error fails its own room",
     ),
     Replacement(

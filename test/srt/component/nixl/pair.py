@@ -16,7 +16,7 @@ from component.transfer import pair
 from component.transfer.bare import without_engine
 from component.transfer.pair import Hold
 from sglang.srt.disaggregation.delta.nixl.agent import configured_agents
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferSettings
 from sglang.srt.disaggregation.nixl import conn
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.patchset import environment
@@ -26,7 +26,7 @@ from sglang.srt.patchset import environment
 def agent_of(name: str, sends: bool) -> Any:
     """Return the agent that all pairs of an interpreter share, because dozens of agents slow each
     other down. It has SGLang's settings: a prefill server's agent has a thread pool."""
-    with configured_agents(Settings().queues if sends else 0):
+    with configured_agents(TransferSettings().queues if sends else 0):
         config = _api.nixl_agent_config(backends=["UCX"], num_threads=8 if sends else 0)
         return _api.nixl_agent(name, config)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -34,3 +35,15 @@ def test_a_request_passes_through_as_many_files_as_the_text_says() -> None:
         # No file of the other side's folder is on the path.
         other = {"decode": "/prefill/", "prefill": "/decode/"}[side]
         assert [file for file in files if f"delta{other}" in file or OFF.search(file)] == []
+
+
+def test_a_utility_is_used_on_both_sides() -> None:
+    """Guards against a count that is met because a file of one side is called a utility."""
+    utilities = runpy.run_path(str(ROOT / "scripts/request_path.py"))["UTILITIES"]
+    delta = ROOT / "python/sglang/srt/disaggregation/delta"
+    for side in ("decode", "prefill"):
+        source = "".join(path.read_text() for path in sorted((delta / side).glob("*.py")))
+        for file in utilities:
+            module = f"sglang.srt.{file.removesuffix('.py').replace('/', '.')}"
+            folder, _, name = module.rpartition(".")
+            assert f"from {module} import" in source or f"from {folder} import {name}" in source

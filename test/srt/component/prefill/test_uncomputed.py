@@ -167,7 +167,7 @@ def test_decode_gives_up_a_request_at_the_end_of_a_long_queue(
 ) -> None:
     """Guards against requests that end only when they would be computed next, which may be never
     under others of a higher priority; and against ranks that check different parts of the queue."""
-    monkeypatch.setattr("sglang.srt.disaggregation.delta.prefill.scheduler.CHECKED", 1)
+    monkeypatch.setattr("sglang.srt.disaggregation.delta.prefill.scheduler.MAX_CHECKED", 1)
     ranks, pair = server
     for one in ranks:
         for room in (ROOM, OTHER, 9, 10):

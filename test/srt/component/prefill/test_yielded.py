@@ -127,7 +127,7 @@ def test_when_the_request_comes(
     that ends another request much later; and against waiting for a request whose client left."""
     clock, tokenizer = Clock(), Tokenizer()
     monkeypatch.setattr(yielded, "time", SimpleNamespace(monotonic=clock))
-    monkeypatch.setattr(yielded, "_LOOK_S", 0.0)
+    monkeypatch.setattr(yielded, "_FIRST_POLL_S", 0.0)
 
     async def play() -> Any:
         state = None
@@ -179,7 +179,7 @@ def test_a_thousand_rooms_of_no_request(monkeypatch: pytest.MonkeyPatch) -> None
     """Guards against unknown numbers that each search all requests again and again (1,000 of them
     took 28 % of the process that serves HTTP), and against more of them than a server can keep,
     which would block a room with a request."""
-    monkeypatch.setattr(yielded, "_LOOK_S", 0.0)
+    monkeypatch.setattr(yielded, "_FIRST_POLL_S", 0.0)
     tokenizer = Tokenizer()
     tokenizer.rid_to_state = requests = Looked()
 
@@ -201,7 +201,7 @@ def test_a_thousand_rooms_of_no_request(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_data_parallel_attention_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a lost command that overtook its request."""
-    monkeypatch.setattr(yielded, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(yielded, "_REPEAT_AFTER_S", 0.0)
     tokenizer = Tokenizer(dp_attention=True)
 
     async def play() -> None:

@@ -62,10 +62,10 @@ def test_a_frame_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
         near.send(b"before")
         assert arrived() == len(b"before")
-        far.send(bytes(wire.MOST_FRAME + 1))
+        far.send(bytes(wire.MAX_FRAME + 1))
         assert closed.poll(20_000), "the connection is closed"
-        near.send(bytes(wire.MOST_FRAME))
-        assert arrived() == wire.MOST_FRAME
+        near.send(bytes(wire.MAX_FRAME))
+        assert arrived() == wire.MAX_FRAME
     finally:
         for each in (near, far, manager.server_socket):
             each.close(0)

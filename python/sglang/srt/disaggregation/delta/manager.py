@@ -8,13 +8,14 @@ and threads of the backend. The tables that both use (``rooms``, ``decode_ranks`
 
 from __future__ import annotations
 
+import atexit
 import logging
 import sys
 import threading
 import uuid
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any  # Any: SGLang's receiver with our attributes
+from typing import TYPE_CHECKING, Any  # Any: SGLang's receiver; payloads are the backend's own
 
 import msgspec
 from aiohttp import web
@@ -23,10 +24,14 @@ from typing_extensions import override
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.decode.heartbeat import WatchedServers
 from sglang.srt.disaggregation.delta.decode.prefill_servers import Tables, drop_socket
+from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.observability import TransferReport
 from sglang.srt.disaggregation.delta.pages import RECURRENT_TYPE
-from sglang.srt.disaggregation.delta.peer_messages import MessageReader
+from sglang.srt.disaggregation.delta.peer_messages import Announcements, MessageReader
 from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks, ServedRooms
-from sglang.srt.disaggregation.delta.prefill.rooms import GONE, RoomTable, State
+from sglang.srt.disaggregation.delta.prefill.rooms import GONE, Room, RoomState, RoomTable
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Backend, TransferSettings
+from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool
 from sglang.srt.disaggregation.delta.rank import RankView, Statuses
 from sglang.srt.patchset import environment
 from sglang.srt.patchset.attach import exchanged
@@ -44,6 +49,9 @@ else:
     CommonKVBootstrapServer = CommonKVManager = object
 
 logger = logging.getLogger(__name__)
+
+#: Seconds for which a process that ends waits for transfers under way.
+_DRAIN_S = 1.0
 
 
 class DeltaBootstrapServer(CommonKVBootstrapServer):
@@ -78,8 +86,9 @@ class DeltaBootstrapServer(CommonKVBootstrapServer):
 class DeltaManager(CommonKVManager):
     """Owns this rank's tables of rooms and peers, and keeps a failed room failed.
 
-    A backend's manager adds ``peer_name``, ``forget_peer``, ``transfer_statuses`` and
-    ``collect_arrivals``, starts the reader thread, and moves bytes.
+    A backend's manager starts the reader thread (``start_prefill``, ``start_decode``) and says how
+    bytes move: ``make_backend``, ``cut``, ``announcements`` and ``forget_peer`` for a prefill rank,
+    ``peer_name``, ``transfer_statuses`` and ``collect_arrivals`` for a decode rank.
     """
 
     #: True in backends with the delta protocol; other backends stay stock.
@@ -91,6 +100,9 @@ class DeltaManager(CommonKVManager):
     servers: Any = None
     #: Decode only: room -> ``Progress``, created on first access.
     transfer_statuses: dict[int, Any]
+    #: Makes the payload of a chunk on a prefill rank, with ``destinations`` by peer: see
+    #: ``nixl.conn.cut_chunk``. On the scheduler's thread; raises ``DeltaMismatch``.
+    cut: Callable[..., Any]
 
     def __init__(
         self, args: KVArgs, disaggregation_mode: DisaggregationMode, server_args: ServerArgs,
@@ -156,6 +168,44 @@ class DeltaManager(CommonKVManager):
         self.start_reader(take_other)
         self.servers.start_heartbeat(self.heartbeat_interval, self.max_failures)
 
+    def start_prefill(self) -> None:
+        """Start the threads of a prefill rank."""
+        self.start_transfers()
+        self.start_reader(self.announcements().take, self.tick_transfers)
+
+    def start_transfers(self) -> None:
+        """Start the transfer workers of this prefill rank.
+
+        Raises:
+            ValueError: a variable has an impossible value; the message names it.
+        """
+        settings = TransferSettings.read()
+        #: Seconds that a chunk may take, from the queue to its end.
+        self.transfer_s = environment.TRANSFER_TIMEOUT.read()
+        self.transfer_report = TransferReport(environment.TRANSFER_LOG_INTERVAL.read())
+        self.transfers = TransferPool(
+            self.make_backend(settings),
+            self.rooms,
+            settings,
+            self.transfer_report,
+            prepare_thread=self._prepare_thread,
+        )
+        self.rooms.on_stopped = self.room_stopped
+        self.transfers.start()
+        atexit.register(self.transfers.stop, _DRAIN_S)
+
+    def _prepare_thread(self) -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.set_device(self.kv_args.gpu_id)
+
+    def tick_transfers(self) -> None:
+        """Check workers and decode ranks. Called about once a second by the reader thread."""
+        self.transfer_report.tick()
+        self.transfers.tick()
+        self.forget_silent_peers()
+
     def forget_silent_peers(self) -> None:
         """Drop silent decode ranks; called on prefill about once a second."""
         for peer in self.decode_ranks.tick():
@@ -171,7 +221,25 @@ class DeltaManager(CommonKVManager):
             )
             self.forget_peer(peer)
 
-    # ---- overridden by backends ----
+    # ---- what a backend adds on a prefill rank ----
+
+    def make_backend(self, settings: TransferSettings) -> Backend:
+        """Return what moves bytes for the transfer workers. Called once."""
+        raise NotImplementedError
+
+    def announcements(self) -> Announcements:
+        """Return what takes the registrations and announcements of decode ranks. Called once."""
+        raise NotImplementedError
+
+    def forget_peer(self, peer: str) -> None:
+        """Forget a decode rank. Called on the reader thread."""
+        raise NotImplementedError
+
+    def room_stopped(self, room: Room, kind: Reason) -> None:
+        """Drop what waits of a room that failed. Called on the thread that failed it."""
+        self.transfers.cancel(room)
+
+    # ---- what a backend adds on a decode rank ----
 
     def collect_arrivals(self, asker: int) -> None:
         """Read the transport's notifications, for room ``asker``. A no-op for a transport whose
@@ -243,7 +311,7 @@ class DeltaManager(CommonKVManager):
             tables["rooms"] = [
                 room.number
                 for room in self.rooms.all()
-                if room.state is not State.ANNOUNCED
+                if room.state is not RoomState.ANNOUNCED
                 and (room.state not in GONE or room.reason is None)
             ]
         tracked = list(getattr(self, "addr_to_rooms_tracker", {}).values())

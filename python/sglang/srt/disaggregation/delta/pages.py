@@ -52,6 +52,17 @@ def share_of_chunk(pages: Pages, part: slice, rank: int, size: int) -> tuple[Pag
     return pages[first:end], slice(part.start + first, part.start + end)
 
 
+def page_indices(row: torch.Tensor, start: int, end: int, page: int) -> Pages:
+    """Return the pages of tokens ``start`` to ``end`` of a request's row of token slots (1-D).
+
+    ``start`` is at the beginning of a page. The slots are copied as they lie, so that the device's
+    copy engine does it alone, and the host picks the first of each page: a step or a division on
+    the device would be kernels on the scheduler's stream, behind all that is queued there.
+    """
+    slots: npt.NDArray[np.integer] = row[start:end].cpu().numpy()
+    return (slots[::page] // page).astype(np.int32)
+
+
 class DeltaMismatch(ValueError):
     """Raised if decode's announcement does not fit the prompt on prefill. Fails the room."""
 
@@ -201,7 +212,7 @@ def moved_state(
     so a full hit moves none. Recurrent state is moved whole, for a full hit too.
     """
     if hasattr(pool, RECURRENT):
-        # Copied first and converted on the host; see ``prefill.scheduler.page_indices``.
+        # Copied first and converted on the host; see ``page_indices``.
         return _state_slot(rows, req).cpu().numpy().astype(np.int32)
     pages = delta() if index_buffers(pool) else None
     return pages if pages is not None and len(pages) else None

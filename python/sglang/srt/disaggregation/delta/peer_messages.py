@@ -1,9 +1,11 @@
-"""What peers send to a rank: read on one thread, and checked before anything is made of it.
+"""Messages from peers: read on one thread, and checked before they have any effect.
 
-Stock SGLang asserts and parses on that thread, so that one stray message ends it, and with it every
-later transfer. Here a message that cannot be served is dropped and logged, changes nothing, and the
-next one is read. ``Announcements`` is what a prefill rank does with registrations and rooms'
-announcements, whichever library moves the bytes: a backend adds how its own are parsed.
+Stock SGLang asserts and parses on that thread, so one stray message ends it and every later
+transfer. Here an invalid message is dropped and logged, and the next one is read. ``Announcements``
+serves registrations and rooms' announcements on a prefill rank; a backend adds its own parsing.
+
+Contract: all calls come from the reader thread of the rank, but ``plan_delta``, which runs on the
+scheduler's. No lock; rooms are changed through ``RoomTable`` only.
 """
 
 from __future__ import annotations
@@ -36,26 +38,28 @@ else:
 
 logger = logging.getLogger(__name__)
 
-#: Frames of a room's announcement; later releases of SGLang, and ours, add to them.
+#: Minimum number of frames of an announcement; later releases of SGLang, and ours, add to them.
 _ANNOUNCEMENT_FRAMES = 8
-
-
-#: Where SGLang 0.5.12 and later have the prefix length, in decimal. Ours stands there too.
+#: Index of the frame in which SGLang 0.5.12 and later send the prefix length, in decimal. Our frame
+#: has the same index.
 _LATER_PREFIX = 8
+#: Maximum number of digits of such a length, because any sender can name any number.
 _MAX_DIGITS = 18
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _CONTROL: msgspec.msgpack.Decoder[wire.Message] = msgspec.msgpack.Decoder(wire.Message)
 
-#: Maximum number of decode ranks to remember whose registration was refused, and length of a name.
-_MOST_REFUSED, _LONGEST_NAME = 256, 256
+#: Maximum number of refused registrations to remember.
+_MAX_REFUSED = 256
+#: Maximum length of name and address of such a rank, because any sender can choose them.
+_MAX_NAME_LENGTH = 256
 
 
 class BadMessage(ValueError):
-    """A message that is not from a peer of ours, or not one that can be served."""
+    """A message that is not from a peer, or that is invalid."""
 
 
 class DeltaFrameError(ValueError):
-    """A frame that carries our magic but cannot be understood."""
+    """A frame with our magic that cannot be parsed."""
 
 
 class _AnyVersion(msgspec.Struct, frozen=True):
@@ -65,7 +69,7 @@ class _AnyVersion(msgspec.Struct, frozen=True):
 
 
 def find_frame(frames: Sequence[bytes]) -> wire.DeltaFrame | None:
-    """The delta frame of a metadata message, or None where the peer sent none.
+    """Return the delta frame of a metadata message, or None if the peer sent none.
 
     Raises:
         DeltaFrameError: the frame is malformed or of another version.
@@ -75,7 +79,7 @@ def find_frame(frames: Sequence[bytes]) -> wire.DeltaFrame | None:
             continue
         content = raw[len(wire.MAGIC) :]
         try:
-            # On its own: another version may name and type all other fields differently.
+            # Read the version first, because another one may have other fields.
             theirs = msgspec.msgpack.decode(content, type=_AnyVersion).version
             if theirs != wire.VERSION:
                 raise DeltaFrameError(
@@ -88,11 +92,11 @@ def find_frame(frames: Sequence[bytes]) -> wire.DeltaFrame | None:
 
 
 def later_prefix_len(frames: Sequence[bytes]) -> int | None:
-    """Tokens that a decode server of SGLang 0.5.12 or later holds; None where the message is of an
-    earlier release or has our frame.
+    """Return the number of tokens that a decode server of SGLang 0.5.12 or later holds; None if the
+    message is of an earlier release or has our frame.
 
     Raises:
-        ValueError: it says something else there.
+        ValueError: the frame is not a number.
     """
     if len(frames) <= _LATER_PREFIX:
         return None
@@ -100,15 +104,15 @@ def later_prefix_len(frames: Sequence[bytes]) -> int | None:
     if not raw or raw.startswith(wire.MAGIC):
         return None
     if not raw.isdigit() or len(raw) > _MAX_DIGITS:
-        raise ValueError(f"its ninth frame, {raw[:40]!r}, is not a prefix length")
+        raise ValueError(f"frame 9 of the announcement is not a prefix length: {raw[:40]!r}")
     return int(raw)
 
 
 def decode_control(frames: Sequence[bytes]) -> wire.Message | None:
-    """The control message in ``frames``, or None: they are of another kind.
+    """Return the control message in ``frames``, or None if they are of another kind.
 
     Raises:
-        ControlError: they carry our magic and are malformed.
+        ControlError: the frames have our magic and are malformed.
     """
     if not frames or frames[0] != wire.CONTROL_MAGIC:
         return None
@@ -121,7 +125,7 @@ def decode_control(frames: Sequence[bytes]) -> wire.Message | None:
 
 
 class MessageReader:
-    """Feeds one manager. All calls come from the one thread that reads its socket."""
+    """Reads the messages of one rank."""
 
     def __init__(
         self,
@@ -129,8 +133,8 @@ class MessageReader:
         take_other: Callable[[list[bytes]], None] | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``take_other`` gets the messages of SGLang's own kinds, and raises at bad ones; None
-        where it sends none."""
+        """``take_other`` gets the messages of SGLang's own kinds, and raises at invalid ones; None
+        if SGLang sends none."""
         self._take_control = take_control
         self._take_other = take_other
         self._log = RateLimitedLog(logger, clock=clock)
@@ -145,14 +149,14 @@ class MessageReader:
                 self._take_other(frames)
             else:
                 raise BadMessage("it is not a control message of a prefill server")
-        except Exception as error:  # whatever a stranger's bytes made a parser raise
+        except Exception as error:  # of any class, because parsers read unknown bytes
             sender = _sender(frames)
             self._log.error(sender, "dropped a message from %s: %s", sender, error)
 
     def serve(
         self, socket: zmq.Socket[bytes], tick: Callable[[], None], interval_ms: int = 1000
     ) -> None:
-        """Read for ever; ``tick`` is called at least every interval. Both outlive any error."""
+        """Read for ever, and call ``tick`` about every ``interval_ms``. Both outlive any error."""
         ticked = time.monotonic()
         while True:
             if socket.poll(interval_ms):
@@ -168,7 +172,7 @@ class MessageReader:
 
 
 def _sender(frames: list[bytes]) -> str:
-    """Who a message says it is from: address and port, where it has them."""
+    """Return address and port of the sender, as the message names them."""
     for start in (1, 2):  # Mooncake's messages have no guard in front
         if len(frames) > start + 1 and frames[start + 1].isdigit():
             host, port = (frame[:64].decode("ascii", "replace") for frame in frames[start:][:2])
@@ -178,14 +182,14 @@ def _sender(frames: list[bytes]) -> str:
 
 @dataclasses.dataclass
 class DeltaTransferInfo(TransferInfo):
-    """A decode rank's announcement, with its delta frame where it sent one. A backend's own adds
+    """A decode rank's announcement, with its delta frame if it sent one. A backend's subclass adds
     what a dummy is."""
 
     delta: wire.DeltaFrame | None = None
-    #: Why the frame could not be read. Kept for the sender, which fails the room: raising here
-    #: would leave the room unanswered.
+    #: Why the frame is unreadable. The sender fails the room with it, because raising here would
+    #: leave the room unanswered.
     delta_error: str | None = None
-    #: Tokens that a decode rank of a later release holds; None where it is of another.
+    #: Number of tokens that a decode rank of a later release holds; None for other ranks.
     later_prefix_len: int | None = None
 
     @classmethod
@@ -201,17 +205,17 @@ class DeltaTransferInfo(TransferInfo):
 
     @property
     def is_ours(self) -> bool:
-        """Whether its decode rank sent a delta frame, readable or not."""
+        """True if its decode rank sent a delta frame, readable or not."""
         return self.delta is not None or self.delta_error is not None
 
     @property
     def gets_nothing(self) -> bool:
-        """Whether this rank sends nothing to it, and is not waited for."""
+        """True if this rank sends it nothing, so that decode does not wait for this rank."""
         return bool(self.is_dummy() if callable(self.is_dummy) else self.is_dummy)
 
 
 class Announcements:
-    """Takes what decode ranks send to a prefill rank, on the reader thread."""
+    """Serves registrations and announcements of decode ranks on a prefill rank."""
 
     def __init__(
         self,
@@ -221,60 +225,68 @@ class Announcements:
         registered: dict[str, Any],
         register: Callable[[Any], None],
     ) -> None:
-        """``registered``: SGLang's ``decode_kv_args_table``. ``register`` keeps what a decode rank
-        registered, once it is checked."""
+        """``registered``: SGLang's ``decode_kv_args_table``. ``register`` stores a registration
+        that was checked."""
         self._rank = rank
         self._rooms = rooms
         self._decode_ranks = decode_ranks
         self._registered = registered
         self._keep = register
         #: Name and address of a decode rank -> why its registration was refused; sent for each of
-        #: its rooms. The address, because another rank could use its name.
+        #: its rooms. By address too, because another rank could use its name.
         self._refused: dict[tuple[str, str, int], str] = {}
 
-    #: Under which attribute an announcement has the name that its decode rank registered under.
+    #: Attribute of registrations and announcements with the name of the decode rank.
     peer_name = ""
+    #: Minimum number of frames of a registration.
+    registration_frames = 0
 
-    def take_message(
-        self,
-        conn: Any,
-        frames: list[bytes],
-        registration_frames: int,
-        register: Callable[[Any], None],
-    ) -> None:
-        """Take one registration or announcement. ``conn``: SGLang's module of the backend, which
-        parses them. ``register`` checks and keeps what a decode rank registered: its
-        ``KVArgsRegisterInfo``.
+    def take(self, frames: list[bytes]) -> None:
+        """Serve one message of a decode rank, as SGLang sends it to this backend.
 
         Raises:
-            BadMessage: it cannot be served; any other exception: it cannot even be parsed.
+            BadMessage: the message is invalid; any other exception: it cannot be parsed.
         """
+        raise NotImplementedError
+
+    def check(self, info: Any) -> None:
+        """Check what a decode rank registered (SGLang's ``KVArgsRegisterInfo``).
+
+        Raises:
+            BadMessage: the registration does not fit this prefill rank.
+        """
+        raise NotImplementedError
+
+    def take_message(self, conn: Any, frames: list[bytes]) -> None:
+        """Serve a registration or an announcement; raises as ``take`` does. ``conn``: SGLang's
+        module of the backend, which parses them."""
         if len(frames) < _ANNOUNCEMENT_FRAMES:
             raise BadMessage(f"{len(frames)} frames, at least {_ANNOUNCEMENT_FRAMES} expected")
         if frames[0] != b"None":
             self._announce(conn.TransferInfo.from_zmq(frames))
             return
-        if len(frames) < registration_frames:
+        if len(frames) < self.registration_frames:
             raise BadMessage(
-                f"a registration of {len(frames)} frames, {registration_frames} expected"
+                f"a registration of {len(frames)} frames, {self.registration_frames} expected"
             )
         info = conn.KVArgsRegisterInfo.from_zmq(frames)
         peer = str(getattr(info, self.peer_name))
         self._refused.pop(_named(peer, info), None)
         try:
-            register(info)
+            self.check(info)
         except BadMessage as error:
             known, name = self._registered.get(peer), _named(peer, info)
             is_registered = known is not None and _named(peer, known) == name
-            if not is_registered and len(peer) + len(info.endpoint) <= _LONGEST_NAME:
+            if not is_registered and len(peer) + len(info.endpoint) <= _MAX_NAME_LENGTH:
                 self._refused[name] = f"the registration of decode rank {peer} was refused: {error}"
-            for oldest in [*self._refused][:-_MOST_REFUSED]:
+            for oldest in [*self._refused][:-_MAX_REFUSED]:
                 del self._refused[oldest]
             raise
+        self._keep(info)
 
     def _announce(self, info: Any) -> None:
-        """Record one decode rank's announcement; the last one of a room makes it ready. If the
-        registration of the rank was refused, its room fails, with the reason on both sides."""
+        """Record an announcement; the last one of a room makes it ready. Fail the room, with the
+        reason on both sides, if the registration of the rank was refused."""
         peer = str(getattr(info, self.peer_name))
         check_announcement(info)
         refused = self._refused.get(_named(peer, info))
@@ -288,7 +300,7 @@ class Announcements:
 
 
 def _named(peer: str, info: Any) -> tuple[str, str, int]:
-    """A decode rank and where it listens, of its registration or of an announcement."""
+    """Return name and address of a decode rank, from its registration or an announcement."""
     return peer, info.endpoint, info.dst_port
 
 
@@ -302,12 +314,12 @@ def check_registration(
     tp_rank: int,
     item_len: int | None,
 ) -> None:
-    """Whether a decode rank's base addresses cover what this prefill rank sends.
+    """Check that a decode rank's buffers match those of this prefill rank.
 
-    ``item_len``: bytes of a page in each of its buffers; None where its pages may differ.
+    ``item_len``: bytes of a page in each of its buffers; None if its pages may differ.
 
     Raises:
-        BadMessage: they do not; the text has the numbers.
+        BadMessage: they do not match; the text has the numbers.
     """
     ours: KVArgs = rank.kv_args
     state = len(getattr(ours, "state_data_ptrs", None) or ())
@@ -349,10 +361,10 @@ def check_registration(
 
 
 def check_announcement(info: DeltaTransferInfo) -> None:
-    """Whether the numbers in a room's announcement can be; before any descriptor is made of them.
+    """Check the numbers in an announcement, before descriptors are made of them.
 
     Raises:
-        BadMessage: they cannot; the text has the numbers.
+        BadMessage: a number is impossible; the text has it.
     """
     pages, slot = info.dst_kv_indices, info.dst_aux_index
     if info.required_dst_info_num < 1 or (slot is not None and slot < 0):
@@ -382,14 +394,14 @@ def check_announcement(info: DeltaTransferInfo) -> None:
 def plan_delta(
     room: int, listed: Iterable[tuple[int, int]], prompt_pages: int, page: int
 ) -> tuple[int, int]:
-    """What ``room`` sends: from which token on, and how many pages. ``listed``: what each of its
-    decode ranks holds, in tokens, and how many destination pages it listed; ``prompt_pages``: those
-    of the whole prompt here.
+    """Return the prefix in tokens behind which ``room`` sends, and the number of pages it sends.
+    ``listed``: tokens that each of its decode ranks holds, and number of destination pages that it
+    listed. ``prompt_pages``: number of pages of the whole prompt here.
 
     Raises:
-        DeltaMismatch: destinations disagree about the prefix, or the prefix is negative, not a
+        DeltaMismatch: the decode ranks disagree about the prefix, or the prefix is negative, not a
             whole number of pages or longer than the prompt, or the number of listed pages is not
-            the number that is left. Nothing is ever truncated to fit.
+            the number that is left. Nothing is truncated to fit.
     """
     listed = list(listed)
     prefixes = sorted({prefix for prefix, _ in listed}) or [0]

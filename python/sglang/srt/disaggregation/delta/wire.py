@@ -1,16 +1,28 @@
-"""What goes between our servers beside SGLang's messages: frame, control messages, capabilities.
+"""Messages between our servers beside SGLang's: delta frame, control messages, capabilities.
 
-The *delta frame* is what a decode server adds to SGLang's transfer metadata message. That is a
-multipart of eight positional frames, and a stock prefill ignores frames after them. Ours is one
-more: a magic, then a msgpack map with named fields, so that fields can be added without breaking a
-peer. A changed *meaning* raises ``VERSION``, and a peer that speaks another version fails the room
-with an error that says so.
+A decode server adds the *delta frame* to SGLang's transfer metadata message, a multipart of eight
+positional frames; a stock prefill ignores frames after them. Ours is one more: a magic, then a
+msgpack map with named fields, so that fields can be added without breaking a peer. A changed
+*meaning* raises ``VERSION``, and a peer of another version fails the room with an error that names
+both.
 
-*Control messages* tell of rooms that end early, and signs of life, in both directions and on every
-backend, where SGLang's handshake has one message from decode to prefill. They go over the same
-sockets (each rank's ``rank_ip:rank_port``), as two frames: a magic, then one msgpack map; and only
-to peers that say in ``GET /pd_capabilities``, or by their delta frame, that they know them. Sending
-never blocks, and nothing that was queued outlives its peer.
+*Control messages* report rooms that end early and signs of life, in both directions and on every
+backend; SGLang's handshake has only one message, from decode to prefill. They use the same sockets
+(each rank's ``rank_ip:rank_port``), as two frames: a magic, then one msgpack map. Only peers that
+announce support, in ``GET /pd_capabilities`` or by their delta frame, are sent any.
+
+Version history of the delta frame (``VERSION``):
+
+- 1: prefix length, number of listed pages, dummies, writers, pool sizes. Later fields, which a peer
+  may lack: ``takes_metadata`` (metadata in NIXL's note), ``prompt_tokens`` (compared on prefill).
+
+Version history of control messages (``CONTROL_VERSION``):
+
+- 1: ``Withdraw``, ``Stopped``, ``Ping``, ``Pong``. Later: ``Ping.interval_s``, and
+  ``ComputedByDecode``, sent only to servers with ``Capabilities.yields``.
+
+Contract: ``PeerSockets`` is used by any thread, under its lock. Sending never blocks, and nothing
+that was queued outlives its peer.
 """
 
 from __future__ import annotations
@@ -39,46 +51,47 @@ class DeltaFrame(msgspec.Struct, frozen=True, kw_only=True):
     """One room's announcement to one prefill rank."""
 
     version: int = VERSION
-    #: Tokens at the start of the prompt that decode already holds; a whole number of pages.
+    #: Number of tokens at the start of the prompt that decode holds; a whole number of pages.
     decode_prefix_len: int
-    #: Destination pages listed in the message; zero for a full prefix hit, which is not a dummy.
+    #: Number of listed destination pages; zero for a full prefix hit, which is not a dummy.
     num_pages: int
-    #: This prefill rank is to send nothing, not even metadata (MLA with more prefill ranks).
+    #: True if this prefill rank sends nothing, not even metadata (MLA with more prefill ranks).
     is_dummy: bool
-    #: Prefill ranks that will write for this room to this decode rank.
+    #: Number of prefill ranks that write for this room to this decode rank.
     num_writers: int = 1
-    #: Pages and metadata slots of decode's pools: what an index may be; 0 where it does not say.
+    #: Sizes of decode's pools, the bounds of an index; 0 if unknown.
     pool_pages: int = 0
     metadata_slots: int = 0
-    #: It takes the metadata in the note that completes the room (NIXL). A prefill server that does
-    #: not know the field, or moves notes in another way, writes them into the slot.
+    #: True if metadata may come in the note that completes the room (NIXL). A prefill server that
+    #: does not know the field, or sends no such note, writes them into the slot.
     takes_metadata: bool = False
-    #: Tokens of the whole prompt; 0 if unknown.
+    #: Number of tokens of the whole prompt; 0 if unknown.
     prompt_tokens: int = 0
 
 
 def encode_frame(frame: DeltaFrame) -> bytes:
-    """The frame as bytes for the wire."""
+    """Return the frame as bytes."""
     return MAGIC + msgspec.msgpack.encode(frame)
 
 
-#: Bytes of metadata that go into a note; more are written into decode's slot. (A model that sends
-#: hidden states may have more; without them they are 1,728.)
-MOST_METADATA = 1 << 15
-#: The hidden states among SGLang's metadata buffers, and their bytes on a prefill server that has
-#: no draft model.
-HIDDEN_STATES, NO_HIDDEN_STATES = 8, 64
+#: Maximum number of bytes of metadata in a note; more are written into decode's slot. (They are
+#: 1,728, and more for a model that sends hidden states.)
+MAX_METADATA = 1 << 15
+#: Index of the hidden states among SGLang's metadata buffers.
+HIDDEN_STATES = 8
+#: Bytes of that buffer on a prefill server without a draft model.
+NO_HIDDEN_STATES = 64
 
 
 def metadata_fit(buffer: int, sent: int, wanted: int) -> bool:
-    """Whether ``sent`` bytes belong into a slot of ``wanted`` bytes of a metadata buffer."""
+    """Return True if ``sent`` bytes fit a slot of ``wanted`` bytes of a metadata buffer."""
     without_draft = buffer == HIDDEN_STATES and sent == NO_HIDDEN_STATES
     return sent == wanted or (without_draft and sent < wanted)
 
 
 def metadata_in_host_memory() -> bool:
-    """Whether the metadata buffers of this process are where it can read and write them itself:
-    for one kind of Mooncake's memory pools SGLang makes them on the GPU, whatever the backend."""
+    """Return True if this process can read and write its metadata buffers. For one kind of
+    Mooncake's memory pools SGLang allocates them on the GPU, whatever the backend."""
     from sglang.srt.environ import envs
 
     return bool(envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get() != "INTRA_NODE_NVLINK")
@@ -91,43 +104,44 @@ CONTROL_MAGIC = b"sglang-delta-control"
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
-    """Decode to prefill: this rank wants nothing more of ``room``; answer with ``Stopped``."""
+    """Decode to prefill: write no more for ``room``; answer with ``Stopped``."""
 
     room: int
-    #: Who is asking (NIXL agent or Mooncake session), and where its control socket listens.
+    #: Name of the sender (NIXL agent or Mooncake session), and the address of its control socket.
     peer: str
     host: str
     port: int
     reason: str
-    #: A rank that writes nothing (a dummy) is not to answer: it would count as a writer.
+    #: False for a rank that writes nothing (a dummy), because its answer would count as a writer's.
     wants_answer: bool = True
 
 
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
-    """Prefill to decode: the rank ``writer`` writes to the room's pages no more, now and later."""
+    """Prefill to decode: no write of the rank ``writer`` to the room's pages is or will be under
+    way."""
 
     room: int
     writer: int
     reason: str
-    #: The decode rank that announced the room is not registered here: this server is a new one.
+    #: True if the decode rank is not registered here, because this server was restarted.
     unknown_peer: bool = False
 
 
 class ComputedByDecode(msgspec.Struct, frozen=True, tag="computed_by_decode"):
-    """Decode to prefill: this rank computes the request of ``room`` itself and will never announce
-    it; its client is to be given an empty answer. Sent only to servers that say they know it."""
+    """Decode to prefill: this rank computes the request of ``room`` itself and never announces it;
+    answer its client with an empty answer. Sent only to servers with ``Capabilities.yields``."""
 
     room: int
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Decode to prefill: are you there? ``to`` is the address that was asked, host:port."""
+    """Decode to prefill: a sign of life, to be answered. ``to``: the queried address, host:port."""
 
     to: str
     peer: str
     host: str
     port: int
-    #: Seconds until the next ping. The default is SGLang's, for ranks that do not send it.
+    #: Seconds until the next ping. The default is SGLang's, for ranks that send no interval.
     interval_s: float = 5.0
 
 
@@ -135,7 +149,7 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
     """Prefill to decode: the answer of the rank at ``to``."""
 
     to: str
-    #: Whether the asking rank is registered there.
+    #: True if the sender of the ping is registered there.
     knows_peer: bool
 
 
@@ -143,14 +157,14 @@ Message: TypeAlias = Withdraw | Stopped | ComputedByDecode | Ping | Pong
 
 
 class ControlError(ValueError):
-    """A message with our magic that cannot be understood, or one that cannot be written."""
+    """A message with our magic that cannot be parsed, or one that cannot be encoded."""
 
 
 def encode_control(message: Message) -> list[bytes]:
-    """The message as frames for the wire.
+    """Return the message as frames.
 
     Raises:
-        ControlError: it cannot be written: a client chose a room number of more than 64 bits.
+        ControlError: it cannot be encoded: a client chose a room number of more than 64 bits.
     """
     try:
         return [CONTROL_MAGIC, msgspec.msgpack.encode(message)]
@@ -158,60 +172,62 @@ def encode_control(message: Message) -> list[bytes]:
         raise ControlError(f"{message} cannot be sent: {error}") from error
 
 
-#: Bytes of the longest frame that a rank takes, and 16 times what is needed: the page numbers of a
-#: prompt of a million tokens in pages of one token are 4 MB. ZeroMQ reserves what a stranger says
-#: that its frame has.
-MOST_FRAME = 1 << 26
+#: Maximum number of bytes of a frame, because ZeroMQ reserves the length that any sender names.
+#: 16 times the need: the page numbers of a million tokens in pages of one token are 4 MB.
+MAX_FRAME = 1 << 26
 
 
 def bounded_socket(
     context: zmq.Context[zmq.Socket[bytes]], kind: zmq.SocketType, host: str | None = None
 ) -> tuple[int, zmq.Socket[bytes]]:
-    """SGLang's ``get_zmq_socket_on_host``: the port of a socket that closes a connection over which
-    a longer frame comes, and the socket."""
+    """Replace SGLang's ``get_zmq_socket_on_host``: return the port of a socket, and the socket,
+    which closes a connection with longer frames."""
     from sglang.srt.utils.network import get_zmq_socket_on_host
 
-    context.setsockopt(zmq.MAXMSGSIZE, MOST_FRAME)  # of the sockets that it makes
+    context.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)  # inherited by new sockets
     port, socket = get_zmq_socket_on_host(context, kind, host)
     return port, socket
 
 
-#: Peers come and go, and each chooses its own address: the one unused for longest makes room, and
-#: gets so many milliseconds for what it has not sent. (A socket takes two or three descriptors.)
-_MAX_SOCKETS, _LEAVING_MS = 4096, 10_000
-#: Milliseconds between attempts to connect: the first pause, and the longest.
-_RECONNECT_MS, _LONGEST_RECONNECT_MS = 1000, 30_000
+#: Maximum number of sockets to peers, because any message can name a new address. The least
+#: recently used one is closed. (A socket takes two or three descriptors.)
+_MAX_SOCKETS = 4096
+#: Milliseconds that such a socket gets to send what is queued.
+_LINGER_MS = 10_000
+#: Milliseconds until the first attempt to connect again; the pause then grows.
+_RECONNECT_MS = 1000
+#: Longest pause in milliseconds between attempts to connect.
+_MAX_RECONNECT_MS = 30_000
 
 
 class _Context(zmq.Context["zmq.Socket[bytes]"]):
-    """One for all sockets to peers of a process: a context that is collected waits for its sockets,
-    and would wait for ever for those that are collected with it."""
+    """A context for all sockets to peers of a process, never collected, because a context that is
+    collected waits for its sockets, for ever for those collected with it."""
 
-    _instance = None  # not SGLang's
+    _instance = None  # apart from SGLang's instance
 
 
 class PeerSockets:
-    """One PUSH socket an address ("host:port"). Used by several threads.
+    """One PUSH socket for each address ("host:port").
 
-    A send queue without a limit cannot stop a scheduler; what it may hold is bounded by the rooms
-    under way, and ``drop`` throws it away once the peer is gone.
+    Send queues have no limit, because a full one would block a scheduler. Rooms under way bound
+    their length, and ``drop`` empties the queue of a lost peer.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._context = _Context.instance()
-        self._context.set(zmq.MAX_SOCKETS, 4 * _MAX_SOCKETS)  # those that leave count too
+        self._context.set(zmq.MAX_SOCKETS, 4 * _MAX_SOCKETS)  # closing sockets count too
         self._clock = clock
         self._lock = threading.Lock()
-        #: With the time of the last message; the one unused for longest comes first.
+        #: Sockets with the time of the last message, least recently used first.
         self._sockets: OrderedDict[str, tuple[zmq.Socket[bytes], float]] = OrderedDict()
 
     def send(self, host: str, port: int, message: Message) -> None:
-        """Queue a control message for the peer at ``host``:``port``. ``host`` is an IP address, as
-        ranks bind one: all sockets share a thread of ZeroMQ's, and a name would hold all up there
-        while it is resolved.
+        """Queue a control message for the peer at ``host``:``port``. ``host`` is an IP address,
+        because all sockets share a thread of ZeroMQ, which would block while it resolves a name.
 
         Raises:
-            OSError, ValueError: the address cannot be (``zmq.ZMQError`` is an OSError).
+            OSError, ValueError: the address is invalid (``zmq.ZMQError`` is an OSError).
         """
         self.send_frames(host, port, encode_control(message))
 
@@ -229,12 +245,12 @@ class PeerSockets:
             else:
                 ipaddress.ip_address(address.host)
                 while len(self._sockets) >= _MAX_SOCKETS:
-                    self._close_first(_LEAVING_MS)
+                    self._close_first(_LINGER_MS)
                 socket = self._context.socket(zmq.PUSH)
                 socket.setsockopt(zmq.SNDHWM, 0)
                 socket.setsockopt(zmq.LINGER, 0)
                 socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-                socket.setsockopt(zmq.RECONNECT_IVL_MAX, _LONGEST_RECONNECT_MS)
+                socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
                 socket.setsockopt(zmq.IPV6, int(address.is_ipv6))
                 try:
                     socket.connect(address.to_tcp())
@@ -250,7 +266,7 @@ class PeerSockets:
         socket.close(linger_ms)
 
     def drop(self, host: str, port: int) -> None:
-        """Throw away what is queued for a peer that is gone."""
+        """Close the socket of a lost peer, with all that is queued."""
         from sglang.srt.utils.network import NetworkAddress
 
         with self._lock:
@@ -259,34 +275,33 @@ class PeerSockets:
                 found[0].close()
 
     def drop_unused(self, for_s: float) -> None:
-        """Drop the peers to which nothing was sent for so many seconds: one that lives has all of
-        it by now, and with one that does not ZeroMQ would try to connect for ever."""
+        """Close sockets unused for ``for_s`` seconds: a live peer has all messages by now, and to a
+        lost one ZeroMQ would try to connect for ever."""
         with self._lock:
             until = self._clock() - for_s
             while self._sockets and next(iter(self._sockets.values()))[1] <= until:
                 self._close_first(0)
 
 
-# ---- negotiation: decode sends a prefix only to a server that says that it understands one ----
+# ---- negotiation: decode sends a prefix only to a server that announces support ----
 
-#: Of a prefill server's bootstrap server. A route of its own, because a stock decode server builds
-#: its ``PrefillServerInfo`` from every key of the stock answer, and would refuse a new one. A stock
-#: prefill answers 404, and is then served as today: prefix 0, whole prompt.
+#: Route of a prefill server's bootstrap server. A new one, because a stock decode server builds its
+#: ``PrefillServerInfo`` from every key of the stock answer, and would refuse a new key. A stock
+#: prefill answers 404, and then sends whole prompts.
 ROUTE = "/pd_capabilities"
-#: Prompts bring the target's KV only.
+#: Value of ``speculative`` of a server that computes no draft KV.
 NO_DRAFTS = "none"
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """What a prefill server understands.
+    """The capabilities of a prefill server.
 
     ``delta`` and ``control``: the versions of its delta frame and its control messages, or 0.
-    ``yields``: whether it ends a request that decode computes itself (``ComputedByDecode``).
-    ``incarnation``: names this run of the server; another one at the same address is another
-    server, whose ranks know nobody yet. ``speculative``: its ``--speculative-algorithm``, or
-    ``NO_DRAFTS``; None where it does not say.
-    ``samples``: whether it gives each of parallel samples a room of its own (``unserved.py``).
+    ``yields``: True if it ends a request that decode computes itself (``ComputedByDecode``).
+    ``incarnation``: an id of this run of the server; after a restart its ranks know no decode rank.
+    ``speculative``: its ``--speculative-algorithm``, or ``NO_DRAFTS``; None if unknown.
+    ``samples``: True if each of parallel samples has a room of its own (``unserved.py``).
     """
 
     delta: int = 0
@@ -298,12 +313,12 @@ class Capabilities(msgspec.Struct, frozen=True):
 
     @property
     def takes_delta(self) -> bool:
-        """Whether a decode server of this version may send a prefix length."""
+        """True if a decode server of this version may send a prefix length."""
         return self.delta == VERSION
 
     @property
     def takes_control(self) -> bool:
-        """Whether it may be sent control messages, and sends them."""
+        """True if it accepts control messages, and sends them."""
         return self.control == CONTROL_VERSION
 
 
@@ -312,10 +327,10 @@ STOCK = Capabilities()
 
 
 def fetch_capabilities(bootstrap_addr: str) -> Capabilities | None:
-    """Query the bootstrap server at ``bootstrap_addr`` (host:port). One attempt.
+    """Return the capabilities of the bootstrap server at ``bootstrap_addr`` (host:port), or None if
+    the query failed; the caller repeats it later. Blocks.
 
-    Returns None where it could not be queried; the caller tries again later. An answer that cannot
-    be understood counts as a stock server: prefix 0 is always right.
+    An unreadable answer counts as a stock server, because prefix 0 is always right.
     """
     try:
         response = requests.get(
@@ -323,8 +338,8 @@ def fetch_capabilities(bootstrap_addr: str) -> Capabilities | None:
         )
     except requests.RequestException as error:
         logger.error(
-            "could not query the capabilities of prefill server %s (%s). Its requests wait and "
-            "the query is repeated. Check that it is up",
+            "prefill server %s: could not query its capabilities (%s). Its requests wait and the "
+            "query is repeated. Check that it is up",
             bootstrap_addr,
             error,
         )
@@ -367,7 +382,7 @@ def fetch_capabilities(bootstrap_addr: str) -> Capabilities | None:
 
 
 def incarnation_in(content: bytes) -> str | None:
-    """The incarnation that a body of ``GET /pd_capabilities`` names; None if it cannot be read."""
+    """Return the incarnation in a body of ``GET /pd_capabilities``; None if it is unreadable."""
     try:
         return msgspec.json.decode(content, type=Capabilities).incarnation
     except _UNREADABLE:

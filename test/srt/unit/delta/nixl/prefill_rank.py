@@ -14,9 +14,9 @@ import pytest
 from component.transfer import bare
 from sglang.srt.disaggregation.delta import manager, wire
 from sglang.srt.disaggregation.delta.nixl import backend as backend_module
-from sglang.srt.disaggregation.delta.prefill import scheduler, transfer_pool
+from sglang.srt.disaggregation.delta.prefill import scheduler
 from sglang.srt.disaggregation.delta.prefill.rooms import RoomTable
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferSettings
 from sglang.srt.disaggregation.delta.prefill.transfer_pool import TransferPool
 from sglang.srt.disaggregation.nixl import conn
 from unit.delta.fakes import Clock
@@ -72,13 +72,12 @@ class Sockets:
 def without_threads(patch: pytest.MonkeyPatch, clock: Clock, **limits: int) -> None:
     """Make later managers have a pool whose threads are not started."""
     patch.setenv("SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT", str(TRANSFER_TIMEOUT_S))
-    patch.setattr(transfer_pool, "TransferPool", functools.partial(Steps, clock=clock))
+    patch.setattr(manager, "TransferPool", functools.partial(Steps, clock=clock))
     patch.setattr(manager, "RoomTable", functools.partial(RoomTable, clock=clock))
-    settings = Settings(doubt_s=DOUBT_S, **limits)
-    patch.setattr(transfer_pool, "Settings", SimpleNamespace(read=lambda: settings))
-    patch.setattr(transfer_pool.atexit, "register", lambda *_: None)
-    for module in (transfer_pool, scheduler):
-        patch.setattr(module, "time", SimpleNamespace(monotonic=clock))
+    settings = TransferSettings(doubt_s=DOUBT_S, **limits)
+    patch.setattr(manager, "TransferSettings", SimpleNamespace(read=lambda: settings))
+    patch.setattr(manager.atexit, "register", lambda *_: None)
+    patch.setattr(scheduler, "time", SimpleNamespace(monotonic=clock))
 
 
 class PrefillRank:

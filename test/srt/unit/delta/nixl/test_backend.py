@@ -16,7 +16,7 @@ import pytest
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import observability, wire
-from sglang.srt.disaggregation.delta.nixl import backend, descriptors, prefill
+from sglang.srt.disaggregation.delta.nixl import backend, descriptors, manager
 from sglang.srt.disaggregation.delta.nixl.decode import parse
 from sglang.srt.disaggregation.delta.observability import STATS, Moved
 from sglang.srt.disaggregation.delta.pages import heads_of, sources_of
@@ -296,7 +296,7 @@ def test_numbers_of_a_delivery(
     decode already had or that were not sent; and counting time on the wire as time of a post."""
     ticks = itertools.count()
     clocked = functools.partial(backend.NixlBackend, clock=lambda: float(next(ticks)))
-    monkeypatch.setattr(prefill, "NixlBackend", clocked)
+    monkeypatch.setattr(manager, "NixlBackend", clocked)
     monkeypatch.setattr(descriptors, "RANGES_US", costs[:2])
     monkeypatch.setattr(descriptors, "SELECTED_US", costs[2:])
     rank = rank_of(monkeypatch, ranks, form="")
@@ -389,7 +389,7 @@ def test_metadata_that_cannot_go_in_a_note(monkeypatch: pytest.MonkeyPatch, why:
     reading an address of the GPU, which ends the process: SGLang puts metadata there for one kind
     of memory pool."""
     if why == "too much":
-        monkeypatch.setattr(wire, "MOST_METADATA", 10)
+        monkeypatch.setattr(wire, "MAX_METADATA", 10)
     else:
         monkeypatch.setenv("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "INTRA_NODE_NVLINK")
     rank = rank_of(monkeypatch, "of equal size")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.delta.nixl.prefill import cut_chunk
+from sglang.srt.disaggregation.delta.nixl.conn import cut_chunk
 from sglang.srt.disaggregation.delta.pages import DeltaMismatch
 from unit.delta.fakes import announcement
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from effort import tries
 from sglang.srt.disaggregation.delta.nixl.backend import done, stock_notes
 from sglang.srt.disaggregation.delta.nixl.decode import Notification, parse
-from sglang.srt.disaggregation.delta.wire import MOST_METADATA
+from sglang.srt.disaggregation.delta.wire import MAX_METADATA
 
 NUMBERS = st.integers(0, 2**64 - 1)
 
@@ -66,7 +66,7 @@ def test_parse(raw: bytes, note: Notification) -> None:
         b"5_done_-1_\x90",
         b"_done_0_\x90",
         b"5_done_0_\x90\x90",
-        done(5, 0, [bytes(MOST_METADATA + 1000)]),
+        done(5, 0, [bytes(MAX_METADATA + 1000)]),
     ],
 )
 def test_garbage_is_one_kind_of_error(raw: bytes) -> None:

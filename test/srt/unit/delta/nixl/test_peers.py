@@ -23,14 +23,14 @@ from hypothesis.stateful import (
 
 from effort import tries
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.nixl.descriptors import Heads, Pool
-from sglang.srt.disaggregation.delta.nixl.peers import (
+from sglang.srt.disaggregation.delta.nixl.conn import (
     OURS,
     PATIENCE_S,
+    NixlPeers,
     Peer,
-    Peers,
     PreparedLists,
 )
+from sglang.srt.disaggregation.delta.nixl.descriptors import Heads, Pool
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferError
 from unit.delta.nixl.fakes import FakeAgent, nixlNotFoundError
 
@@ -51,13 +51,13 @@ def info(name: str = "d") -> Any:
 
 
 class Scene:
-    """Peers over an agent, with a clock that the test advances."""
+    """NixlPeers over an agent, with a clock that the test advances."""
 
     def __init__(self) -> None:
         self.agent = FakeAgent()
         self.table: dict[str, Any] = {}
         self.now = 0.0
-        self.peers = Peers(self.agent, self.table, lambda: self.now)
+        self.peers = NixlPeers(self.agent, self.table, lambda: self.now)
 
     def use(self, name: str = "d") -> Peer:
         """Hold and release a peer as a worker does for a short transfer."""

@@ -13,7 +13,7 @@ import pytest
 from effort import tries
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.nixl.decode import parse
-from sglang.srt.disaggregation.delta.prefill.rooms import State
+from sglang.srt.disaggregation.delta.prefill.rooms import RoomState
 from unit.delta.nixl.fakes import nixlRemoteDisconnectError
 from unit.delta.nixl.prefill_rank import TRANSFER_TIMEOUT_S, PrefillRank
 from unit.delta.nixl.sides import PAGE
@@ -165,7 +165,7 @@ class Life:
                 self.ends["success"] += 1
             elif state == KVPoll.Failed:
                 under_way = self.rank.agent.under_way(room=room.number)
-                is_overdue = room.sender._room.state is State.OVERDUE
+                is_overdue = room.sender._room.state is RoomState.OVERDUE
                 assert not under_way or is_overdue, f"room {room.number} ended early"
                 self.ends["overdue" if under_way else "failed"] += 1
                 assert self.notes(room.number) <= len(room.target) - 1, (

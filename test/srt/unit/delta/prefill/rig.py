@@ -18,9 +18,12 @@ from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import TransferReport
 from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks
-from sglang.srt.disaggregation.delta.prefill.rooms import Room, RoomTable
-from sglang.srt.disaggregation.delta.prefill.rooms import State as RoomState
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, Settings, State
+from sglang.srt.disaggregation.delta.prefill.rooms import Room, RoomState, RoomTable
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
+    Chunk,
+    TransferSettings,
+    TransferState,
+)
 from sglang.srt.disaggregation.delta.prefill.transfer_worker import Worker
 from unit.delta.fakes import Clock, Sockets, announcement
 
@@ -141,14 +144,14 @@ class Handle:
 
     chunk: Chunk
     peer: str
-    state: State | Exception = State.IN_PROGRESS
+    state: TransferState | Exception = TransferState.IN_PROGRESS
     looks: int = 0
     releases: int = 0
 
     @property
     def over(self) -> bool:
         """True if the transfer has settled."""
-        return self.state is not State.IN_PROGRESS
+        return self.state is not TransferState.IN_PROGRESS
 
 
 @dataclass
@@ -183,7 +186,7 @@ class Transport:
         self.completed.append(chunk)
         self.meanwhile()
 
-    def state(self, handle: Handle) -> State:
+    def state(self, handle: Handle) -> TransferState:
         handle.looks += 1
         if handle.releases:
             self.misuse.append("checked after its release")
@@ -203,7 +206,9 @@ class Transport:
             if not it.over and room in (None, it.chunk.room) and peer in (None, it.peer)
         ]
 
-    def settle(self, room: int | None = None, state: State | Exception = State.DONE) -> None:
+    def settle(
+        self, room: int | None = None, state: TransferState | Exception = TransferState.DONE
+    ) -> None:
         """Settle all transfers in flight (of ``room``)."""
         for handle in self.under_way(room):
             handle.state = state
@@ -227,7 +232,7 @@ class Bench(Side):
         self.transport = Transport()
         self.report = TransferReport(clock=self.clock)
         self.worker = Worker(
-            self.transport, self.table, Settings(**settings), self.report, 0, self.clock
+            self.transport, self.table, TransferSettings(**settings), self.report, 0, self.clock
         )
         self._commands: deque[Callable[[], None]] = deque()
         self.table.on_stopped = lambda room, kind: self._commands.append(
@@ -283,14 +288,16 @@ class Bench(Side):
             self.advance(wait)
         raise AssertionError("the worker spins")
 
-    def settle(self, room: int | None = None, state: State | Exception = State.DONE) -> None:
+    def settle(
+        self, room: int | None = None, state: TransferState | Exception = TransferState.DONE
+    ) -> None:
         """Settle all transfers in flight, and give the worker time to notice."""
         self.transport.settle(room, state)
         self.run(0.5)
 
     def let_doubt_pass(self) -> None:
         """Wait until broken transfers count as over."""
-        self.run(Settings.doubt_s)
+        self.run(TransferSettings.doubt_s)
 
     def check_empty(self) -> None:
         """Assert that no entry is left after all requests, and that every handle was released

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.delta.pages import RECURRENT, moved_state
-from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaPrefill, page_indices
+from sglang.srt.disaggregation.delta.pages import RECURRENT, moved_state, page_indices
+from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaPrefill
 from sglang.srt.disaggregation.utils import kv_to_page_indices
 
 

@@ -15,7 +15,7 @@ from effort import tries
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS
-from sglang.srt.disaggregation.delta.prefill.rooms import TRANSITIONS, UNDER_WAY, Room, State
+from sglang.srt.disaggregation.delta.prefill.rooms import TRANSITIONS, UNDER_WAY, Room, RoomState
 from unit.delta.prefill.rig import ERROR, ROOM, Side
 
 PAGE = Path(__file__).parents[5] / "docs/design.md"
@@ -26,7 +26,7 @@ def test_the_picture_is_the_table() -> None:
     pictures = re.findall(r"```mermaid\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (picture,) = [each for each in pictures if "announced -->" in each]
     found = re.findall(r"^ +(\S+) --> (\S+): (.+)$", picture, re.MULTILINE)
-    name = {State.ENDED: "[*]"}
+    name = {RoomState.ENDED: "[*]"}
     edges = {
         (name.get(before, before.value), name.get(after, after.value), event.value)
         for (before, event), after in TRANSITIONS.items()
@@ -38,11 +38,11 @@ def test_every_state_can_be_reached_and_left() -> None:
     """Guards against a state that no room can leave or reach."""
     ways = [(before, after) for (before, _), after in TRANSITIONS.items()]
     for steps in (ways, [(after, before) for before, after in ways]):
-        reached, frontier = {State.ENDED}, {State.ENDED}
+        reached, frontier = {RoomState.ENDED}, {RoomState.ENDED}
         while frontier:
             frontier = {to for at, to in steps if at in frontier} - reached
             reached |= frontier
-        assert reached == set(State)
+        assert reached == set(RoomState)
 
 
 class Scene(Side):

@@ -25,9 +25,8 @@ from hypothesis.stateful import (
 
 from effort import tries
 from sglang.srt.disaggregation.delta import wire
-from sglang.srt.disaggregation.delta.prefill.rooms import COMPLETE, Room
-from sglang.srt.disaggregation.delta.prefill.rooms import State as RoomState
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, State
+from sglang.srt.disaggregation.delta.prefill.rooms import COMPLETE, Room, RoomState
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk, TransferState
 from unit.delta.fakes import Sockets
 from unit.delta.prefill.rig import Bench, Handle
 
@@ -125,7 +124,7 @@ class Lives(RuleBasedStateMachine):
         self.complete(chunk)
         wanted = {(it, peer) for it in life.chunks for peer in it.peers}
         self.check(life.has_last and wanted <= {*self.transport.posts}, "a chunk was not posted")
-        is_done = all(it.state is State.DONE for it in self.handles(life))
+        is_done = all(it.state is TransferState.DONE for it in self.handles(life))
         self.check(is_done and life.room.reason is None, "a write has not arrived")
         self.check(self.lives.get(life.number) is life, "the note reads its metadata slot")
         for listing in self.listings.values():
@@ -241,7 +240,7 @@ class Lives(RuleBasedStateMachine):
         self.chunk(number, last=True, handles=1, fault="", within=120.0)
         self.bench.run()
         for handle in self._open():
-            handle.state = State.DONE
+            handle.state = TransferState.DONE
         self.bench.run(0.05)
 
     @rule(name=NAMES, number=NUMBERS, peer=st.sampled_from("DES"), really=RARELY)
@@ -260,16 +259,16 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self._open())
     @rule(
         data=st.data(),
-        state=st.sampled_from([*[State.DONE] * 6, State.ERROR, RuntimeError("x")]),
+        state=st.sampled_from([*[TransferState.DONE] * 6, TransferState.ERROR, RuntimeError("x")]),
     )
-    def settle(self, data: st.DataObject, state: State | Exception) -> None:
+    def settle(self, data: st.DataObject, state: TransferState | Exception) -> None:
         data.draw(st.sampled_from(self._open())).state = state
 
     @precondition(lambda self: self._open())
     @rule()
     def settle_all(self) -> None:
         for handle in self._open():
-            handle.state = State.DONE
+            handle.state = TransferState.DONE
 
     @rule()
     def one_step(self) -> None:

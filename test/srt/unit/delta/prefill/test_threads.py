@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from sglang.srt.disaggregation.delta.mooncake.backend import Callers
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings, use_batch_scheduling
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
+    TransferSettings,
+    use_batch_scheduling,
+)
 from sglang.srt.patchset.environment import QUEUES
 
 
@@ -26,7 +29,7 @@ def test_number_of_threads(monkeypatch: pytest.MonkeyPatch, text: str | None, qu
     monkeypatch.delenv(QUEUES.name, raising=False)
     if text is not None:
         monkeypatch.setenv(QUEUES.name, text)
-    assert Settings.read().queues == queues
+    assert TransferSettings.read().queues == queues
 
 
 @pytest.mark.hazard("chunks-overtake")

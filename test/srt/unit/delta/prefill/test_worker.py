@@ -11,14 +11,18 @@ import pytest
 
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings, State, TransferError
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
+    TransferError,
+    TransferSettings,
+    TransferState,
+)
 from unit.delta.prefill.rig import ERROR, Bench
 
 # ---- ends of a room ----
 
 
 def broken_off(bench: Bench) -> None:
-    bench.transport.handles[0].state = State.ERROR
+    bench.transport.handles[0].state = TransferState.ERROR
 
 
 def raises_at_a_look(bench: Bench) -> None:
@@ -174,8 +178,8 @@ def test_a_room_ends_early(how: str) -> None:
 
 
 @pytest.mark.hazard("siblings-write-on", "poll-raises", "handle-release")
-@pytest.mark.parametrize("broken", [State.ERROR, ERROR])
-def test_what_was_broken_off_may_still_land(broken: State | Exception) -> None:
+@pytest.mark.parametrize("broken", [TransferState.ERROR, ERROR])
+def test_what_was_broken_off_may_still_land(broken: TransferState | Exception) -> None:
     """After one disconnect every other handle of that peer raises, while its writes may be in
     flight. Guards against telling decode that its pages are free, against a release while one of
     three handles is in flight, and against sending a chunk behind it."""
@@ -185,11 +189,11 @@ def test_what_was_broken_off_may_still_land(broken: State | Exception) -> None:
     bench.submit(1, last=True)
     bench.run()
     done, under_way, error = bench.transport.handles
-    done.state, error.state = State.DONE, broken
+    done.state, error.state = TransferState.DONE, broken
     bench.run(1.0)
     assert bench.end(1) == "stopped" and bench.transport.released == 0
-    under_way.state = State.DONE
-    bench.run(Settings.doubt_s - 2)
+    under_way.state = TransferState.DONE
+    bench.run(TransferSettings.doubt_s - 2)
     assert bench.end(1) == "over" and bench.told() == [], "the request ends; decode waits"
     assert bench.transport.released == 0
     bench.run(2)
@@ -384,7 +388,7 @@ def test_what_was_never_begun_shows_nothing() -> None:
     for room in (1, 2):
         bench.submit(room, within=1.0)
     bench.run(2)
-    bench.transport.handles[1].state = State.DROPPED
+    bench.transport.handles[1].state = TransferState.DROPPED
     bench.run(1)
     assert bench.end(2) == "over" and [room for _, room, _ in bench.told()] == [2]
     for room in (3, 4):

@@ -16,12 +16,16 @@ import pytest
 
 from component.transfer.pair import until
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.mooncake.backend import Callers, MooncakeBackend, Part
+from sglang.srt.disaggregation.delta.mooncake.backend import (
+    Callers,
+    MooncakeBackend,
+    MooncakePayload,
+)
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     Chunk,
-    State,
     TransferError,
+    TransferState,
 )
 from sglang.srt.patchset.environment import QUARANTINE_TIMEOUT, QUEUES, THREADS
 from unit.delta.transfer.ranks import MooncakeRank
@@ -180,10 +184,10 @@ class Ranks:
     def register(self, peer: str) -> None:
         self.backend.register(SimpleNamespace(mooncake_session_id=peer))
 
-    def post(self, peer: str) -> Future[State]:
+    def post(self, peer: str) -> Future[TransferState]:
         """A chunk to a decode rank."""
         to = SimpleNamespace(mooncake_session_id=peer, room=ROOM, is_ours=True)
-        part = Part(pages(5), slice(0, 1), None, None, {peer: to})
+        part = MooncakePayload(pages(5), slice(0, 1), None, None, {peer: to})
         (call,) = self.backend.post(Chunk(ROOM, (peer,), part, False, 0.0, 0.0), peer)
         self.calls.append(call)
         return call.future
@@ -216,7 +220,7 @@ def test_a_decode_rank_has_no_threads() -> None:
         ranks.register(peer)
         done = ranks.post(peer)
         ranks.settle(peer)
-        assert done.result(60) is State.DONE
+        assert done.result(60) is TransferState.DONE
     assert threading.active_count() <= before
 
 
@@ -240,12 +244,12 @@ def test_a_decode_rank_that_hangs_leaves_threads_to_others(
     for _ in range(3):
         done = ranks.post("lives")
         ranks.settle("lives")
-        assert done.result(60) is State.DONE
+        assert done.result(60) is TransferState.DONE
     assert not any(each.done() for each in stuck)
     hanging.set_result(0)
     for each in stuck[1:]:
         ranks.settle("hangs")
-        assert each.result(60) is State.DONE
+        assert each.result(60) is TransferState.DONE
 
 
 @pytest.mark.hazard("slow-peer")
@@ -262,11 +266,11 @@ def test_decode_servers_that_hang_leave_threads_to_others() -> None:
         while (begun := ranks.next_begun())[0] != "lives":
             hanging.append(begun[1])
         begun[1].set_result(0)
-        assert done.result(60) is State.DONE
+        assert done.result(60) is TransferState.DONE
     assert not any(each.done() for each in stuck)
     for call in hanging:
         call.set_result(0)
-    assert [each.result(60) for each in stuck] == [State.DONE] * 5
+    assert [each.result(60) for each in stuck] == [TransferState.DONE] * 5
     until(lambda: threading.active_count() <= before + 2, "two threads stay")
 
 
@@ -283,12 +287,12 @@ def test_a_system_without_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         start = mock.Mock(side_effect=RuntimeError("can't start new thread"))
         patch.setattr(threading.Thread, "start", start)
-        assert ranks.backend.state(ranks.calls[0]) is State.IN_PROGRESS and start.called
+        assert ranks.backend.state(ranks.calls[0]) is TransferState.IN_PROGRESS and start.called
     session, result = ranks.next_begun()
     assert session == "lives"
     for each in (result, *hanging):
         each.set_result(0)
-    assert [call.result(60) for call in (*calls, waits)] == [State.DONE] * 3
+    assert [call.result(60) for call in (*calls, waits)] == [TransferState.DONE] * 3
 
 
 def test_a_decode_rank_that_was_removed() -> None:
@@ -317,4 +321,4 @@ def test_a_late_failure_from_before_a_registration() -> None:
     assert "decode" in ranks.table
     done = ranks.post("decode")
     ranks.settle("decode")
-    assert done.result(60) is State.DONE
+    assert done.result(60) is TransferState.DONE

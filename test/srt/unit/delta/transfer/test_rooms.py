@@ -352,14 +352,14 @@ def test_withdrawn_while_it_is_sent(rank: Any) -> None:
     """Guards against success of a chunk without a receiver: the reader's thread has just dropped
     the room's announcements, and the workers are not yet notified."""
     sender, manager = started(rank), rank.manager
-    add, stopped, late = manager.queue_chunk, manager.rooms.on_stopped, []
+    cut, stopped, late = manager.cut, manager.rooms.on_stopped, []
     manager.rooms.on_stopped = lambda *failure: late.append(failure)
 
     def given_up(*chunk: Any, **rest: Any) -> Any:
         rank.withdraw(ROOM)
-        return add(*chunk, **rest)
+        return cut(*chunk, **rest)
 
-    manager.queue_chunk = given_up
+    manager.cut = given_up
     sender.send(pages(5, 6))
     for _ in range(2):
         rank.tick(0.25)

@@ -39,8 +39,8 @@ from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.pages import Pages
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     Chunk,
-    State,
     TransferError,
+    TransferState,
     use_batch_scheduling,
 )
 
@@ -62,7 +62,7 @@ def obstacle() -> str:
     return f"{name} is set: SGLang's own worker is used" if getattr(envs, name).get() else ""
 
 
-class Part(msgspec.Struct, frozen=True, eq=False):
+class MooncakePayload(msgspec.Struct, frozen=True, eq=False):
     """The payload of a chunk."""
 
     pages: Pages
@@ -82,7 +82,7 @@ class _Call(NamedTuple):
     """A handle: the engine's calls for one chunk and one decode rank."""
 
     room: int
-    future: Future[State]
+    future: Future[TransferState]
 
 
 @dataclass(eq=False)
@@ -99,7 +99,9 @@ class Registered:
 class _CallQueue:
     """Queued calls to one decode rank."""
 
-    waiting: deque[tuple[Future[State], Callable[[], State]]] = field(default_factory=deque)
+    waiting: deque[tuple[Future[TransferState], Callable[[], TransferState]]] = field(
+        default_factory=deque
+    )
     #: Number of threads that serve it, or will.
     turns: int = 0
 
@@ -125,11 +127,11 @@ class Callers:
         self._queues: dict[str, _CallQueue] = {}
         self._turns: SimpleQueue[str] = SimpleQueue()
         #: Call in flight -> its start time. A hung call is removed when its thread is replaced.
-        self._began: dict[Future[State], float] = {}
+        self._began: dict[Future[TransferState], float] = {}
         for _ in range(threads):
             threading.Thread(target=self._run, name="kv-mooncake", daemon=True).start()
 
-    def replace_if_hanging(self, future: Future[State]) -> None:
+    def replace_if_hanging(self, future: Future[TransferState]) -> None:
         """Replace the thread of a call that began ``hangs_s`` ago or earlier. Called by the
         transfer workers when they poll a call."""
         hung_since = time.monotonic() - self._hangs_s
@@ -140,9 +142,11 @@ class Callers:
                 del self._began[future]
                 self._spare -= 1
 
-    def submit(self, peer: str, call: Callable[..., State], *arguments: Any) -> Future[State]:
+    def submit(
+        self, peer: str, call: Callable[..., TransferState], *arguments: Any
+    ) -> Future[TransferState]:
         """Queue a call for ``peer``. Return its future."""
-        future: Future[State] = Future()
+        future: Future[TransferState] = Future()
         with self._lock:
             queue = self._queues.setdefault(peer, _CallQueue())
             queue.waiting.append((future, partial(call, *arguments)))
@@ -183,7 +187,7 @@ class MooncakeBackend:
     def __init__(
         self,
         engine: Any,
-        describe: Callable[[Part, Any, Any], Iterable[tuple[str, Batch]]],
+        describe: Callable[[MooncakePayload, Any, Any], Iterable[tuple[str, Batch]]],
         complete: Callable[[Any], None],
         is_stopped: Callable[[int], bool],
         registered: dict[str, Any],
@@ -218,13 +222,13 @@ class MooncakeBackend:
         future = self._callers.submit(peer, self._send, part, part.destinations[peer], rank)
         return [_Call(chunk.room, future)]
 
-    def _send(self, part: Part, to: Any, rank: Registered) -> State:
+    def _send(self, part: MooncakePayload, to: Any, rank: Registered) -> TransferState:
         """Write one chunk to one decode rank, on a thread of ``Callers``."""
         peer: str = to.mooncake_session_id
         rows = moved = 0
         for name, batch in self._describe(part, to, rank.registration):
             if self._is_stopped(to.room):
-                return State.DROPPED  # the room ended while a slow call delayed this one
+                return TransferState.DROPPED  # the room ended while a slow call delayed this one
             if rank.has_failed:
                 raise TransferError(Reason.PEER_LOST, _UNREGISTERED.format(peer))
             if status := self._engine.batch_transfer_sync(peer, *batch.T.tolist()):
@@ -239,15 +243,15 @@ class MooncakeBackend:
             rows, moved = rows + len(batch), moved + int(batch[:, 2].sum())
         STATS.observe("kv_transfer_descriptors", rows)
         STATS.observe("kv_transfer_bytes", moved)
-        return State.DONE
+        return TransferState.DONE
 
-    def state(self, call: _Call) -> State:
+    def state(self, call: _Call) -> TransferState:
         """Return the state of a call. After an error, other writes of its batch may still land."""
         if self._is_stopped(call.room) and call.future.cancel():
-            return State.DROPPED
+            return TransferState.DROPPED
         if not call.future.done():
             self._callers.replace_if_hanging(call.future)
-            return State.IN_PROGRESS
+            return TransferState.IN_PROGRESS
         return call.future.result()
 
     def release(self, call: _Call) -> None:

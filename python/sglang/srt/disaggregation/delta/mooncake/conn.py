@@ -1,6 +1,9 @@
-"""Mooncake's part of a rank: SGLang's manager, announcements and the sender.
+"""SGLang's Mooncake manager, announcements and sender.
 
-Prefill ranks say how a room ended for one writer, and send metadata that the engine cannot carry:
+Contract: messages are taken on the reader thread, chunks are cut on the scheduler's, and described
+(``describe``) on the threads that call the engine. Nothing here has a lock.
+
+Prefill ranks report how a room ended for one writer, and send metadata that the engine cannot move:
 
 <room> <status> <writer>                                     KVPoll.Success or KVPoll.Failed
 AUX_DATA <room> <buffer> <slot> <length, 4 bytes> <data>
@@ -14,7 +17,7 @@ import os
 import struct
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any  # Any: arguments of SGLang's methods
 
@@ -24,11 +27,16 @@ from typing_extensions import Self, override
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.decode.deferred import Progress
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.mooncake.backend import Batch, Callers, MooncakeBackend, Part
+from sglang.srt.disaggregation.delta.mooncake.backend import (
+    Batch,
+    Callers,
+    MooncakeBackend,
+    MooncakePayload,
+)
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.nixl.layout import Layout
 from sglang.srt.disaggregation.delta.observability import STATS, count_sent
-from sglang.srt.disaggregation.delta.pages import INDEX_TYPE, RECURRENT_TYPE, DeltaMismatch
+from sglang.srt.disaggregation.delta.pages import INDEX_TYPE, RECURRENT_TYPE, DeltaMismatch, Pages
 from sglang.srt.disaggregation.delta.peer_messages import (
     Announcements,
     BadMessage,
@@ -37,8 +45,7 @@ from sglang.srt.disaggregation.delta.peer_messages import (
 )
 from sglang.srt.disaggregation.delta.prefill.rooms import UNDER_WAY, Room
 from sglang.srt.disaggregation.delta.prefill.scheduler import DeltaSender
-from sglang.srt.disaggregation.delta.prefill.transfer_backend import Settings, TransferError
-from sglang.srt.disaggregation.delta.prefill.transfer_pool import PooledManager
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferError, TransferSettings
 from sglang.srt.disaggregation.delta.wire import metadata_fit
 from sglang.srt.patchset import environment
 
@@ -54,16 +61,16 @@ else:
 
 logger = logging.getLogger(__name__)
 
-_REGISTRATION_FRAMES = 10
-#: Of one call of the engine: their numbers become Python's, about 100 bytes a row.
-_MOST_ROWS = 2**14
+#: Maximum number of rows in one call of the engine, because their numbers become Python's, about
+#: 100 bytes a row.
+_MAX_ROWS = 2**14
 
 
 @dataclasses.dataclass
 class MooncakeTransferInfo(DeltaTransferInfo):
-    """A decode rank's announcement of a room, as Mooncake's prefill ranks get it."""
+    """A decode rank's announcement of a room over Mooncake."""
 
-    #: It was notified that the room failed.
+    #: True if it was notified that the room failed.
     is_told: bool = False
 
     @classmethod
@@ -71,23 +78,26 @@ class MooncakeTransferInfo(DeltaTransferInfo):
     def from_zmq(cls, msg: list[bytes]) -> Self:
         info = super().from_zmq(msg)
         if info.delta is not None:
-            # Stock calls two empty frames a dummy; a full prefix hit lists no pages either.
+            # Use the frame, because stock calls two empty frames a dummy, and a full prefix hit
+            # lists no pages either.
             info.is_dummy = info.delta.is_dummy
         return info
 
 
 class MooncakeAnnouncements(Announcements):
-    """Feeds one prefill rank's manager; a decode rank's name is its Mooncake session."""
+    """Registrations and announcements over Mooncake; the name of a rank is its session."""
 
     peer_name = "mooncake_session_id"
+    registration_frames = 10
 
+    @override
     def take(self, frames: list[bytes]) -> None:
-        """Take one message of a decode rank; raises as ``take_message`` does."""
         from sglang.srt.disaggregation.mooncake import conn
 
-        self.take_message(conn, frames, _REGISTRATION_FRAMES, self._register)
+        self.take_message(conn, frames)
 
-    def _register(self, info: KVArgsRegisterInfo) -> None:
+    @override
+    def check(self, info: KVArgsRegisterInfo) -> None:
         session = info.mooncake_session_id
         _, colon, port = session.rpartition(":")
         if not (colon and port.isdigit()):
@@ -101,10 +111,9 @@ class MooncakeAnnouncements(Announcements):
             tp_rank=info.dst_tp_rank,
             item_len=None if info.enable_hisparse else info.dst_kv_item_len,
         )
-        # By NIXL's names, for ``Layout``.
+        # Add NIXL's names of these fields, which ``Layout`` reads.
         info.decode_tp_size, info.decode_tp_rank = info.dst_attn_tp_size, info.dst_tp_rank
         info.gpu_id = 0
-        self._keep(info)
 
     @override
     def _announce(self, info: MooncakeTransferInfo) -> None:
@@ -114,7 +123,7 @@ class MooncakeAnnouncements(Announcements):
 
 
 class _Inline(Executor):
-    """Runs at once what it is given: of a method of SGLang's that only describes."""
+    """Runs calls at once, for a method of SGLang's that only describes."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         done: Future[Any] = Future()
@@ -125,8 +134,8 @@ class _Inline(Executor):
 _INLINE = _Inline()
 
 
-class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
-    """The manager of a prefill or a decode rank. SGLang's methods describe what is sent."""
+class DeltaMooncakeManager(MooncakeKVManager):
+    """The manager of a prefill or a decode rank. SGLang's methods describe state and metadata."""
 
     moves_deltas = True
 
@@ -136,8 +145,9 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
     def start_prefill_thread(self) -> None:
         self.start_prefill()
 
+    @override
     def announcements(self) -> MooncakeAnnouncements:
-        """Takes what decode ranks register and announce."""
+        """Return what takes registrations and announcements."""
         return MooncakeAnnouncements(
             self.rank,
             self.rooms,
@@ -146,12 +156,14 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
             self._backend.register,
         )
 
+    @override
     def forget_peer(self, peer: str) -> None:
         self._backend.forget(peer)
 
     # ---- sending ----
 
-    def make_backend(self, settings: Settings) -> MooncakeBackend:
+    @override
+    def make_backend(self, settings: TransferSettings) -> MooncakeBackend:
         self._layout = Layout(self.rank, self.get_mla_kv_ptrs_with_pp, self.get_mha_kv_ptrs_with_pp)
         self._described = threading.local()
         cores = len(os.sched_getaffinity(0))
@@ -175,21 +187,23 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
     def transfer_worker(
         self, queue: FastQueue, executor: Executor, staging_buffer: object = None
     ) -> None:
-        """SGLang's threads end at once: the transfer pool has its own."""
+        """End SGLang's thread at once, because the transfer pool has its own."""
 
     def _is_stopped(self, number: int) -> bool:
-        self.rooms.check_suspension()  # a write that waited for a call is only begun now
+        self.rooms.check_suspension()  # a write may have waited for an earlier call
         room = self.rooms.room(number)
         return room is not None and room.reason is not None
 
-    def cut(self, *chunk: Any) -> Part:
-        room, announcements, pages, part, _, metadata_slot, state_pages = chunk
+    def cut(
+        self, room: int, announcements: Sequence[MooncakeTransferInfo], pages: Pages, place: slice,
+        chunk_id: int, metadata_slot: int | None, state_pages: Sequence[Any] | None,
+    ) -> MooncakePayload:  # fmt: skip
         destinations = {
             info.mooncake_session_id: info for info in announcements if not info.is_dummy
         }
         for session, info in destinations.items():
             known = self.decode_kv_args_table.get(session)
-            listed = len(info.dst_kv_indices[part])
+            listed = len(info.dst_kv_indices[place])
             if listed != len(pages) and not (known is not None and known.enable_hisparse):
                 raise DeltaMismatch(
                     f"room {room}: {len(pages)} pages cannot be written to the {listed} that "
@@ -198,15 +212,17 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
             if state_pages is None or self.kv_args.state_type not in (INDEX_TYPE, RECURRENT_TYPE):
                 continue
             if len(state_pages) != len(info.dst_state_indices):
-                # SGLang would write the first of them, or others'.
+                # Refuse it, because SGLang would write a part of them, or to other pages.
                 raise DeltaMismatch(
                     f"room {room}: {len(state_pages)} pages of state, and decode rank {session} "
                     f"listed {len(info.dst_state_indices)}"
                 )
-        return Part(np.array(pages, np.int32), part, metadata_slot, state_pages, destinations)
+        return MooncakePayload(
+            np.array(pages, np.int32), place, metadata_slot, state_pages, destinations
+        )
 
     def describe(
-        self, part: Part, info: MooncakeTransferInfo, target: KVArgsRegisterInfo
+        self, part: MooncakePayload, info: MooncakeTransferInfo, target: KVArgsRegisterInfo
     ) -> Iterator[tuple[str, Batch]]:
         """Yield the batches for one decode rank: KV, state and metadata. Each is built after the
         previous one is written.
@@ -244,10 +260,10 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
             yield "metadata", batch
 
     def _kv(
-        self, part: Part, info: MooncakeTransferInfo, target: KVArgsRegisterInfo
+        self, part: MooncakePayload, info: MooncakeTransferInfo, target: KVArgsRegisterInfo
     ) -> Iterator[Batch]:
-        """Stock sends replicas of fewer heads than ranks the head of a neighbour, where the tensor
-        parallel sizes differ; and makes a tuple of numbers of each row."""
+        """Yield the batches of KV. Not by SGLang's method, which sends a neighbour's head to
+        replicas if tensor parallel sizes differ, and makes a tuple of each row."""
         listed = info.dst_kv_indices
         if target.enable_hisparse:
             to = info.mooncake_session_id, part.pages, target.dst_kv_ptrs, listed, part.place
@@ -256,12 +272,12 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
         pair = self._layout.kv(target, None)
         runs = descriptors.runs_of(part.pages, listed[part.place], pair.source.heads)
         ours, theirs = descriptors.ranges(pair.source, pair.destination, runs)
-        for first in range(0, len(ours), _MOST_ROWS):
-            rows = slice(first, first + _MOST_ROWS)
+        for first in range(0, len(ours), _MAX_ROWS):
+            rows = slice(first, first + _MAX_ROWS)
             yield np.stack([ours[rows, 0], theirs[rows, 0], ours[rows, 1]], axis=1)
 
     def _described_by(self, send: Callable[..., int], *arguments: Any) -> list[Batch]:
-        """The batches that a method of SGLang's would send."""
+        """Return the batches that a method of SGLang's would send."""
         batches: list[Batch] = []
         self._described.batches = batches
         if send(*arguments):
@@ -272,16 +288,17 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
     def _transfer_data(
         self, mooncake_session_id: str, transfer_blocks: list[tuple[int, int, int]]
     ) -> int:
-        """Not sent: kept for the caller of the method of SGLang's that describes it."""
+        """Keep the batch for ``_described_by`` instead of sending it."""
         if transfer_blocks:
             self._described.batches.append(np.array(transfer_blocks, np.uint64))
         return 0
 
     # ---- messages to decode ranks, over sockets that never block a worker ----
 
+    @override
     def room_stopped(self, room: Room, kind: Reason) -> None:
-        """Ours learn it by ``Stopped`` when nothing of it is under way. Where a transfer broke or
-        is late, that may take long: they and stock ones get SGLang's own status at once."""
+        """Drop what waits, and send SGLang's status of a failed room at once to stock decode ranks,
+        and to ours if a transfer broke or is late: their ``Stopped`` waits until all settled."""
         super().room_stopped(room, kind)
         is_broken = kind in (Reason.TRANSPORT, Reason.TIMEOUT)
         for info in list(room.announcements.values()):
@@ -294,7 +311,7 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
                 self.send_status(info, KVPoll.Failed)
 
     def send_status(self, info: MooncakeTransferInfo, status: KVPoll) -> None:
-        """Notify a decode rank how its room ended, as SGLang does; best effort."""
+        """Send SGLang's status of a room to a decode rank. Best effort."""
         numbers = info.room, int(status), self.rank.writer_id
         try:
             self.decode_ranks.sockets.send_frames(
@@ -302,10 +319,10 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
             )
         except (OSError, ValueError) as error:
             logger.warning(
-                "could not notify decode rank %s how room %s ended (%s); decode ends it by its "
+                "room %s: could not notify decode rank %s how it ended (%s); decode ends it by its "
                 "own deadline (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)",
-                info.mooncake_session_id,
                 info.room,
+                info.mooncake_session_id,
                 error,
             )
 
@@ -329,10 +346,10 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
         self.start_decode(self.take_status)
 
     def take_status(self, frames: list[bytes]) -> None:
-        """Take one message of a prefill rank, of SGLang's own kinds, on the reader thread.
+        """Serve one message of a prefill rank, of SGLang's own kinds, on the reader thread.
 
         Raises:
-            BadMessage: it cannot be served; any other exception: it cannot even be parsed.
+            BadMessage: the message is invalid; any other exception: it cannot be parsed.
         """
         if frames and frames[0] == self.AUX_DATA_HEADER:
             self._take_metadata(frames)
@@ -348,7 +365,7 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
                 f"says why)",
             )  # fmt: skip
             return
-        # Everything of this writer is here; the last one completes the room.
+        # Record the writer, which has sent everything; the last one completes the room.
         progress = self.transfer_statuses.get(room)
         if progress is None:
             logger.debug("late completion of room %s by writer %s", room, writer)
@@ -359,7 +376,7 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
             self.statuses.advance(room, KVPoll.Success)
 
     def _take_metadata(self, frames: list[bytes]) -> None:
-        """Write one metadata buffer of a room, if it is the room's own slot and of its size."""
+        """Write one metadata buffer of a room, if the slot is the room's and the size fits."""
         from sglang.srt.disaggregation.mooncake.conn import AuxDataCodec
 
         if len(frames) != 6:
@@ -395,7 +412,7 @@ class DeltaMooncakeManager(PooledManager, MooncakeKVManager):
 
 
 class DeltaMooncakeSender(DeltaSender, MooncakeKVSender):
-    """Fails its own room, never the scheduler, and not while a worker is still at it."""
+    """Prefill's end of a room over Mooncake."""
 
     def listed_pages(self, info: MooncakeTransferInfo) -> int:
         listed: int = super().listed_pages(info)
@@ -403,7 +420,7 @@ class DeltaMooncakeSender(DeltaSender, MooncakeKVSender):
         if known is None or not known.enable_hisparse:
             return listed
         page: int = self.kv_mgr.kv_args.page_size
-        return -(-listed // page)  # it lists tokens
+        return -(-listed // page)  # a hisparse rank lists tokens
 
     @override
     def clear(self) -> None:

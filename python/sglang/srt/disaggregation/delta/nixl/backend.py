@@ -35,9 +35,9 @@ import numpy as np
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.nixl import descriptors
+from sglang.srt.disaggregation.delta.nixl.conn import OURS, NixlPeers, Peer, PreparedLists
 from sglang.srt.disaggregation.delta.nixl.descriptors import ChunkPayload, Destination
 from sglang.srt.disaggregation.delta.nixl.layout import Layout, Pair
-from sglang.srt.disaggregation.delta.nixl.peers import OURS, Peer, Peers, PreparedLists
 from sglang.srt.disaggregation.delta.observability import (
     STATS,
     Moved,
@@ -48,13 +48,17 @@ from sglang.srt.disaggregation.delta.observability import (
 from sglang.srt.disaggregation.delta.pages import Pages
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     Chunk,
-    State,
     TransferError,
+    TransferState,
 )
 
 logger = logging.getLogger(__name__)
 
-_STATES = {"PROC": State.IN_PROGRESS, "DONE": State.DONE, "ERR": State.ERROR}
+_STATES = {
+    "PROC": TransferState.IN_PROGRESS,
+    "DONE": TransferState.DONE,
+    "ERR": TransferState.ERROR,
+}
 #: Returns a copy of this process's host memory at (address, length).
 read_memory: Callable[[int, int], bytes] = ctypes.string_at
 
@@ -72,7 +76,7 @@ def stock_notes(room: int, writer: int, has_state: bool) -> list[bytes]:
 
 
 @dataclass(eq=False)
-class _Transfer:
+class _PostedChunk:
     """One chunk to one peer, with its statistics; durations in seconds."""
 
     chunk: Chunk
@@ -94,7 +98,7 @@ class _Posted:
 
     handle: Any
     peer: Peer
-    transfer: _Transfer
+    transfer: _PostedChunk
     #: Prepared lists that a selected transfer reads; kept alive.
     lists: tuple[Any, ...] = field(default=(), repr=False)
 
@@ -111,7 +115,7 @@ class NixlBackend:
     def __init__(
         self,
         agent: Any,
-        peers: Peers,
+        peers: NixlPeers,
         layout: Layout,
         *,
         writer: int,
@@ -126,7 +130,7 @@ class NixlBackend:
         self._lists = PreparedLists(agent, OURS)
         self._has_telemetry = True
         size = sum(layout.ours.aux_item_lens)
-        self._fits_a_note = size <= wire.MOST_METADATA and wire.metadata_in_host_memory()
+        self._fits_a_note = size <= wire.MAX_METADATA and wire.metadata_in_host_memory()
 
     # ---- transfer_backend.Backend ----
 
@@ -136,7 +140,7 @@ class NixlBackend:
         payload: ChunkPayload = chunk.payload
         to = payload.destinations[peer]
         began = self._clock()
-        transfer = _Transfer(chunk, peer, began, ended_at=began)
+        transfer = _PostedChunk(chunk, peer, began, ended_at=began)
         known = self._peers.hold(peer)
         try:
             if len(payload.pages):
@@ -179,7 +183,7 @@ class NixlBackend:
         if not transfer.open:
             self._log(transfer)  # a full hit or a replica has no handle to wait for
 
-    def state(self, posted: _Posted) -> State:
+    def state(self, posted: _Posted) -> TransferState:
         """Return the state of a posted handle. Raises if the peer is gone, which ends the transfer
         like any other error.
 
@@ -194,7 +198,7 @@ class NixlBackend:
             posted.transfer.is_broken = True
             self._drop_if_disconnected(posted.peer, error)
             raise
-        posted.transfer.is_broken |= state is State.ERROR
+        posted.transfer.is_broken |= state is TransferState.ERROR
         return state
 
     def release(self, posted: _Posted) -> None:
@@ -257,7 +261,7 @@ class NixlBackend:
 
     def _pages(
         self, pair: Pair, source: Pages, destination: Pages, memory: str, peer: Peer,
-        transfer: _Transfer, may_prepare: bool,
+        transfer: _PostedChunk, may_prepare: bool,
     ) -> Iterator[_Posted]:  # fmt: skip
         """Post pages of a pair of pools, as ranges or selected from prepared lists. Yield the
         handle before the post."""
@@ -309,7 +313,7 @@ class NixlBackend:
         if type(error).__name__ == "nixlRemoteDisconnectError":
             self._peers.forget(peer.name)
 
-    def _log(self, transfer: _Transfer) -> None:
+    def _log(self, transfer: _PostedChunk) -> None:
         chunk = transfer.chunk
         record(
             "prefill",

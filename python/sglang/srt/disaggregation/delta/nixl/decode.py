@@ -1,6 +1,6 @@
-"""NIXL's part of a decode rank: its half of SGLang's manager, and what has arrived.
+"""Decode's half of SGLang's NIXL manager: what has arrived, by writer, from NIXL's notifications.
 
-NIXL's notifications say that, writer by writer.
+Contract: notifications are read on the scheduler's thread, in the step that polls receivers.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ else:
 logger = logging.getLogger(__name__)
 
 
-_MOST_PARTS = 64
+#: Maximum number of metadata buffers in a notification, to bound the length of a message.
+_MAX_PARTS = 64
 _METADATA: msgspec.msgpack.Decoder[list[bytes]] = msgspec.msgpack.Decoder(list[bytes])
 
 
 class Notification(msgspec.Struct, frozen=True):
-    """One parsed notification; ``writer`` is None in a stock prefill's ``aux``."""
+    """A parsed notification; ``writer`` is None in a stock prefill's ``aux``."""
 
     room: int
     kind: str
     chunk: int = 0
     is_last: bool = False
     writer: int | None = None
-    #: With ``done``: what belongs into the room's metadata slot, buffer by buffer.
+    #: With ``done``: the contents of the room's metadata slot, by buffer.
     metadata: tuple[bytes, ...] = ()
 
 
@@ -49,7 +50,7 @@ def parse(raw: bytes) -> Notification:
     """Parse one notification.
 
     Raises:
-        ValueError: it has none of the known forms.
+        ValueError: the notification has none of the known forms.
     """
     head, mark, rest = raw.partition(b"_done_")
     if mark:
@@ -57,7 +58,7 @@ def parse(raw: bytes) -> Notification:
         done_room, writer = int(head.decode("ascii")), int(number.decode("ascii"))
         if min(done_room, writer) < 0:
             raise ValueError("negative numbers in a NIXL notification")
-        if len(content) > wire.MOST_METADATA + 8 * _MOST_PARTS:
+        if len(content) > wire.MAX_METADATA + 8 * _MAX_PARTS:
             raise ValueError(f"{len(content)} bytes of metadata in a NIXL notification")
         try:
             metadata = tuple(_METADATA.decode(content))
@@ -83,7 +84,7 @@ def parse(raw: bytes) -> Notification:
 class DeltaTransferStatus(Progress, TransferStatus):
     """SGLang's record of a room, keyed by writer where SGLang keys by pipeline stage."""
 
-    #: Writers whose metadata has arrived. (A stock prefill does not say whose it was.)
+    #: Writers with metadata here. (A stock prefill does not name the writer.)
     aux_writers: set[int] = dataclasses.field(default_factory=set)
 
     def take(self, note: Notification, num_writers: int) -> None:
@@ -115,14 +116,14 @@ class DeltaTransferStatus(Progress, TransferStatus):
 
     @override
     def is_done(self) -> bool:
-        # Stock also calls a failed room done, and asks afterwards whether it failed. Its heartbeat
-        # says so here before the room's status does: between the two, the room is neither.
+        # Unlike SGLang's, a failed room is not done: the heartbeat marks the failure here before
+        # the room's status has it, and a step in between must see neither.
         expected = self.num_pp_ranks_expected
         return expected is not None and len(self.done_writers) >= expected
 
 
 class NixlDecode(NixlKVManager):
-    """The manager of a decode rank: reads what has arrived, writer by writer."""
+    """Decode's half of the manager: reads what has arrived, by writer."""
 
     @override
     def _start_heartbeat_checker_thread(self) -> None:
@@ -144,8 +145,8 @@ class NixlDecode(NixlKVManager):
 
     @override
     def collect_arrivals(self, asker: int) -> None:
-        """Once for all rooms that ask in turn, again and again: when one asks a second time, a new
-        turn has begun."""
+        """Read notifications once for all rooms of a step. A room that asks again begins a new
+        step."""
         if asker in self._asked:
             self._asked.clear()
         if not self._asked:
@@ -156,7 +157,7 @@ class NixlDecode(NixlKVManager):
 
     @cached_property
     def _asked(self) -> set[int]:
-        """Rooms that asked in this turn."""
+        """Rooms that asked in this step."""
         return set()
 
     @override
@@ -164,7 +165,7 @@ class NixlDecode(NixlKVManager):
         try:
             arrived = self.agent.get_new_notifs()
         except Exception as error:
-            # The scheduler polls: it must go on.
+            # Only log, because the scheduler's thread polls and must go on.
             self._log.error(
                 "this agent",
                 "could not read NIXL notifications: %r; the next step reads again, and rooms that "
@@ -183,7 +184,7 @@ class NixlDecode(NixlKVManager):
                     continue
                 known = note.room in self.transfer_statuses or note.room in self.request_status
                 if not known:
-                    # The room was aborted and cleared; recording it would leave an entry behind.
+                    # Drop it: the room was aborted and cleared, and an entry would stay for ever.
                     logger.debug("late %s notification of room %s", note.kind, note.room)
                     continue
                 status = self.transfer_statuses[note.room]
@@ -194,8 +195,9 @@ class NixlDecode(NixlKVManager):
                 status.take(note, self.required_prefill_response_num_table.get(note.room, 1))
 
     def _store_metadata(self, status: DeltaTransferStatus, note: Notification) -> bool:
-        """Write the metadata of a note into the room's slot; once for each writer, for a room that
-        is complete has no slot any more. Fails the room, and says False, where they do not fit."""
+        """Write the metadata of a note into the room's slot. Return False without a slot, or if the
+        lengths do not fit, which fails the room. Only once for each writer, because a complete room
+        has no slot any more."""
         ours, slot = self.kv_args, status.metadata_slot
         if slot is None or note.writer in status.done_writers:
             return slot is not None

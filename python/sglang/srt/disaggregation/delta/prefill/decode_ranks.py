@@ -1,10 +1,13 @@
-"""The decode ranks that a prefill rank knows: messages from and to them, whether they live, and
-where they find this rank (``ServedRooms``).
+"""The decode ranks that a prefill rank knows: messages from and to them, their liveness, and where
+they find this rank (``ServedRooms``).
 
-Those of servers with the radix cache ping. Others (stock ones too) say nothing when they end, and a
-restarted one registers under a new name. So the table is bounded: of those that neither ping nor
-have rooms, the ones that announced nothing for longest are forgotten, with their pools' addresses,
-NIXL's connection and prepared lists.
+Ranks of servers with the radix cache ping. Others (stock ones too) send nothing when they end, and
+register under a new name after a restart. So the table is bounded: of the ranks that neither ping
+nor have rooms, the least recently used are forgotten, with their pools' addresses, NIXL's
+connection and prepared lists.
+
+Contract: ``take`` and ``tick`` run on the reader thread, which owns the tables. ``tell`` may come
+from any thread; ``ServedRooms.tell`` comes from the scheduler's. No call waits for a peer.
 """
 
 from __future__ import annotations
@@ -31,20 +34,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Decode ranks that are registered at most.
-_MOST_REGISTERED = 4096
-#: Pings in a row that a rank may miss: how often it pings is decode's setting.
-_MISSED_PINGS = 3
-#: Longest interval in seconds that is believed, so that a rank that is gone is forgotten.
+#: Maximum number of registered decode ranks.
+_MAX_REGISTERED = 4096
+#: Number of successive pings that a rank may miss. Decode sets the interval.
+_MAX_MISSED_PINGS = 3
+#: Longest ping interval in seconds to accept, because a lost rank must be forgotten at some time.
 _MAX_INTERVAL_S = 3600.0
-#: How long an answer to a rank that is not registered may take to be sent.
-_STRANGER_S = 2.0
-#: How long a bootstrap server may take to answer; SGLang's.
-_TELL_S = 5.0
+#: Seconds to keep a socket for an answer to a rank that is not registered.
+_STRANGER_SOCKET_S = 2.0
+#: Seconds that a bootstrap server may take to answer, as in SGLang.
+_REGISTER_TIMEOUT_S = 5.0
 
 
 class DecodeRanks:
-    """One for each prefill rank. Used by the thread that reads messages; ``tell`` by any."""
+    """The decode ranks of one prefill rank."""
 
     def __init__(
         self,
@@ -59,29 +62,29 @@ class DecodeRanks:
         self._registered = registered
         self._writer = writer
         self._clock = clock
-        #: Also for messages of a backend's own.
+        #: Sockets to decode ranks. Backends send messages of their own over them too.
         self.sockets = wire.PeerSockets(clock)
-        #: For answers to ranks that are not registered. Anybody can name any address: those sockets
-        #: are closed soon, so that ZeroMQ does not go on connecting there.
+        #: Sockets for answers to ranks that are not registered. Closed soon, because a message can
+        #: name any address, and ZeroMQ would try to connect there for ever.
         self._strangers = wire.PeerSockets(clock)
-        #: Decode computes the request of this room: has it answered. From most ranks SGLang answers
-        #: nobody.
+        #: Callback that answers the client when decode computes the request. Set only on the rank
+        #: that talks to the tokenizer.
         self.on_computed: Callable[[int], None] = lambda room: None
         #: Name of each rank that pings -> time at which it counts as silent, and its registration.
         self._heard: dict[str, tuple[float, KVArgsRegisterInfo]] = {}
-        #: Where those listened that the last tick found gone.
+        #: Addresses of the ranks that the last tick found silent.
         self._gone: list[tuple[str, int]] = []
         self._timeout_s = environment.PEER_TIMEOUT.read()
 
     # ---- to decode ranks ----
 
     def tell(self, room: int, reason: str, announcements: list[Announcement]) -> None:
-        """Nothing is written for ``room``, now and later: they may have their pages back."""
+        """Notify decode ranks that no write to pages of ``room`` is or will be under way."""
         for info in announcements:
             self._send(info, wire.Stopped(room, self._writer, reason), self.sockets)
 
     def refuse_stranger(self, info: Announcement) -> None:
-        """A decode rank that is not registered here announced a room: it must connect again."""
+        """Tell a decode rank that announced a room without a registration to connect again."""
         self._send(
             info,
             wire.Stopped(
@@ -94,34 +97,34 @@ class DecodeRanks:
         )
 
     def _send(self, info: Announcement, message: wire.Stopped, sockets: wire.PeerSockets) -> None:
-        """Best effort: a peer that cannot be told finds out by its own deadline."""
+        """Send ``message``. Best effort, because the peer also has a deadline of its own."""
         if not info.is_ours or info.gets_nothing:
-            return  # a stock peer would not understand; a dummy's pages are not written from here
+            return  # a stock peer would not understand; this rank does not write to a dummy
         try:
             sockets.send(info.endpoint, info.dst_port, message)
         except (OSError, ValueError) as error:
             logger.warning(
-                "could not notify decode rank %s:%s that room %s ended (%s): it frees the room's "
-                "pages after its SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT",
+                "room %s: could not notify decode rank %s:%s that it ended (%s); the rank frees "
+                "its pages after SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT. Check the network",
+                info.room,
                 info.endpoint,
                 info.dst_port,
-                info.room,
                 error,
             )
 
     # ---- from decode ranks ----
 
     def take(self, message: wire.Message) -> None:
-        """A control message arrived.
+        """Serve a control message.
 
         Raises:
-            ControlError: it is not one for a prefill rank.
-            OSError, ValueError: its sender cannot be answered.
+            ControlError: the message is not for a prefill rank.
+            OSError, ValueError: the sender cannot be answered.
         """
         if isinstance(message, wire.Ping):
             info = self._registered.get(message.peer)
             if info is not None:
-                missed_s = _MISSED_PINGS * min(message.interval_s, _MAX_INTERVAL_S)
+                missed_s = _MAX_MISSED_PINGS * min(message.interval_s, _MAX_INTERVAL_S)
                 silence_s = max(self._timeout_s, missed_s)
                 self._heard[message.peer] = self._clock() + silence_s, info
             self._answer(message, info, wire.Pong(message.to, info is not None))
@@ -148,16 +151,17 @@ class DecodeRanks:
         number, text = message.room, f"decode cancelled it: {message.reason}"
         room, info = self._rooms.room(number), self._registered.get(message.peer)
         is_peer = room is not None and message.peer in room.announcements
-        # Told with the room's other decode ranks, once: a second message could meet a new request
-        # of that number. Of a room that is complete the completion itself is the answer.
+        # Send no answer of its own to a peer of the room, because it is notified once with the
+        # others: a second message could meet a new request of that number. The answer for a
+        # complete room is the completion.
         is_told = room is not None and room.reason is None and is_peer
-        # One that has not announced it may be about to.
+        # Accept it from a rank that has not announced the room, because it may be about to.
         is_its_own = is_peer or (info is not None and (room is None or not room.is_announced))
         if is_its_own:
             self._rooms.withdraw(number, text)
         else:
             text = f"room {number}: decode rank {message.peer} is not one of its peers"
-        # It ended before, or nothing is known of it any more: nothing is under way.
+        # Answer if the room ended before or is unknown: no write is under way.
         is_written = is_its_own and room is not None and room.state in UNDER_WAY
         if message.wants_answer and not is_told and not is_written:
             self._answer(message, info, wire.Stopped(number, self._writer, text))
@@ -169,17 +173,17 @@ class DecodeRanks:
         many, never ping and have no rooms. Called about once a second by the reader thread."""
         self._rooms.tick()
         now = self._clock()
-        # Those that the last tick found gone have been told by now, if they are there after all.
-        # Kept, ZeroMQ would try to connect to those that are not ten times a second, for ever.
+        # Drop the sockets of ranks that were silent at the last tick: a rank that lives has its
+        # messages by now, and to a lost one ZeroMQ would try to connect for ever.
         for where in self._gone:
             self.sockets.drop(*where)
-        # A write to one of those may settle much later, and the word of that opens a socket anew.
+        # Sockets may be opened again, for a write to such a rank that settles much later.
         self.sockets.drop_unused(self._timeout_s)
-        self._strangers.drop_unused(_STRANGER_S)
+        self._strangers.drop_unused(_STRANGER_SOCKET_S)
         heard = list(self._heard.items())
         silent = {peer: self._heard.pop(peer)[1] for peer, (until, _) in heard if now >= until}
         self._gone = [(info.endpoint, int(info.dst_port)) for info in silent.values()]
-        # Over Mooncake another process may have registered under the name of one that ended.
+        # Compare registrations, because over Mooncake another process may have the same name now.
         lost = [peer for peer, info in silent.items() if self._registered.get(peer, info) == info]
         for peer in lost:
             for room in self._rooms.all():
@@ -189,7 +193,7 @@ class DecodeRanks:
         registered, announced = list(self._registered), self._rooms.last_announced
         for peer in announced.keys() - registered:
             del announced[peer]
-        excess = len(registered) - _MOST_REGISTERED
+        excess = len(registered) - _MAX_REGISTERED
         if excess <= 0:
             return lost
         in_use = set(self._heard).union(*(room.announcements for room in self._rooms.all()))
@@ -198,14 +202,12 @@ class DecodeRanks:
 
 
 class ServedRooms:
-    """Tells the bootstrap server which data-parallel rank serves a room, for decode to ask there.
-    One for each prefill rank.
+    """Registers at the bootstrap server which data-parallel rank serves a room, for decode.
 
-    That is where ranks are chosen by load (``--load-balance-method``), and not by the room's
-    number, as SGLang does it for prefill servers by default. SGLang tells it in the scheduler's
-    thread, which stands still for up to 5 s where the address that the client has named does not
-    answer; each of the tensor-parallel ranks does; and without data-parallel attention all say that
-    they are rank 0.
+    Needed if ranks are chosen by load (``--load-balance-method``) and not by the room's number, the
+    default on prefill servers. SGLang's own method runs on the scheduler's thread, which stalls for
+    up to 5 s if the address that the client has named does not answer; runs on each tensor-parallel
+    rank; and registers rank 0 without data-parallel attention.
     """
 
     def __init__(self, rank: RankView, args: ServerArgs) -> None:
@@ -214,32 +216,33 @@ class ServedRooms:
         self.pool = AddressPool("pd-served-rooms")
 
     def tell(self, address: str, room: int) -> None:
-        """This rank serves ``room``: have the bootstrap server at ``address`` (host:port) know it.
-        Never waits. A rank that does not speak for its data-parallel group says nothing."""
+        """Register at the bootstrap server ``address`` (host:port) that this rank serves ``room``.
+        Never waits. Only the first rank of a data-parallel group does so."""
         if self._rank.writer_id == 0:
             served = {"bootstrap_room": room, "dp_rank": self._rank.dp_rank}
             url = f"http://{address}/register_dp_rank"
             told = self.pool.submit(
-                address, partial(requests.post, url, json=served, timeout=_TELL_S)
+                address, partial(requests.post, url, json=served, timeout=_REGISTER_TIMEOUT_S)
             )
             told.add_done_callback(partial(self._log, address, room))
 
     def _log(self, address: str, room: int, told: Future[requests.Response]) -> None:
         try:
             told.result().raise_for_status()
-        except Exception as error:  # the address is what the client says
+        except Exception as error:  # of any class, because the client names the address
             logger.error(
-                "could not notify bootstrap server %s that data-parallel rank %d serves room %d "
-                "(%s): the decode server of this request waits for it until its deadline",
+                "room %d: could not register at bootstrap server %s that data-parallel rank %d "
+                "serves it (%s): the decode server waits for it until its deadline. Check the "
+                "address that the router sends",
+                room,
                 address,
                 self._rank.dp_rank,
-                room,
                 error,
             )
 
     def why_not_found(self, room: int) -> str:
-        """What may be why nobody announces ``room`` here, as the end of a sentence; empty where a
-        decode server finds this rank by itself."""
+        """Return a likely reason why no decode rank announces ``room``, as the end of a sentence;
+        empty if a decode server finds this rank by the room's number."""
         args, ours = self._args, self._rank.dp_rank
         follows = args.dp_size > 1 and args.load_balance_method == "follow_bootstrap_room"
         expected = room % args.dp_size if follows else ours

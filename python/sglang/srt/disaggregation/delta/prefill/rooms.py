@@ -1,20 +1,21 @@
 """A prefill rank's rooms: one state machine each, in one table, under one lock.
 
 A room is one request's transfer to its decode ranks, under a number that the router or the client
-chose. A write to decode's pages cannot be taken back by decode, so decode keeps the pages of a room
-that ended early until prefill says that it writes no more; and prefill must not use the source
-pages again while a write reads them. Both are decided here, and nowhere else:
+chose. Decode cannot stop a write to its pages, so it keeps the pages of a room that ended early
+until prefill says that it writes no more; and prefill must not reuse the source pages while a write
+reads them. Both are decided here, and nowhere else:
 
-- Nothing is posted for a room unless ``enter`` said yes. A room is *under way* from then until
-  ``leave``: when nothing that was posted for it is under way any more.
+- Nothing is posted for a room unless ``enter`` returned True. The room is *under way* from then
+  until ``leave``, when nothing that was posted for it is under way any more.
 - Complete or given up is one step, taken once: after ``complete`` no failure changes the room, and
   after a failure ``complete`` is never granted, whatever still lands.
 - A room that was given up is *drained* when nothing of it is under way. Only then are its decode
-  ranks told, and only then (or when its writes are overdue, so that waiting for them has no end:
-  decode is never told that such a room is complete) may its request and its pages go.
+  ranks notified. Only then, or when its writes are overdue, may its request and its pages go: an
+  overdue room is never complete on decode, so late writes reach pages that decode discards.
 
-Whoever has a ``Room`` names it by the object: a later room of its number is another one. The
-scheduler reads it without the lock. Nobody is called with the lock held but ``Statuses``.
+Contract: used by the scheduler, the transfer workers and the reader thread. The table's lock guards
+every change of a ``Room``. The scheduler reads ``Room`` without it, and compares rooms by identity,
+because room numbers are reused. Only ``Statuses`` is called with the lock held.
 """
 
 from __future__ import annotations
@@ -36,188 +37,192 @@ from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)
 
-#: ``peer_messages.DeltaTransferInfo`` of either backend. Any: rooms and their table do not read it.
+#: ``peer_messages.DeltaTransferInfo`` of either backend. Any: the table does not read it.
 Announcement: TypeAlias = Any
 
-#: So many rooms that were given up are remembered, for decode ranks and requests that are late.
-_REMEMBERED = 4096
+#: Number of ended rooms to remember, for decode ranks and requests that are late.
+_MAX_REMEMBERED = 4096
 
 
-class State(enum.Enum):
-    """Of a room."""
+class RoomState(enum.Enum):
+    """The state of a room."""
 
-    #: Decode ranks listed their pages; its request has not come.
+    #: Decode ranks listed their pages; the request has not come.
     ANNOUNCED = "announced"
-    #: Its request is here, and nothing of it is under way.
+    #: The request is here, and no write is under way.
     CLAIMED = "claimed"
     #: Writes are under way.
     SENDING = "sending"
-    #: Every write has settled; its worker is telling decode so, and has not left it.
+    #: Every write has settled; the worker is notifying decode, and has not left the room.
     COMPLETING = "completing"
-    #: Every write has settled, and its worker has left it.
+    #: Every write has settled, and the worker has left the room.
     COMPLETE = "complete"
     #: Given up, while writes are under way.
     STOPPED = "stopped"
-    #: Given up, and the writes under way missed their deadline: its request does not wait for them.
+    #: Given up, and the writes under way missed their deadline: the request waits no longer.
     OVERDUE = "overdue"
     #: Given up, and nothing is under way.
     DRAINED = "drained"
-    #: Its request is gone, while writes are under way.
+    #: The request is gone, while writes are under way.
     LINGERING = "lingering"
     #: Not in the table: never seen, or over.
     ENDED = "ended"
 
-    # By identity, in C: Enum's is a call of Python's, and each step looks states up.
+    # Hash by identity, because Enum's hash is a Python call and each step looks states up.
     __hash__ = object.__hash__
 
 
-class Event(enum.Enum):
-    """What may happen to a room."""
+class RoomEvent(enum.Enum):
+    """An event in the life of a room."""
 
     #: A decode rank listed its pages.
     ANNOUNCE = "announce"
-    #: Its request came.
+    #: The request came.
     CLAIM = "claim"
     #: A worker is about to post a write.
     ENTER = "enter"
-    #: A worker: nothing of it is under way.
+    #: A worker: nothing of the room is under way.
     LEAVE = "leave"
     #: A worker: every write has settled.
     COMPLETE = "complete"
-    #: A worker: decode could not be notified that it is complete; a failure follows.
+    #: A worker: decode could not be notified of the completion; a failure follows.
     TAKE_BACK = "take back"
-    #: It failed, was aborted or withdrawn.
+    #: The room failed, or was aborted or withdrawn.
     STOP = "stop"
-    #: A worker: what is under way missed its deadline or was broken off.
+    #: A worker: the writes under way missed their deadline or were broken off.
     OVERDUE = "overdue"
-    #: The scheduler is done with its request.
+    #: The scheduler is done with the request.
     FORGET = "forget"
 
     __hash__ = object.__hash__
 
 
-#: Every step that there is (docs/design.md draws it). An event that is not listed changes nothing.
-TRANSITIONS: dict[tuple[State, Event], State] = {
-    (State.ENDED, Event.ANNOUNCE): State.ANNOUNCED,
-    (State.ENDED, Event.CLAIM): State.CLAIMED,
-    (State.ANNOUNCED, Event.CLAIM): State.CLAIMED,
-    (State.ANNOUNCED, Event.STOP): State.ENDED,
-    (State.CLAIMED, Event.ENTER): State.SENDING,
-    (State.CLAIMED, Event.COMPLETE): State.COMPLETE,
-    (State.CLAIMED, Event.STOP): State.DRAINED,
-    (State.CLAIMED, Event.FORGET): State.ENDED,
-    (State.SENDING, Event.ENTER): State.SENDING,
-    (State.SENDING, Event.LEAVE): State.CLAIMED,
-    (State.SENDING, Event.COMPLETE): State.COMPLETING,
-    (State.SENDING, Event.STOP): State.STOPPED,
-    (State.SENDING, Event.FORGET): State.LINGERING,
-    (State.COMPLETING, Event.LEAVE): State.COMPLETE,
-    (State.COMPLETING, Event.TAKE_BACK): State.SENDING,
-    (State.COMPLETING, Event.FORGET): State.LINGERING,
-    (State.COMPLETE, Event.TAKE_BACK): State.CLAIMED,
-    (State.COMPLETE, Event.FORGET): State.ENDED,
-    (State.STOPPED, Event.OVERDUE): State.OVERDUE,
-    (State.STOPPED, Event.LEAVE): State.DRAINED,
-    (State.STOPPED, Event.FORGET): State.LINGERING,
-    (State.OVERDUE, Event.LEAVE): State.DRAINED,
-    (State.OVERDUE, Event.FORGET): State.LINGERING,
-    (State.DRAINED, Event.FORGET): State.ENDED,
-    (State.LINGERING, Event.STOP): State.LINGERING,
-    (State.LINGERING, Event.LEAVE): State.ENDED,
+#: All transitions (docs/design.md draws them). Other events change nothing.
+TRANSITIONS: dict[tuple[RoomState, RoomEvent], RoomState] = {
+    (RoomState.ENDED, RoomEvent.ANNOUNCE): RoomState.ANNOUNCED,
+    (RoomState.ENDED, RoomEvent.CLAIM): RoomState.CLAIMED,
+    (RoomState.ANNOUNCED, RoomEvent.CLAIM): RoomState.CLAIMED,
+    (RoomState.ANNOUNCED, RoomEvent.STOP): RoomState.ENDED,
+    (RoomState.CLAIMED, RoomEvent.ENTER): RoomState.SENDING,
+    (RoomState.CLAIMED, RoomEvent.COMPLETE): RoomState.COMPLETE,
+    (RoomState.CLAIMED, RoomEvent.STOP): RoomState.DRAINED,
+    (RoomState.CLAIMED, RoomEvent.FORGET): RoomState.ENDED,
+    (RoomState.SENDING, RoomEvent.ENTER): RoomState.SENDING,
+    (RoomState.SENDING, RoomEvent.LEAVE): RoomState.CLAIMED,
+    (RoomState.SENDING, RoomEvent.COMPLETE): RoomState.COMPLETING,
+    (RoomState.SENDING, RoomEvent.STOP): RoomState.STOPPED,
+    (RoomState.SENDING, RoomEvent.FORGET): RoomState.LINGERING,
+    (RoomState.COMPLETING, RoomEvent.LEAVE): RoomState.COMPLETE,
+    (RoomState.COMPLETING, RoomEvent.TAKE_BACK): RoomState.SENDING,
+    (RoomState.COMPLETING, RoomEvent.FORGET): RoomState.LINGERING,
+    (RoomState.COMPLETE, RoomEvent.TAKE_BACK): RoomState.CLAIMED,
+    (RoomState.COMPLETE, RoomEvent.FORGET): RoomState.ENDED,
+    (RoomState.STOPPED, RoomEvent.OVERDUE): RoomState.OVERDUE,
+    (RoomState.STOPPED, RoomEvent.LEAVE): RoomState.DRAINED,
+    (RoomState.STOPPED, RoomEvent.FORGET): RoomState.LINGERING,
+    (RoomState.OVERDUE, RoomEvent.LEAVE): RoomState.DRAINED,
+    (RoomState.OVERDUE, RoomEvent.FORGET): RoomState.LINGERING,
+    (RoomState.DRAINED, RoomEvent.FORGET): RoomState.ENDED,
+    (RoomState.LINGERING, RoomEvent.STOP): RoomState.LINGERING,
+    (RoomState.LINGERING, RoomEvent.LEAVE): RoomState.ENDED,
 }
 
-UNDER_WAY = {State.SENDING, State.COMPLETING, State.STOPPED, State.OVERDUE, State.LINGERING}
-COMPLETE = {State.COMPLETING, State.COMPLETE}
-#: More decode ranks may announce it.
-OPEN = {State.ANNOUNCED, State.CLAIMED, State.SENDING}
-GONE = {State.LINGERING, State.ENDED}
-UNCLAIMED = {State.ANNOUNCED} | GONE
-#: Its request may go, and with it the source pages and the metadata slot.
-OVER = {State.OVERDUE, State.DRAINED} | GONE
-STOPPED = {State.STOPPED} | OVER
+UNDER_WAY = {
+    RoomState.SENDING,
+    RoomState.COMPLETING,
+    RoomState.STOPPED,
+    RoomState.OVERDUE,
+    RoomState.LINGERING,
+}
+COMPLETE = {RoomState.COMPLETING, RoomState.COMPLETE}
+#: States in which more decode ranks may announce the room.
+OPEN = {RoomState.ANNOUNCED, RoomState.CLAIMED, RoomState.SENDING}
+GONE = {RoomState.LINGERING, RoomState.ENDED}
+UNCLAIMED = {RoomState.ANNOUNCED} | GONE
+#: States in which the request may go, with its source pages and metadata slot.
+OVER = {RoomState.OVERDUE, RoomState.DRAINED} | GONE
+STOPPED = {RoomState.STOPPED} | OVER
 
 
 @dataclass(eq=False)
 class Room:
-    """One request's transfer. Written by the table, read by anybody without its lock."""
+    """One request's transfer. Written by the table, read by any thread without the lock."""
 
     number: int
-    state: State = State.ENDED
-    #: Nothing more of it is to be sent, because it was given up or is gone.
+    state: RoomState = RoomState.ENDED
+    #: Nothing more is sent, because the room was given up or is gone.
     is_stopped: bool = False
-    #: It was given up and its request may end: nothing reads its pages, or what still reads them is
-    #: of no use to anybody.
+    #: It was given up, and its request may end: no write that matters reads its pages.
     is_over: bool = False
-    #: By decode rank.
+    #: Announcements by decode rank.
     announcements: dict[str, Announcement] = field(default_factory=dict)
-    #: How many decode ranks announce it here; 0: not known.
+    #: Number of decode ranks that announce the room here; 0 if unknown.
     needed: int = 0
-    #: When the first of them came.
+    #: When the first announcement came.
     announced_at: float = 0.0
-    #: Why it was given up: there before its state says so. The first failure counts.
+    #: Why the room was given up; set before ``state`` shows it. The first failure counts.
     reason: str | None = None
-    #: What the transport raised, where that is why.
+    #: The exception of the transport, if that was the reason.
     error: BaseException | None = None
-    #: All its decode ranks were notified that it is complete.
+    #: All its decode ranks were notified of the completion.
     delivered: bool = False
 
     @property
     def is_announced(self) -> bool:
-        """Whether all its decode ranks have announced it."""
+        """True if all its decode ranks have announced it."""
         return 0 < self.needed <= len(self.announcements)
 
 
 class RoomTable:
-    """One for each prefill rank. Used by the scheduler, transfer workers and the reader thread."""
+    """The rooms of one prefill rank."""
 
     def __init__(
         self,
         statuses: Statuses,
         clock: Callable[[], float] = time.monotonic,
-        remembered: int = _REMEMBERED,
+        remembered: int = _MAX_REMEMBERED,
     ) -> None:
         self._statuses = statuses
         self._clock = clock
         self._remembered = remembered
-        #: Called, on the thread that made it so, when a room has failed (whoever has chunks of it
-        #: in a queue drops them), and once more when it is overdue.
+        #: Called when a room has failed, to drop its chunks, and again when it is overdue.
         self.on_stopped: Callable[[Room, Reason], None] = lambda room, kind: None
-        #: The same when nothing is written for a room that was given up, now and later: these
-        #: decode ranks may have their pages back. Each is told once. (number, reason, whom)
+        #: Called with (number, reason, announcements) when no write of a failed room is or will be
+        #: under way: these decode ranks may reuse their pages. Each is notified once.
         self.on_drained: Callable[[int, str, list[Announcement]], None] = lambda *told: None
-        #: When each decode rank announced a room last. The reader thread's.
+        #: When each decode rank announced a room last. Used by the reader thread only.
         self.last_announced: dict[str, float] = {}
         self._lock = threading.Lock()
         self._rooms: dict[int, Room] = {}
-        #: Why rooms were given up (empty: all have come, and the number may be used again), and
-        #: whether their requests have come.
+        #: Rooms that ended early, by number: the reason (empty if request and announcements have
+        #: all come, so that the number may be reused), and True if the request has come.
         self._ended: OrderedDict[int, tuple[str, bool]] = OrderedDict()
         self._claim_s = environment.CLAIM_TIMEOUT.read()
         self._lease_s = environment.QUARANTINE_TIMEOUT.read() / 2
         self._ticked_at = clock()
 
     def room(self, number: int) -> Room | None:
-        """The one that has the number now."""
+        """Return the room that has ``number`` now, or None."""
         return self._rooms.get(number)
 
     def all(self) -> list[Room]:
-        """Those of now."""
+        """Return all rooms."""
         with self._lock:
             return list(self._rooms.values())
 
-    def _move(self, room: Room, event: Event) -> bool:
-        """Take one step of ``TRANSITIONS``; False, and nothing changes, where there is none."""
+    def _move(self, room: Room, event: RoomEvent) -> bool:
+        """Apply ``event``. Return False, and change nothing, if there is no such transition."""
         before, after = room.state, TRANSITIONS.get((room.state, event))
         if after is None:
             return False
         room.state = after
         if after in STOPPED:
             room.is_stopped, room.is_over = True, after in OVER
-        if before is State.ENDED:
+        if before is RoomState.ENDED:
             self._rooms[room.number] = room
-        elif after is State.ENDED:
+        elif after is RoomState.ENDED:
             del self._rooms[room.number]
-            has_request = before is not State.ANNOUNCED
+            has_request = before is not RoomState.ANNOUNCED
             if room.reason is not None:
                 has_both = has_request and room.is_announced
                 self._remember(room.number, "" if has_both else room.reason, has_request)
@@ -231,54 +236,56 @@ class RoomTable:
     # ---- the scheduler ----
 
     def claim(self, number: int) -> Room:
-        """The request of a room is here: its room. One that has failed already, and is not in the
-        table, where decode withdrew it before, or where another request has the number: until the
-        scheduler is done with that one and no write is under way."""
+        """Return the room of a request that arrived.
+
+        If decode withdrew the room before, or an earlier request still uses the number (until the
+        scheduler is done with it and no write is under way), the result is a failed room that is
+        not in the table.
+        """
         with self._lock:
             room = self._rooms.get(number)
             reason, has_request = self._ended.pop(number, ("", True))
             if room is None:
                 room = Room(number)
-            elif room.state is not State.ANNOUNCED:
+            elif room.state is not RoomState.ANNOUNCED:
                 reason = room.reason or f"room {number}: an earlier transfer still uses its number"
                 has_request = False
             if has_request:
-                self._move(room, Event.CLAIM)
+                self._move(room, RoomEvent.CLAIM)
                 self._start_if_announced(room)
                 return room
         _count(number, Reason.ABORTED, reason)
         return Room(number, is_stopped=True, is_over=True, reason=reason)
 
     def _start_if_announced(self, room: Room) -> None:
-        """A room starts when its request is here and all its decode ranks have announced it,
-        whichever comes last."""
+        """Advance the status once the request is here and all decode ranks have announced it."""
         if room.is_announced and room.reason is None:
             self._statuses.advance(room.number, KVPoll.WaitingForInput)
 
     def forget(self, room: Room) -> None:
-        """The request of ``room`` is done with. What is under way is still waited for."""
+        """End the request of ``room``. Writes under way are still waited for."""
         with self._lock:
             if room.state in COMPLETE:
-                room.announcements.clear()  # they have been told
+                room.announcements.clear()  # these ranks were notified
             holder = self._rooms.get(room.number)
             if holder is None or holder is room or holder.state in UNCLAIMED:
                 self._statuses.forget(room.number)
-            self._move(room, Event.FORGET)
+            self._move(room, RoomEvent.FORGET)
 
-    # ---- anybody ----
+    # ---- any thread ----
 
     def fail(self, room: Room, kind: Reason, text: str, error: BaseException | None = None) -> bool:
-        """Give one room up: nothing more is posted for it, and its decode ranks are notified when
-        what was posted has settled. The first failure of a room counts; later ones change nothing.
-        False if the room is complete: decode is being notified, and no failure changes that."""
+        """Give one room up: nothing more is posted, and its decode ranks are notified when all that
+        was posted has settled. Later failures of the room change nothing. Return False if the room
+        is complete: decode is being notified, and no failure changes that."""
         with self._lock:
             if room.state in COMPLETE:
                 return False
-            if room.reason is not None or room.state is State.ENDED:
+            if room.reason is not None or room.state is RoomState.ENDED:
                 return True
             is_here = room.state not in UNCLAIMED
             room.reason, room.error = text, error
-            self._move(room, Event.STOP)
+            self._move(room, RoomEvent.STOP)
             told = [] if room.state in UNDER_WAY else list(room.announcements.values())
             if is_here:
                 self._statuses.fail_known(room.number, text)
@@ -290,7 +297,7 @@ class RoomTable:
         return True
 
     def abandon(self, room: Room, kind: Reason, text: str) -> None:
-        """Its worker does not go on: fail it, and let its request go."""
+        """Fail a room whose worker is stuck, and release its request."""
         if not room.delivered:
             self.room_failed(room, kind, text)
             self.room_overdue(room)
@@ -298,27 +305,25 @@ class RoomTable:
     # ---- decode ranks ----
 
     def announce(self, number: int, peer: str, announcement: Announcement, needed: int = 0) -> bool:
-        """A decode rank listed its pages. False if they will not be filled, and it is notified.
+        """Record the pages that a decode rank listed. Return False if they will not be filled; the
+        decode rank is notified. ``needed``: number of decode ranks that announce the room here, 0
+        if unknown.
 
-        ``needed``: how many decode ranks announce the room here; 0: it does not say.
-
-        A decode rank may announce a room after it failed here: it is notified at once. But where
-        something is under way, maybe to these very pages, it is notified when that has settled. One
-        that uses a number whose room is not over, or has all its decode ranks, is told at once too.
-
-        A second announcement by one decode rank fails the room: chunks may have gone to the pages
-        of the first one, and decode would take the second one's as written.
+        A late announcement of a failed room is refused at once, unless a write is under way, maybe
+        to these very pages: then the decode rank is notified when that has settled. A number whose
+        room is not over, or already has all its decode ranks, is refused at once too. A second one
+        by the same decode rank fails the room: chunks may have gone to the pages of the first.
         """
         refused, is_second = "", False
         with self._lock:
             room = self._rooms.get(number)
             if room is None:
                 refused, _ = self._ended.get(number, ("", True))
-                if not refused:  # a later room of the number, with an end of its own
+                if not refused:  # a later room with the same number, with an end of its own
                     self._ended.pop(number, None)
                 room = Room(number, announced_at=self._clock())
             elif room.reason is not None:
-                refused = room.reason if room.state is State.DRAINED else ""
+                refused = room.reason if room.state is RoomState.DRAINED else ""
             elif peer in room.announcements and room.state in OPEN:
                 is_second = True
             elif room.is_announced or room.state not in OPEN:
@@ -327,7 +332,7 @@ class RoomTable:
                     "request with its number has not ended on this prefill rank yet"
                 )
             if not refused and not is_second:
-                self._move(room, Event.ANNOUNCE)  # of one that was not here
+                self._move(room, RoomEvent.ANNOUNCE)  # changes only a new room
                 room.announcements[peer], room.needed = announcement, needed
                 self.last_announced[peer] = self._clock()
                 self._start_if_announced(room)
@@ -341,7 +346,7 @@ class RoomTable:
         return not refused and not is_second
 
     def withdraw(self, number: int, text: str) -> None:
-        """Decode gives a room up, maybe before it or its request gets here."""
+        """Give a room up for decode, maybe before its announcement or its request arrives."""
         with self._lock:
             room = self._rooms.get(number)
             if room is None:
@@ -349,34 +354,33 @@ class RoomTable:
         if room is not None:
             self.fail(room, Reason.ABORTED, text)
 
-    # ---- transfer workers. What is raised here costs the room, and no other one. ----
+    # ---- transfer workers; an exception of these methods fails the room only ----
 
     def enter(self, room: Room) -> bool:
-        """Whether a write may be posted now; if so, ``leave`` follows once nothing is under way."""
+        """Return True if a write may be posted; ``leave`` then follows when all have settled."""
         self.check_suspension()
         with self._lock:
-            return self._move(room, Event.ENTER)
+            return self._move(room, RoomEvent.ENTER)
 
     def leave(self, room: Room) -> None:
-        """Nothing that was posted for it is under way. Changes nothing when nothing was posted."""
+        """Record that no posted write is under way. Changes nothing if none was posted."""
         with self._lock:
-            is_drained = self._move(room, Event.LEAVE) and room.reason is not None
+            is_drained = self._move(room, RoomEvent.LEAVE) and room.reason is not None
         if is_drained:
             self.on_drained(room.number, room.reason or "", list(room.announcements.values()))
 
     def complete(self, room: Room) -> bool:
-        """Every write of the room has settled: whether decode may be notified. If so nothing can
-        fail it any more but ``take_back``; if not, decode is never told."""
+        """Return True if decode may be notified, now that every write has settled."""
         with self._lock:
-            return self._move(room, Event.COMPLETE)
+            return self._move(room, RoomEvent.COMPLETE)
 
     def take_back(self, room: Room) -> None:
-        """Decode could not be notified that the room is complete: it may fail after all."""
+        """Let a complete room fail after all, because decode could not be notified."""
         with self._lock:
-            self._move(room, Event.TAKE_BACK)
+            self._move(room, RoomEvent.TAKE_BACK)
 
     def deliver(self, room: Room) -> None:
-        """Decode was notified that the room is complete."""
+        """Record that decode was notified of the completion."""
         if room.state in COMPLETE:
             self._statuses.advance(room.number, KVPoll.Success)
             room.delivered = True
@@ -384,28 +388,27 @@ class RoomTable:
     def room_failed(
         self, room: Room, kind: Reason, text: str, error: BaseException | None = None
     ) -> None:
-        """Its worker gave it up, maybe while something is under way; unless decode has all."""
+        """Fail a room for its worker, maybe while writes are under way, unless decode has it."""
         if not self.fail(room, kind, text, error):
             self.deliver(room)
 
     def room_overdue(self, room: Room) -> None:
-        """Its request is let go, although something is under way: it missed its deadline or was
-        broken off, and may take for ever."""
+        """Release the request although writes are under way, because these may never settle."""
         with self._lock:
-            is_overdue = self._move(room, Event.OVERDUE)
+            is_overdue = self._move(room, RoomEvent.OVERDUE)
         if is_overdue:
             self.on_stopped(room, Reason.TIMEOUT)
 
     # ---- time ----
 
     def tick(self) -> None:
-        """Called every second or so by the reader thread: fail rooms whose request never came."""
+        """Fail rooms whose request never came. Called about once a second by the reader thread."""
         self.check_suspension()
         self._ticked_at = self._clock()
         for room in self.all():
             waited = self._ticked_at - room.announced_at
-            if room.state is State.ANNOUNCED and waited >= self._claim_s:
-                self.fail(  # its request may just be coming
+            if room.state is RoomState.ANNOUNCED and waited >= self._claim_s:
+                self.fail(  # not ``_move``, because the request may arrive at this moment
                     room,
                     Reason.TIMEOUT,
                     f"no request for it reached this prefill rank within {self._claim_s:.0f} s "
@@ -413,7 +416,7 @@ class RoomTable:
                 )
 
     def check_suspension(self) -> None:
-        """If this process did not run for long, decode may have given its pages to others."""
+        """Fail announced rooms after a suspension, because decode may have reused its pages."""
         gap = self._clock() - self._ticked_at
         for room in self.all() if gap >= self._lease_s else ():
             if room.announcements:
@@ -422,7 +425,7 @@ class RoomTable:
 
 
 def _count(room: int, kind: Reason, text: str) -> None:
-    """A request has failed."""
+    """Count and log a request that has failed."""
     STATS.count("kv_transfer_failed", reason=kind.value)
     log = logger.info if kind is Reason.ABORTED else logger.error
     log("KV transfer of room %s failed: %s", room, text)

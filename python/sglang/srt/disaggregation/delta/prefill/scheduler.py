@@ -1,12 +1,14 @@
-"""The overrides of SGLang's prefill scheduler and sender: what is sent of a prompt, and when a
-request ends.
+"""Overrides of SGLang's prefill scheduler and sender: what is sent, and when a request ends.
 
-What is sent starts behind the prefix that decode holds (``send_kv_chunk``). A request in flight
-ends in the step in which it has ended on every rank of the server: SGLang reduces what the ranks'
-senders say by MIN, and Failed is the lowest, so that one rank's failure would free pages and a
-metadata slot that another rank's writes still read (``ended``). That wait is bounded by each rank's
-own deadline for its transfers. A request whose room failed before it is computed is not computed
-(``leave_uncomputed``). ``DeltaSender`` is prefill's end of a room, on any backend.
+Sending starts behind the prefix that decode holds (``send_kv_chunk``). A request in flight ends in
+the step in which it has ended on every rank of the server (``ended``), because SGLang would end it
+with the first rank that failed, and free pages and a metadata slot that other ranks' writes still
+read. Each rank's deadline for its transfers bounds that wait. A request whose room failed before it
+is computed is not computed (``leave_uncomputed``). ``DeltaSender`` is prefill's end of a room, on
+any backend.
+
+Contract: everything here runs on the scheduler's thread and never waits. ``ended`` is a collective:
+all ranks of its groups call it in the same step, with the same requests in the same order.
 """
 
 from __future__ import annotations
@@ -26,10 +28,12 @@ from sglang.srt.disaggregation.delta.pages import (
     DeltaMismatch,
     has_other_state,
     moved_state,
+    page_indices,
     share_of_chunk,
 )
 from sglang.srt.disaggregation.delta.peer_messages import plan_delta
 from sglang.srt.disaggregation.delta.prefill.rooms import Announcement, Room
+from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
 from sglang.srt.disaggregation.delta.prefill.yielded import (
     EndYielded,
     Frontend,
@@ -40,12 +44,10 @@ from sglang.srt.disaggregation.delta.rank_agreement import minimum, part_of
 from sglang.srt.disaggregation.delta.unserved import ExactId, named_by
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup
 
     from sglang.srt.disaggregation.common.conn import CommonKVSender
     from sglang.srt.disaggregation.delta.manager import DeltaManager
-    from sglang.srt.disaggregation.delta.prefill.transfer_pool import PooledManager
     from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
     from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -55,13 +57,13 @@ else:
     Scheduler = object
 
 
-#: Waiting requests whose rooms are checked before each batch: the first ones, and as many of the
-#: others, slice by slice, because requests of a higher priority can stay ahead of these.
-CHECKED = 128
+#: Number of waiting requests whose rooms are checked before each batch: the first ones, and as many
+#: of the others, slice by slice, because requests of a higher priority can stay ahead of these.
+MAX_CHECKED = 128
 
 
 def prefill_manager(scheduler: Any) -> DeltaManager | None:
-    """The manager of a prefill server whose rooms are ours; None on another server."""
+    """Return the manager of a prefill server with our rooms; None on another server."""
     queue = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
     manager = getattr(queue, "kv_manager", None)
     return manager if getattr(manager, "rooms", None) is not None else None
@@ -87,17 +89,17 @@ def ended(requests: Sequence[Req], groups: Sequence[ProcessGroup]) -> list[str]:
 
 
 def ended_uncomputed(scheduler: Any) -> list[str]:
-    """Return the ids of requests whose rooms failed on all ranks, of those that are computed next
-    and of a slice of the others: polling all of a long queue would delay every step."""
+    """Return the ids of waiting requests whose rooms failed on all ranks. Checks the next requests
+    and a slice of the others, because polling a long queue would delay every step."""
     groups = scheduler.attn_tp_cpu_group, scheduler.attn_cp_cpu_group
-    first, others = scheduler.waiting_queue[:CHECKED], scheduler.waiting_queue[CHECKED:]
-    part, scheduler.next_unchecked = part_of(others, scheduler.next_unchecked, CHECKED)
+    first, others = scheduler.waiting_queue[:MAX_CHECKED], scheduler.waiting_queue[MAX_CHECKED:]
+    part, scheduler.next_unchecked = part_of(others, scheduler.next_unchecked, MAX_CHECKED)
     return ended(first + part, groups)
 
 
 def leave_uncomputed(scheduler: Any, rids: Collection[str]) -> None:
-    """Move requests from the waiting queue back to the bootstrap queue, where SGLang ends requests
-    whose room failed, on all ranks in one step."""
+    """Move requests from the waiting queue back to the bootstrap queue, where SGLang ends failed
+    ones. On all ranks in one step."""
     if not rids:
         return
     rids = set(rids)
@@ -113,8 +115,8 @@ def leave_uncomputed(scheduler: Any, rids: Collection[str]) -> None:
 
 
 class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
-    """Sends what decode lacks, in order, once; and always the metadata. A request ends on all ranks
-    in one step."""
+    """Sends the pages that decode lacks, in order, once, and always the metadata. A request ends on
+    all ranks in one step."""
 
     #: Offset of the next slice of ``ended_uncomputed``.
     next_unchecked: int = 0
@@ -122,15 +124,15 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
     @override
     def send_kv_chunk(self, req: Req, last_chunk: bool = False, end_idx: int | None = None) -> None:
         if last_chunk:
-            # Decode's grammar takes the first token, and fails the request where it cannot. SGLang
-            # asks this one, too: it would free the pages that are being sent, and again at the end.
+            # Drop the grammar, because decode's checks the first token. SGLang would check it here
+            # too, and if it fails free the pages that are being sent, and again at the end.
             req.grammar = None
         sender = req.disagg_kv_sender
         prefix: int | None = getattr(sender, "decode_prefix_len", None)
         pool = self.token_to_kv_pool_allocator.get_kvcache()
         if prefix is None or (last_chunk and has_other_state(pool)):
-            # The backend is SGLang's own; or the model has a window pool, for which SGLang chooses
-            # what to send. Such models never have a prefix on decode.
+            # SGLang's own backend; or the model has a window pool, for which SGLang chooses what to
+            # send. Such models never have a prefix on decode.
             super().send_kv_chunk(req, last_chunk, end_idx)
             return
         page: int = self.token_to_kv_pool_allocator.page_size
@@ -143,13 +145,13 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
             if prefix:
                 STATS.count("kv_transfer_skipped_tokens", prefix)
         elif end <= start:
-            # Decode holds all of this chunk, or it fills no page. The cursor never moves back: that
+            # Decode holds all of this chunk, or it fills no page. Keep the cursor: moving it back
             # would send prefix pages into the delta's destinations.
             return
         elif getattr(self, "launch_event", None) is not None:
-            # A pipeline stage comes here in the turn after it has launched the chunk. Others have
-            # the stream that copies the slots wait for that, to hand on what the chunk gave; with
-            # --pp-async-batch-depth the last one does not.
+            # Wait for the chunk, which a pipeline stage launched a turn ago. The stream that copies
+            # the slots already waits for it on the other stages, but not on the last one with
+            # --pp-async-batch-depth.
             self.launch_event.synchronize()
         req.start_send_idx = max(start, end)
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
@@ -169,13 +171,14 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
 
     @override
     def process_batch_result_disagg_prefill(self, batch: ScheduleBatch, result: Any) -> None:
-        # With overlap scheduling this is a copy of the batch, without the start of the first draft:
-        # the metadata would say that of the request that had the slot before.
+        # Restore the start of the first draft, which the copy of the batch lacks with overlap
+        # scheduling: the metadata would have that of the request that had the slot before.
         start = getattr(result, "next_draft_input", None)
         if start is not None:
             batch.spec_info = start
         if batch.return_logprob:
-            # SGLang does so on every other server. Here its tokenizer would get tensors, and end.
+            # Convert to lists, as SGLang does on every other server, because its tokenizer would
+            # get tensors here and end.
             if result.copy_done is not None:
                 result.copy_done.synchronize()
             output = result.logits_output
@@ -197,26 +200,15 @@ class DeltaPrefill(SchedulerDisaggregationPrefillMixin):
         queue: list[Req] = self.disagg_prefill_inflight_queue
         groups = self.attn_tp_cpu_group, self.attn_cp_cpu_group
         if (
-            rids_to_check is None  # a pipeline stage has asked its ranks already
+            rids_to_check is None  # otherwise a pipeline stage has queried its ranks already
             and queue
             and any(dist.get_world_size(group) > 1 for group in groups)
             and prefill_manager(self) is not None
         ):
             rids_to_check = ended(queue, groups)
             if not rids_to_check:
-                return []  # nothing to do for SGLang's, which would reduce once more
+                return []  # skips SGLang's method, which would reduce once more
         return super().process_disagg_prefill_inflight_queue(rids_to_check)
-
-
-def page_indices(row: torch.Tensor, start: int, end: int, page: int) -> npt.NDArray[np.int32]:
-    """Return the pages of tokens ``start`` to ``end`` of a request's row of token slots (1-D).
-
-    ``start`` is at the beginning of a page. The slots are copied as they lie, so that the device's
-    copy engine does it alone, and the host picks the first of each page: a step or a division on
-    the device would be kernels on the scheduler's stream, behind all that is queued there.
-    """
-    slots: npt.NDArray[np.integer] = row[start:end].cpu().numpy()
-    return (slots[::page] // page).astype(np.int32)
 
 
 class DeltaScheduler(Scheduler):
@@ -236,8 +228,8 @@ class DeltaScheduler(Scheduler):
             end_yielded(self, recv_req.rid)
             return
         if prefill_manager(self) is not None:
-            # SGLang drops a request from the waiting queue and forgets its sender: the room would
-            # stay in every table, and decode would wait for it until its deadline.
+            # Move it first, because SGLang drops it from the waiting queue with its sender: the
+            # room would stay in every table, and decode would wait for it until its deadline.
             named = filter(named_by(recv_req), self.waiting_queue)
             # A warm-up's sender has no room.
             has_room = [req.rid for req in named if hasattr(req.disagg_kv_sender, "abort")]
@@ -276,8 +268,8 @@ class DeltaScheduler(Scheduler):
 
     @override
     def maybe_sleep_on_idle(self) -> None:
-        # What ends a handshake reaches a thread of ours and does not wake SGLang's sleeper, which
-        # knows of requests and commands only: it would wait for up to a second.
+        # Do not sleep while rooms are pending, because the end of a handshake reaches our reader
+        # thread and does not wake SGLang's sleeper, which would wait for up to a second.
         is_ours = self.idle_sleeper is not None and prefill_manager(self) is not None
         if not is_ours or self.is_fully_idle():
             super().maybe_sleep_on_idle()
@@ -287,25 +279,25 @@ class DeltaScheduler(Scheduler):
 
 
 class DeltaSender(CommonKVSender):
-    """Prefill's side of a room: queues its chunks, from the prefix on that decode holds, and says
-    what became of them. Holds no transfer itself. Other backends' senders stay SGLang's."""
+    """Prefill's end of a room: queues its chunks from the end of decode's prefix, and reports how
+    the room ended. Holds no transfer itself. Other backends' senders stay SGLang's."""
 
-    curr_idx: int  # of the upstream class, as others; named for the type checker
+    curr_idx: int  # of the upstream class; named for the type checker
 
-    #: Tokens that decode holds and that are not sent.
+    #: Number of tokens that decode holds and that are not sent.
     decode_prefix_len = 0
-    #: Tokens of the prompt; 0 for a request that no scheduler has queued.
+    #: Number of prompt tokens; 0 for a request that no scheduler has queued.
     prompt_tokens = 0
-    #: The pipeline stage before has taken its request in: so does this one, whatever has become of
-    #: the room meanwhile, and ends it in flight like the others.
+    #: True if the previous pipeline stage has accepted the request. Then this one accepts it too,
+    #: even if the room has failed here, and ends it in flight like the others.
     is_taken_in = False
 
     def __init__(
-        self, mgr: PooledManager, bootstrap_addr: str, bootstrap_room: int,
+        self, mgr: DeltaManager, bootstrap_addr: str, bootstrap_room: int,
         dest_tp_ranks: list[int], pp_rank: int,
     ) -> None:  # fmt: skip
         self._created_at = time.monotonic()
-        #: Another rank of the context parallel group sends all of it, and this one is done.
+        #: True if another rank of the context parallel group sends everything.
         self._is_left_out = False
         self.has_sent, self.chunk_id = False, 0
         super().__init__(mgr, bootstrap_addr, bootstrap_room, dest_tp_ranks, pp_rank)
@@ -319,7 +311,7 @@ class DeltaSender(CommonKVSender):
 
     @override
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        # Runs when the metadata of every decode rank is in, before the first chunk is computed.
+        # Called when all decode ranks have announced, before the first chunk is computed.
         room, listed = self.bootstrap_room, []
         try:
             for info in list(self._room.announcements.values()):
@@ -360,30 +352,37 @@ class DeltaSender(CommonKVSender):
             self._is_left_out |= is_last
             self.has_sent |= is_last
             return
+        room, announcements = self.bootstrap_room, list(self._room.announcements.values())
         try:
-            manager.queue_chunk(
-                self.bootstrap_room, kv_indices, part, is_last, self.chunk_id,
+            if not announcements:
+                raise DeltaMismatch(f"room {room}: no decode rank's pages are known for it")
+            payload = manager.cut(
+                room, announcements, kv_indices, part, self.chunk_id,
                 self.aux_index if is_last else None, state_indices if is_last else None,
             )  # fmt: skip
         except DeltaMismatch as error:
             self.fail(Reason.MISMATCH, str(error))
             return
+        now, peers = time.monotonic(), tuple(payload.destinations)
+        manager.transfers.submit(
+            Chunk(room, peers, payload, is_last, now + manager.transfer_s, now)
+        )
         self.chunk_id += 1
         self.has_sent = is_last
 
     @override
     def poll(self) -> KVPoll:
-        room = self._room  # without a lock: the scheduler asks of every request, in every step
+        room = self._room  # read without the lock, because every step polls every request
         if room.delivered or self._is_left_out:
-            return KVPoll.Success  # also if it was stopped after that: decode has it
+            return KVPoll.Success  # also if it was stopped later: decode has everything
         if self.is_taken_in and not self.is_initialised:
-            return KVPoll.WaitingForInput  # the scheduler takes it in now, as the stage before has
+            return KVPoll.WaitingForInput  # accepted in this step, as on the previous stage
         if not room.is_stopped:
             if self.has_sent:
                 return KVPoll.WaitingForInput
             self.fail_if_unannounced()
         if room.is_stopped:
-            # While its pages are read, they must not be freed.
+            # Failed lets SGLang free the pages, so not while a write reads them.
             return KVPoll.Failed if room.is_over else KVPoll.Transferring
         status = self.kv_mgr.check_status(self.bootstrap_room)
         if status == KVPoll.Bootstrapping and self.is_initialised:
@@ -391,17 +390,17 @@ class DeltaSender(CommonKVSender):
         return status
 
     def listed_pages(self, info: Announcement) -> int:
-        """How many pages of this prefill rank's size a decode rank listed."""
+        """Return the number of pages, of this prefill rank's size, that a decode rank listed."""
         return len(info.dst_kv_indices)
 
     @property
     def is_stopped(self) -> bool:
-        """Failed, aborted or withdrawn: nothing more is to be posted."""
+        """True if the room failed or was aborted or withdrawn."""
         return self._room.is_stopped
 
     @property
     def is_initialised(self) -> bool:
-        """The scheduler has taken it from its bootstrap queue, and does not expect it there."""
+        """True if the scheduler has taken the request from its bootstrap queue."""
         return getattr(self, "num_kv_indices", None) is not None
 
     def fail(self, kind: Reason, text: str) -> None:
@@ -409,7 +408,7 @@ class DeltaSender(CommonKVSender):
         self.kv_mgr.rooms.fail(self._room, kind, text)
 
     def fail_if_unannounced(self) -> None:
-        """Decode announces a room when it has memory for it; it is not waited for without end."""
+        """Fail the room if decode, which announces it once it has memory, takes too long."""
         manager, room = self.kv_mgr, self.bootstrap_room
         if manager.request_status.get(room) != KVPoll.Bootstrapping:
             return
@@ -422,13 +421,13 @@ class DeltaSender(CommonKVSender):
             )
 
     def fail_with_others(self) -> None:
-        """The request failed on another rank of this server: send nothing more of it."""
+        """Fail the room because the request failed on another rank of this server."""
         if not self.is_stopped:
             self.fail(Reason.PEER_FAILED, "it failed on another rank of this server")
 
     @override
     def abort(self) -> None:
-        # SGLang's would write over the reason of a room that has failed already.
+        # Not SGLang's method, which would overwrite the reason of a room that failed before.
         self.fail(Reason.ABORTED, "aborted on the prefill server")
 
     @override
@@ -439,6 +438,6 @@ class DeltaSender(CommonKVSender):
         raise RuntimeError(self._room.reason or known) from self._room.error
 
     def end(self) -> None:
-        """Forget the room: the request has left the in-flight queue."""
+        """Forget the room, because the request has left the in-flight queue."""
         self.kv_mgr.transfers.forget(self._room)
         self.kv_mgr.rooms.forget(self._room)

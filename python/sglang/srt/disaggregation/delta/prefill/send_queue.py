@@ -1,20 +1,15 @@
-"""What a transfer worker has to do: records of what is queued and posted, and what is next.
+"""The queue of a transfer worker: records of waiting and posted transfers, and which is next.
 
-``SendQueue`` says which waiting transfer (one chunk to one peer) is posted next: first in, first
-out for a peer, taking turns between peers. A peer whose quota is used up is passed over, so that
-what waits for it holds nobody else up; and since all chunks of a room for a peer are in one queue,
-the order within a room is kept.
+``SendQueue`` picks the waiting transfer to post next; ``next_poll`` returns when to poll a posted
+one again.
 
-Overdue transfers take places in their peer's quota, so that a stopped peer does not get more and
-more of them; but one place is always left to try, and a transfer that is delivered shows that the
-peer is back, whatever became of those before it: their places are free again.
-``next_poll`` says when the transport is asked about a transfer again.
+Contract: used by the thread of one worker only.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any  # Any: handles are the backend's own
 
@@ -23,104 +18,104 @@ from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
 
 
 @dataclass(eq=False)
-class RoomQueue:
+class RoomTransfers:
     """A room on its worker, from ``open`` to ``forget``."""
 
-    #: The room table's: a later room of its number is another one.
+    #: The object, because room numbers are reused.
     room: Room
-    #: Chunks that are not done, in order.
-    sends: deque[ChunkSend] = field(default_factory=deque)
-    #: Transfers that were posted and are not over.
+    #: Transfers that are not over, in the order of their chunks.
+    transfers: dict[Transfer, None] = field(default_factory=dict)
+    #: The last chunk of the room, once it was submitted.
+    last: Chunk | None = None
+    #: Number of transfers that were posted and are not over.
     posted: int = 0
-    #: Those of them that are overdue: nobody waits for them.
+    #: Number of those that are overdue: the request does not wait for them.
     overdue: int = 0
-    #: Everything is with all peers, and they were notified.
-    completed: bool = False
-    #: Nothing more is posted. Never taken back.
+    #: Everything is with all peers, and the room table agreed to say so.
+    is_complete: bool = False
+    #: Nothing more is posted. Never reverted.
     ended: bool = False
-
-    @property
-    def number(self) -> int:
-        """The room's."""
-        return self.room.number
-
-
-@dataclass(eq=False)
-class ChunkSend:
-    """One chunk on its way."""
-
-    chunk: Chunk
-    room: RoomQueue
-    #: The transfers that are not over.
-    transfers: list[Transfer] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class Transfer:
     """One chunk to one peer."""
 
-    send: ChunkSend
+    chunk: Chunk
     peer: str
-    #: It is not in its peer's queue any more.
+    room: RoomTransfers
+    #: True once it has left its peer's queue.
     is_posted: bool = False
-    #: Handles of the last post that are still to be released.
+    #: Handles of its post that are still to be released.
     handles: list[Any] = field(default_factory=list)
-    #: Those of them that are not over.
+    #: Handles that are not over.
     open: list[Any] = field(default_factory=list)
-    #: Where the transport broke one off: when what it had sent of it counts as over.
+    #: If the transport broke one off: when everything that was sent of it counts as over.
     settles_at: float = 0.0
-    #: A part of it was never begun: it says nothing about its peer.
+    #: A part of it was never begun, so it proves nothing about its peer.
     is_dropped: bool = False
-    #: When its last post returned, and when it is polled next.
+    #: When its post returned, and when it is polled next.
     posted_at: float = 0.0
     poll_at: float = 0.0
-    #: It missed its deadline or was broken off: its room does not wait for it.
+    #: True if it missed its deadline or was broken off, so its room does not wait for it.
     is_overdue: bool = False
+
+    @property
+    def is_live(self) -> bool:
+        """True until it is over or dropped."""
+        return self in self.room.transfers
 
 
 @dataclass
 class _PeerQueue:
     waiting: OrderedDict[Transfer, None] = field(default_factory=OrderedDict)
-    #: Transfers that were posted and are neither over nor overdue.
+    #: Number of transfers that were posted and are neither over nor overdue.
     posted: int = 0
-    #: Overdue ones that take a place.
+    #: Overdue transfers that take a place in the quota.
     overdue: set[Transfer] = field(default_factory=set)
 
 
 class SendQueue:
-    """Of one worker. ``window``, ``quota``: as in ``Settings``."""
+    """Waiting transfers of one worker: first in, first out for a peer, and peers in turns.
+
+    A peer whose quota is used up is skipped, so it delays no other peer. All chunks of a room for a
+    peer are in one queue, so they stay in order. Overdue transfers take places in their peer's
+    quota, because a stopped peer would otherwise get more and more of them. One place is always
+    left, and a transfer that is delivered proves that the peer is back and frees the others.
+    """
 
     def __init__(self, window: int, quota: int) -> None:
+        """``window``, ``quota``: as in ``TransferSettings``."""
         self._window = window
         self._quota = quota
         self._queue: dict[str, _PeerQueue] = {}
-        #: Peers with waiting transfers, whose turn is next first.
+        #: Peers with waiting transfers, in the order of their turns.
         self._turns: OrderedDict[str, None] = OrderedDict()
-        #: Transfers that wait.
+        #: Number of waiting transfers.
         self.waiting = 0
-        #: Posted transfers that are neither over nor overdue: they take a place in the window.
+        #: Number of posted transfers that are neither over nor overdue: the window in use.
         self.in_window = 0
-        #: Nothing was found to post, and nothing has changed since: a worker asks in each step, and
-        #: there may be hundreds of peers.
+        #: True if the last search found nothing and nothing has changed since. Every step
+        #: searches, and there may be hundreds of peers.
         self._stuck = False
 
     def __len__(self) -> int:
-        """Peers for which anything waits or is under way."""
+        """Return the number of peers with waiting or posted transfers."""
         return len(self._queue)
 
     def add(self, transfer: Transfer) -> None:
-        """It waits, behind all others for its peer."""
+        """Append ``transfer`` to the queue of its peer."""
         self._queue.setdefault(transfer.peer, _PeerQueue()).waiting[transfer] = None
         self._turns.setdefault(transfer.peer)
         self._changed(transfer.peer, 1)
 
     def drop(self, transfer: Transfer) -> None:
-        """It waits no more, and is not posted."""
+        """Remove a waiting transfer."""
         del self._queue[transfer.peer].waiting[transfer]
         self._changed(transfer.peer, -1)
 
     def take(self) -> Transfer | None:
-        """The next transfer to post, which takes its slots; None where nothing may be posted."""
+        """Return the next transfer to post, which takes its slots; None if none may be posted."""
         if self._stuck:
             return None
         window_full = self.in_window >= self._window
@@ -139,7 +134,7 @@ class SendQueue:
         return None
 
     def mark_overdue(self, transfer: Transfer) -> None:
-        """It keeps its slot in the peer's quota, but not the one in the window."""
+        """Free the slot in the window, and keep the one in the peer's quota."""
         queue = self._queue[transfer.peer]
         queue.posted -= 1
         queue.overdue.add(transfer)
@@ -147,10 +142,10 @@ class SendQueue:
         self._changed(transfer.peer)
 
     def finish(self, transfer: Transfer, delivered: bool = False) -> None:
-        """A posted transfer is over, or not waited for any more. Harmless for one that is."""
+        """Free the slots of a transfer that is over or abandoned."""
         queue = self._queue.get(transfer.peer)
         if queue is None:
-            return
+            return  # it was overdue, and a delivered transfer has freed its place
         if transfer.is_overdue:
             queue.overdue.discard(transfer)
         else:
@@ -170,21 +165,23 @@ class SendQueue:
                 del self._queue[peer]
 
 
-#: The shortest pause, in seconds; every other one is a power of two times as long.
+# ---- the pauses between polls ----
+
+#: The shortest pause, in seconds; all others are this times a power of two.
 SHORTEST_S = 50e-6
-#: The longest (1.6 ms) for a transfer that may settle any moment, and the pause (25.6 ms) for one
-#: that has taken longer than ``_SLOW_AFTER_S``: its peer may as well be stopped.
+#: The longest pause (1.6 ms) while a transfer may settle any moment, in units of ``SHORTEST_S``.
 _LONGEST = 2**5
+#: The pause (25.6 ms) after ``_SLOW_AFTER_S`` seconds: the peer may have stopped.
 _SLOW = 2**9
 _SLOW_AFTER_S = 10.0
-#: The pause (0.2 s) for one that missed its deadline.
+#: The pause (0.2 s) of a transfer that missed its deadline.
 _OVERDUE = 2**12
-#: Of the time under way, the part that polling too late may add.
-_FRACTION = 1 / 16
+#: Largest part of the time under way that a late poll may add.
+_MAX_DELAY_RATIO = 1 / 16
 
 
 def next_poll(now: float, age: float, is_overdue: bool = False) -> float:
-    """When to poll a transfer again that has been under way for ``age`` seconds.
+    """Return when to poll a transfer again that has been under way for ``age`` seconds.
 
     All such times lie on one grid, the coarser pauses on a part of its lines. So a worker with many
     transfers wakes up for all of them at once, and never more often than every ``SHORTEST_S``.
@@ -193,9 +190,9 @@ def next_poll(now: float, age: float, is_overdue: bool = False) -> float:
         pause = _OVERDUE
     elif age >= _SLOW_AFTER_S:
         pause = _SLOW
-    else:  # the largest power of two that is neither more than its part of the age nor the longest
-        wanted = min(int(age * (_FRACTION / SHORTEST_S)), _LONGEST)
+    else:  # the largest power of two that exceeds neither its part of the age nor the longest
+        wanted = min(int(age * (_MAX_DELAY_RATIO / SHORTEST_S)), _LONGEST)
         pause = 1 << wanted.bit_length() >> 1 or 1
     line = pause * SHORTEST_S
-    # A thousandth of a pause covers what rounding does to the time of a line: it is not met twice.
+    # Add a thousandth of a pause, because rounding could otherwise return the same line twice.
     return (math.floor(now / line + 1e-3) + 1) * line

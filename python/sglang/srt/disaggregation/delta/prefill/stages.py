@@ -1,4 +1,8 @@
-"""Pipeline stages of a prefill server."""
+"""Pipeline stages of a prefill server.
+
+Contract: on the scheduler's thread. All ranks of a stage call each method in the same turn of the
+loop; a stage gets the ids that the stage before it has passed on.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +26,17 @@ else:
 
 
 class PrefillStages(SchedulerPPMixin):
-    """Pipeline stages take in the same requests, and end them together; each asks all of its ranks.
+    """Has all pipeline stages accept the same requests, and end them together.
 
-    Each stage runs the batches of its own scheduler. What one of them knows of a room alone (decode
-    has withdrawn it, its own writes have failed) must not change which requests it runs.
+    Each stage runs the batches of its own scheduler. An event that one stage alone has seen (decode
+    has withdrawn the room, the stage's writes have failed) must not change which requests it runs.
     """
 
     @override
     def process_bootstrapped_queue(self, bootstrapped_rids: list[list[str]] | None) -> Any:
-        # SGLang has each stage look once more, a turn of the loop after the one before it. A room
-        # may fail in between, on one stage or on all (decode withdraws it, and tells each stage by
-        # itself): a stage would run batches without a request that the others run.
+        # Keep the decision of the first stage, because SGLang polls again on each stage, a turn of
+        # the loop after the one before it. A room may fail in between, on one stage or on all: a
+        # stage would run batches without a request that the others run.
         if bootstrapped_rids is not None and prefill_manager(self) is not None:
             good, bad = map(set, bootstrapped_rids)
             if self.pp_group.is_first_rank:
@@ -42,7 +46,7 @@ class PrefillStages(SchedulerPPMixin):
             bootstrapped_rids = [list(good), list(bad)]
             for req in self.disagg_prefill_bootstrap_queue.queue:
                 if not isinstance(req.disagg_kv_sender, DeltaSender):
-                    continue  # a warm-up's
+                    continue  # a warm-up request
                 if req.rid in bad:
                     req.disagg_kv_sender.fail_with_others()
                 elif req.rid in good and not self.pp_group.is_first_rank:

@@ -1,8 +1,10 @@
-"""What transfer workers are given and attached to: settings, chunks, how their bytes move, and how
-their threads are scheduled.
+"""The port between transfer workers and a backend: settings, chunks, ``Backend``; and how transfer
+threads are scheduled.
 
-A third backend implements ``Backend`` and puts its own data into ``Chunk.payload``. Payload and
-handles are ``Any``: they are the backend's own.
+A third backend implements ``Backend`` and puts its own data into ``Chunk.payload``.
+
+Contract: for one room all calls of a ``Backend`` come from one worker thread; other rooms are on
+other threads at the same time. No lock of ours is held during a call.
 """
 
 from __future__ import annotations
@@ -25,27 +27,27 @@ _MAX_QUEUES = 256
 
 
 @dataclass(frozen=True)
-class Settings:
+class TransferSettings:
     """Settings of one transfer pool."""
 
-    #: Transfer threads, each with a FIFO queue of its own.
+    #: Number of transfer threads, each with a FIFO queue of its own.
     queues: int = 4
-    #: Transfers (one chunk to one peer) that a worker may have under way, over all its peers. A
-    #: peer that has none may always have one, so that stopped peers cannot take all places.
+    #: Most transfers (one chunk to one peer) of a worker under way. A peer that has none may
+    #: always have one, because stopped peers could otherwise take all places.
     window: int = 32
-    #: Transfers to one peer that a worker may have under way.
+    #: Most transfers of a worker under way to one peer.
     quota: int = 8
-    #: Seconds for which a transfer that the transport broke off counts as under way.
+    #: Seconds for which a broken transfer counts as under way.
     doubt_s: float = 60.0
     #: Seconds without a finished step after which a worker with something to do is stuck.
     stuck_s: float = 30.0
 
     @classmethod
-    def read(cls) -> Settings:
+    def read(cls) -> TransferSettings:
         """Return the settings that the environment sets.
 
         Raises:
-            ValueError: a variable is set to something that cannot be; the message names it.
+            ValueError: a variable has an impossible value; the message names it.
         """
         return cls(
             queues=min(environment.QUEUES.read(), _MAX_QUEUES),
@@ -55,35 +57,35 @@ class Settings:
 
 
 class Chunk(msgspec.Struct, frozen=True, eq=False):
-    """Never changed once it was submitted: the scheduler's thread and a worker's both hold it."""
+    """A part of a room's pages. Immutable, because two threads hold it."""
 
     room: int
-    #: Names of the peers that it goes to. None of them is normal (a rank that sends nothing), and
-    #: so is a peer to which no KV goes (a full prefix hit).
+    #: Names of the destination peers. May be empty (a rank that sends nothing), and a peer may get
+    #: no KV (a full prefix hit).
     peers: tuple[str, ...]
-    #: The backend's own: page indices, destinations, metadata slot. Must not change either.
+    #: The backend's own data: page indices, destinations, metadata slot. Immutable too.
     payload: Any
-    #: No other chunk of the room follows.
+    #: True for the last chunk of the room.
     is_last: bool
-    #: When it must be settled, in the clock of ``enqueued_at``; the time in the queue counts.
+    #: When it must have settled, in the clock of ``enqueued_at``; the time in the queue counts.
     deadline: float
-    #: ``time.monotonic()`` when it was submitted, in seconds.
+    #: ``time.monotonic()`` at submission, in seconds.
     enqueued_at: float
 
 
-class State(enum.Enum):
-    """What the transport says of a handle."""
+class TransferState(enum.Enum):
+    """The state of a handle, as the transport reports it."""
 
     IN_PROGRESS = "in progress"
     DONE = "done"
-    #: Not begun, or not to its end, and nothing of it is under way.
+    #: Not delivered, and no byte of it is under way.
     DROPPED = "dropped"
-    #: Not delivered. What was sent of it may still land: it counts as under way for a while.
+    #: Not delivered, but bytes may still land, so it counts as under way for ``doubt_s``.
     ERROR = "error"
 
 
 class TransferError(Exception):
-    """A backend's refusal with a reason of its own; any other exception means ``TRANSPORT``."""
+    """A refusal by a backend, with its reason; any other exception counts as ``TRANSPORT``."""
 
     def __init__(self, reason: Reason, text: str) -> None:
         super().__init__(text)
@@ -91,40 +93,46 @@ class TransferError(Exception):
 
 
 class Backend(Protocol):
-    """How bytes move. Called on worker threads only, and for one room only ever on one thread."""
+    """How bytes move."""
 
     def post(self, chunk: Chunk, peer: str) -> Iterable[Any]:
-        """Start moving what ``peer`` gets of ``chunk``, and give the handles to wait for.
+        """Start moving the part of ``chunk`` for ``peer``. Return the handles to wait for.
 
-        A backend that posts several transfers should be a generator which yields every handle as
-        soon as it exists: what was yielded is waited for and released even if a later post raises.
-        A list does for one that posts all or nothing. No handles is normal. Any exception fails
-        the room: a ``TransferError`` with its reason, others with ``TRANSPORT``.
+        Called by ``Worker._post`` on a worker thread, once for each chunk and peer. A backend that
+        posts several transfers should yield each handle as soon as it exists: those yielded are
+        waited for and released even if a later post raises. There may be no handles. Any exception
+        fails the room: a ``TransferError`` with its reason, others with ``TRANSPORT``.
         """
 
-    def state(self, handle: Any) -> State:
-        """How far it is; ``DONE`` only where every byte is in the peer's memory. An exception
-        counts as ``State.ERROR``, but a ``TransferError`` with another reason than ``TRANSPORT`` as
-        ``State.DROPPED``."""
+    def state(self, handle: Any) -> TransferState:
+        """Return the state; ``DONE`` only if every byte is in the peer's memory.
+
+        Called by ``Worker._poll`` on a worker thread, at the intervals of ``next_poll``. An
+        exception counts as ``ERROR``, but a ``TransferError`` with another reason than
+        ``TRANSPORT`` as ``DROPPED``.
+        """
 
     def release(self, handle: Any) -> None:
-        """Called exactly once for each handle, when all handles of its post are over."""
+        """Free a handle. Called by ``Worker._settled`` on a worker thread, exactly once for each
+        handle, when all handles of its post are over."""
 
     def complete(self, chunk: Chunk) -> None:
-        """Notify all peers of a room's last chunk that everything of the room is with them. Called
-        once for a room, when all its handles are ``DONE`` and its room said yes; returns without
-        waiting for anybody. An exception fails the room, as one of ``post`` does."""
+        """Notify all peers of the last chunk that the room is complete, without waiting for them.
+
+        Called by ``Worker._complete`` on a worker thread, once for a room, when all its handles are
+        ``DONE`` and the room table agreed. An exception fails the room, as one of ``post`` does.
+        """
 
 
-# ---- threads that take no core from a running one when they wake up: Linux' SCHED_BATCH ----
+# ---- Linux' SCHED_BATCH: threads that preempt no running one when they wake up ----
 
 
 def use_batch_scheduling(thread: int = 0) -> None:
-    """From now on this thread (or ``thread``, by Linux' number), and those that it starts, take no
-    core from a running thread when they wake up; they wait for a free one, or for their turn.
+    """Give SCHED_BATCH to this thread (or to ``thread``, a Linux thread id) and those it starts, so
+    that they wait for a free core or their turn when they wake up.
 
-    Without that, waking a worker may cost the scheduler its core in the middle of ``send``.
-    (Linux' SCHED_BATCH; elsewhere, or where it is forbidden, nothing happens.)
+    Otherwise, waking a worker may cost the scheduler its core in the middle of ``send``. Does
+    nothing on other systems, or if it is forbidden.
     """
     with contextlib.suppress(AttributeError, OSError):
         os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
@@ -132,10 +140,10 @@ def use_batch_scheduling(thread: int = 0) -> None:
 
 @contextlib.contextmanager
 def batch_scheduling() -> Iterator[None]:
-    """Give SCHED_BATCH to native threads that a library starts meanwhile.
+    """Give SCHED_BATCH to native threads that a library starts in the ``with`` block.
 
-    Threads of Python's are left alone: they take the interpreter's lock, and its holder must not
-    wait for a core.
+    Python threads are left alone, because they take the interpreter's lock, and its holder must
+    not wait for a core.
     """
     before = _threads()
     yield
@@ -144,7 +152,7 @@ def batch_scheduling() -> Iterator[None]:
 
 
 def _threads() -> set[int]:
-    """The threads of this process, as Linux numbers them; none elsewhere."""
+    """Return the Linux ids of this process's threads; empty on other systems."""
     with contextlib.suppress(OSError):
         return {int(name) for name in os.listdir("/proc/self/task")}
     return set()

@@ -1,58 +1,46 @@
-"""The threads of the transfer workers, and what both backends' managers do with them.
+"""The threads of the transfer workers.
 
-The rest of the process calls ``TransferPool``, which only appends to a queue. The threads run under
-SCHED_BATCH: waking one never takes the scheduler's core. ``TransferPool.tick`` notices workers that
-do not go on, and fails their rooms instead of letting them wait.
+Contract: ``open``, ``submit`` and ``forget`` of a room come from one thread (the scheduler's),
+``cancel`` and ``stop`` from any, ``tick`` from the reader thread. All but ``stop`` and ``tick``
+only append to a queue: they never block, and the room's worker does the work soon after. Each
+worker has one thread and no lock. The threads run under SCHED_BATCH, because waking one must not
+take the scheduler's core.
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any  # Any: payloads are the backend's own
-
-import numpy.typing as npt
+from collections.abc import Callable
 
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS, TransferReport
-from sglang.srt.disaggregation.delta.pages import DeltaMismatch
 from sglang.srt.disaggregation.delta.prefill.rooms import UNCLAIMED, Room, RoomTable
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     Backend,
     Chunk,
-    Settings,
+    TransferSettings,
     use_batch_scheduling,
 )
 from sglang.srt.disaggregation.delta.prefill.transfer_worker import Worker
-from sglang.srt.patchset import environment
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from sglang.srt.disaggregation.common.conn import CommonKVManager
-else:
-    CommonKVManager = object
 
 logger = logging.getLogger(__name__)
 
 
-#: What a worker is to do; a number ends its thread, after so many seconds for what is under way.
+#: A call for a worker; or a number, which ends its thread after that many seconds for transfers
+#: under way.
 _Command = Callable[[Worker], None] | float
 
-#: A worker whose step raised (a bug: steps catch what they call) goes on after so many seconds.
-_AFTER_A_BUG_S = 0.1
-#: Join at most so much longer than a worker may drain.
+#: Seconds until the next step after one that raised, which is a bug: steps catch what they call.
+_RETRY_AFTER_ERROR_S = 0.1
+#: Seconds to wait for a thread beyond the time that its worker may drain.
 _JOIN_GRACE_S = 2.0
-#: A process that ends waits so many seconds for what is under way.
-_DRAIN_S = 1.0
 
 
 class _Thread:
-    """One worker with its queue. Only its own thread touches the worker."""
+    """One worker with its command queue. Only its own thread uses the worker."""
 
     def __init__(
         self, worker: Worker, name: str, prepare: Callable[[], None], clock: Callable[[], float]
@@ -60,9 +48,9 @@ class _Thread:
         self._worker = worker
         self._prepare = prepare
         self._clock = clock
-        #: To be done in order. To put one wakes the thread; no lock of it is ever held for long.
+        #: Commands in order. A put wakes the thread and never waits long for a lock.
         self.commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        #: Since when it has something to do and has not finished a step; None while it waits.
+        #: When the step under way, or what leads to it, began; None while the thread waits.
         self.busy_since: float | None = None
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -71,7 +59,9 @@ class _Thread:
         try:
             self._prepare()
         except Exception:
-            logger.exception("%s: could not prepare the thread; it continues", self.thread.name)
+            logger.exception(
+                "%s: could not select the device; the thread continues without", self.thread.name
+            )
         wait: float | None = None
         while (drain_s := self._obey(wait)) is None:
             wait = self._step()
@@ -82,11 +72,15 @@ class _Thread:
             self._obey(left if wait is None else min(wait, left))
         if self._worker.busy:
             logger.error(
-                "%s: ended with %d transfers under way", self.thread.name, self._worker.busy
+                "%s: ended with %d transfers under way; decode frees their pages after its "
+                "SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT",
+                self.thread.name,
+                self._worker.busy,
             )
 
     def _obey(self, wait: float | None) -> float | None:
-        """Wait so long for a command, and do all there are; not None at that to end."""
+        """Wait up to ``wait`` seconds for a command, and run all that are queued. Return the
+        seconds to drain if one of them ends the thread, else None."""
         try:
             command = self.commands.get(timeout=wait)
             if self.busy_since is None:
@@ -95,7 +89,10 @@ class _Thread:
                 try:
                     command(self._worker)
                 except Exception:
-                    logger.exception("%s: a command failed", self.thread.name)
+                    logger.exception(
+                        "%s: unexpected error in a command; later commands are run",
+                        self.thread.name,
+                    )
                 command = self.commands.get_nowait()
             return command
         except queue.Empty:
@@ -108,42 +105,39 @@ class _Thread:
         try:
             wait = self._worker.step(now)
         except Exception:
-            logger.exception("%s: a step failed", self.thread.name)
-            return _AFTER_A_BUG_S
+            logger.exception(
+                "%s: unexpected error; retrying in %.1f s", self.thread.name, _RETRY_AFTER_ERROR_S
+            )
+            return _RETRY_AFTER_ERROR_S
         self.busy_since = None
         return wait
 
 
 def worker_of(room: int, workers: int) -> int:
-    """The worker of ``room``: the same for all its chunks, which is what keeps them in order.
+    """Return the worker of ``room``, which keeps all its chunks in order.
 
-    Room numbers are scattered first. Data parallel attention gives a scheduler only rooms with one
-    remainder, and ``room % workers`` would put all of them into one queue.
+    Room numbers are scattered first, because data parallel attention gives a scheduler only rooms
+    with one remainder, and ``room % workers`` would put all of them into one queue.
     """
-    # Times the 64-bit golden ratio (Knuth, "The Art of Computer Programming", volume 3, 6.4); the
-    # upper bits of the product depend on every bit of the room.
+    # Multiply by the 64-bit golden ratio (Knuth, "The Art of Computer Programming", volume 3, 6.4),
+    # because the upper bits of the product depend on every bit of the room.
     return (room * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF) * workers >> 64
 
 
 class TransferPool:
-    """Moves chunks on its own threads; nothing here waits for a transfer.
-
-    ``open``, ``submit`` and ``forget`` of a room come from one thread (the scheduler's), ``cancel``
-    and ``stop`` from any. All of them only append to a queue: they never block, and what they cause
-    happens soon after, on the room's worker.
-    """
+    """Moves chunks on its own threads."""
 
     def __init__(
         self,
         backend: Backend,
         rooms: RoomTable,
-        settings: Settings,
+        settings: TransferSettings,
         report: TransferReport,
         *,
         prepare_thread: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``prepare_thread`` is called first on every thread: it sets the CUDA device."""
+        """``prepare_thread`` is called first on every thread, to set the CUDA device."""
         self.backend = backend
         self._rooms = rooms
         self._settings = settings
@@ -159,38 +153,38 @@ class TransferPool:
             )
             for index in range(settings.queues)
         ]
-        #: Workers in trouble at the last tick, by index; in ``_suspected`` for the first time, too.
-        self._in_trouble: dict[int, str] = {}
+        #: Workers in trouble at the last tick -> when that was noticed.
+        self._in_trouble: dict[int, float] = {}
+        #: Those, and workers in trouble for the first time.
         self._suspected: set[int] = set()
 
     def start(self) -> None:
-        """Start the threads; once."""
+        """Start the threads. Called once."""
         for each in self._threads:
             each.thread.start()
 
     def open(self, room: Room) -> None:
-        """A request of ``room`` begins."""
+        """Accept chunks of ``room``."""
         self._put(room.number, lambda worker: worker.open(room))
 
     def submit(self, chunk: Chunk) -> None:
-        """Queue a chunk of an open room. Dropped if the room has ended."""
+        """Queue a chunk of an open room, or drop it if the room has ended."""
         self._put(chunk.room, lambda worker: worker.submit(chunk))
 
     def cancel(self, room: Room) -> None:
-        """End a room that the table has given up: it is not notified. Harmless for one that is not
-        open, or has ended."""
+        """End a room that the table has given up. Changes nothing if it is not open or has
+        ended."""
         self._put(room.number, lambda worker: worker.cancel(room))
 
     def forget(self, room: Room) -> None:
-        """The request is done with: nothing is kept of its room but what is under way."""
+        """Drop everything of a room whose request is done, except what is under way."""
         self._put(room.number, lambda worker: worker.forget(room))
 
     def stop(self, drain_s: float = 5.0) -> None:
-        """End all rooms, wait at most so many seconds for what is under way, and end the threads.
+        """End all rooms, wait up to ``drain_s`` for what is under way, and end the threads.
 
-        Idempotent. Returns when the threads have ended, or with an error in the log for those that
-        have not. The backend may be torn down after that only if
-        ``alive()`` is 0.
+        Idempotent. Logs an error for threads that have not ended in time. Tear the backend down
+        only if ``alive()`` is 0 afterwards.
         """
         with self._stop_lock:
             if not self._stopped:
@@ -203,11 +197,12 @@ class TransferPool:
                     each.thread.join(max(0.0, until - time.monotonic()))
         if self.alive():
             logger.error(
-                "%d transfer threads have not ended (py-spy dump shows where)", self.alive()
+                "%d transfer threads have not ended (py-spy dump shows where they hang)",
+                self.alive(),
             )
 
     def troubles(self) -> dict[int, str]:
-        """Workers whose rooms cannot wait for them any longer, by index, and what is wrong."""
+        """Return the workers that are stuck or ended, by index, with what is wrong."""
         if self._stopped:
             return {}
         found, now = {}, self._clock()
@@ -222,17 +217,15 @@ class TransferPool:
         return found
 
     def tick(self) -> None:
-        """Every second or so, on another thread: fail the rooms of workers in trouble, those that
-        came since the last time included.
+        """Fail the rooms of workers in trouble. Called about once a second.
 
-        A worker that wakes up finds its rooms stopped: it posts nothing more for them,
-        and their peers are never told that they are complete. So the scheduler need not wait for
-        what it may have under way.
+        A worker that wakes up finds its rooms stopped: it posts nothing more, and their peers are
+        never notified of completion. So the scheduler need not wait for transfers under way.
 
-        Once is no proof: where the process did not run, or this thread was kept waiting together
-        with the workers, they are late by the clock and go on at once.
+        A worker must be late at two ticks in a row, because after a suspension of the process all
+        workers are late by the clock and go on at once.
         """
-        found = self.troubles()
+        found, now = self.troubles(), self._clock()
         troubles = {index: text for index, text in found.items() if index in self._suspected}
         self._suspected = set(found)
         for index, text in troubles.items():
@@ -244,8 +237,12 @@ class TransferPool:
                     text,
                 )
         for index in self._in_trouble.keys() - troubles.keys():
-            logger.error("KV transfer worker %d makes progress again", index)
-        self._in_trouble = troubles
+            logger.warning(
+                "KV transfer worker %d recovered after %.1f s: its new rooms are served",
+                index,
+                now - self._in_trouble[index],
+            )
+        self._in_trouble = {index: self._in_trouble.get(index, now) for index in troubles}
         for room in self._rooms.all() if troubles else ():
             why = troubles.get(worker_of(room.number, len(self._threads)))
             if why is not None and room.state not in UNCLAIMED:
@@ -253,88 +250,8 @@ class TransferPool:
                 self._rooms.abandon(room, Reason.INTERNAL, text)
 
     def alive(self) -> int:
-        """Return the number of live threads. Fewer than ``Settings.queues`` before ``stop`` is a
-        bug."""
+        """Return the number of live threads, ``TransferSettings.queues`` until ``stop``."""
         return sum(each.thread.is_alive() for each in self._threads)
 
     def _put(self, room: int, command: Callable[[Worker], None]) -> None:
         self._threads[worker_of(room, len(self._threads))].commands.put(command)
-
-
-class PooledManager(CommonKVManager):
-    """Queues what the plan left over. A backend says how bytes move (``make_backend``) and what is
-    one chunk (``cut``)."""
-
-    def make_backend(self, settings: Settings) -> Backend:
-        """How bytes move."""
-        raise NotImplementedError
-
-    def cut(self, *chunk: Any) -> Any:
-        """The payload of a chunk, with ``destinations`` by peer. ``chunk``: room, announcements,
-        pages, their place among the room's destination pages, chunk id, metadata slot, and pages of
-        state; the last two are None but for the last chunk.
-
-        Raises:
-            DeltaMismatch: a decode rank listed another number of pages there.
-        """
-        raise NotImplementedError
-
-    def start_prefill(self) -> None:
-        """The threads of a prefill rank."""
-        self.start_transfers()
-        self.start_reader(self.announcements().take, self.tick_transfers)
-
-    def start_transfers(self) -> None:
-        """Start the transfer workers of this prefill rank.
-
-        Raises:
-            ValueError: a variable is set to something that cannot be; the message names it.
-        """
-        settings = Settings.read()
-        #: Seconds that a chunk may take, from the queue to its end.
-        self.transfer_s = environment.TRANSFER_TIMEOUT.read()
-        self.transfer_report = TransferReport(environment.TRANSFER_LOG_INTERVAL.read())
-        self.transfers = TransferPool(
-            self.make_backend(settings),
-            self.rooms,
-            settings,
-            self.transfer_report,
-            prepare_thread=self._prepare_thread,
-        )
-        self.rooms.on_stopped = self.room_stopped
-        self.transfers.start()
-        atexit.register(self.transfers.stop, _DRAIN_S)
-
-    def _prepare_thread(self) -> None:
-        import torch
-
-        if torch.cuda.is_available():
-            torch.cuda.set_device(self.kv_args.gpu_id)
-
-    def queue_chunk(
-        self, room: int, pages: npt.NDArray[np.int32], part: slice, is_last: bool, chunk_id: int,
-        metadata_slot: int | None, state_pages: Sequence[Any] | None,
-    ) -> None:  # fmt: skip
-        """Queue one chunk. What becomes of it is in the room table.
-
-        Raises:
-            DeltaMismatch: as ``cut``, or no decode rank is known for the room.
-        """
-        known = self.rooms.room(room)
-        announcements = list(known.announcements.values()) if known is not None else []
-        if not announcements:
-            raise DeltaMismatch(f"room {room}: no decode rank's pages are known for it")
-        payload = self.cut(room, announcements, pages, part, chunk_id, metadata_slot, state_pages)
-        now = time.monotonic()
-        peers = tuple(payload.destinations)
-        self.transfers.submit(Chunk(room, peers, payload, is_last, now + self.transfer_s, now))
-
-    def room_stopped(self, room: Room, kind: Reason) -> None:
-        """``room`` failed: what waits of it is dropped."""
-        self.transfers.cancel(room)
-
-    def tick_transfers(self) -> None:
-        """Every second or so, by the reader thread."""
-        self.transfer_report.tick()
-        self.transfers.tick()
-        self.forget_silent_peers()

@@ -1,7 +1,13 @@
-"""The state machine of one transfer worker: pure but for the calls that it makes.
+"""One transfer worker: what it posts next, when it polls, and how a room ends on it.
 
-It knows no thread and no clock of its own to wait on: commands go in, ``step(now)`` does what is to
-be done now and says how long nothing will be. One thread calls all of it.
+A *transfer* is one chunk to one peer: it waits in its peer's queue, is posted, and is over when all
+its handles are. When all transfers of a room are over and the room table agrees, its peers are
+notified that it is complete. A room that ends early drops what waits, and its peers are never
+notified of completion, whatever still lands.
+
+Contract: one thread makes all calls, so there is no lock. Commands (``open`` to ``stop``) come
+between steps. ``step(now)`` does what is due and never waits; the caller waits. Backend and room
+table may raise: the exception costs its own room and no other one.
 """
 
 from __future__ import annotations
@@ -15,128 +21,121 @@ from typing import Any  # Any: handles are the backend's own
 
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import STATS, TransferReport
-from sglang.srt.disaggregation.delta.prefill import send_queue
 from sglang.srt.disaggregation.delta.prefill.rooms import Room, RoomTable
 from sglang.srt.disaggregation.delta.prefill.send_queue import (
-    ChunkSend,
-    RoomQueue,
+    RoomTransfers,
     SendQueue,
     Transfer,
+    next_poll,
 )
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     Backend,
     Chunk,
-    Settings,
-    State,
     TransferError,
+    TransferSettings,
+    TransferState,
 )
 
 logger = logging.getLogger(__name__)
 
-#: Chunks that are over are let lie among the deadlines up to so many more than the others.
-_SLACK = 64
+#: Tolerated number of stale deadline entries before compaction.
+_MAX_STALE_DEADLINES = 64
 
 
 class Worker:
-    """Moves the chunks of the rooms that are sharded to it.
-
-    A transfer (one chunk, one peer) waits in its peer's queue, is posted, is over. When all of a
-    room are over and the room table says yes, its peers are notified that it is complete. A room
-    that ends early drops what waits; its peers are never told that, whatever still lands.
-    """
+    """Moves the chunks of the rooms that are sharded to it."""
 
     def __init__(
         self,
         backend: Backend,
         rooms: RoomTable,
-        settings: Settings,
+        settings: TransferSettings,
         report: TransferReport,
         index: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``index`` names the worker in the statistics. ``clock`` measures posts; it and the
-        ``now`` of ``step`` and the chunks' times are one clock, in seconds."""
+        """``index`` names the worker in statistics and log lines. ``clock`` measures posts; ``now``
+        of ``step`` and the times of chunks are of the same clock, in seconds."""
         self._backend = backend
         self._table = rooms
         self._report = report
         self._index = index
         self._clock = clock
-        self._rooms: dict[int, RoomQueue] = {}
+        self._rooms: dict[int, RoomTransfers] = {}
         self._queue = SendQueue(settings.window, settings.quota)
         self._doubt_s = settings.doubt_s
-        #: When chunks are due; those that are over stay until they get to the front, or are many.
-        self._deadlines: list[tuple[float, int, ChunkSend]] = []
+        #: Deadlines of transfers. Those of finished ones stay until they get to the front, or until
+        #: compaction.
+        self._deadlines: list[tuple[float, int, Transfer]] = []
         self._count = itertools.count()
         #: Transfers with handles under way, in the order of posting; polled when they are due.
         self._posted: dict[Transfer, None] = {}
-        #: Handles of transfers at which a bug raised: some bindings release in the destructor.
+        #: Handles kept alive after an internal error, because some bindings release in the
+        #: destructor.
         self._never_released: list[Any] = []
         self._stopped = False
 
     # ---- commands ----
 
     def open(self, room: Room) -> None:
-        """A request begins; until then, and after ``forget``, its room is unknown here."""
+        """Accept chunks of ``room`` from now on, until ``forget``."""
         if not self._stopped:
-            self._rooms[room.number] = RoomQueue(room)
+            self._rooms[room.number] = RoomTransfers(room)
 
     def submit(self, chunk: Chunk) -> None:
-        """Queue it. A chunk of a room that is unknown or has ended is dropped silently."""
+        """Queue ``chunk``, or drop it silently if its room is unknown or has ended."""
         room = self._rooms.get(chunk.room)
         if room is None or room.ended:
             return
-        send = ChunkSend(chunk, room)
-        send.transfers = [Transfer(send, peer) for peer in chunk.peers]
-        room.sends.append(send)
-        heapq.heappush(self._deadlines, (chunk.deadline, next(self._count), send))
-        for transfer in send.transfers:
+        if chunk.is_last:
+            room.last = chunk
+        for peer in chunk.peers:
+            transfer = Transfer(chunk, peer, room)
+            room.transfers[transfer] = None
+            heapq.heappush(self._deadlines, (chunk.deadline, next(self._count), transfer))
             self._queue.add(transfer)
-        if len(self._deadlines) > 2 * (self._queue.waiting + len(self._posted)) + _SLACK:
-            self._deadlines = [entry for entry in self._deadlines if entry[2].transfers]
+        limit = 2 * (self._queue.waiting + len(self._posted)) + _MAX_STALE_DEADLINES
+        if len(self._deadlines) > limit:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].is_live]
             heapq.heapify(self._deadlines)
         self._complete(room)
         self._deliver(room)
 
     def cancel(self, room: Room) -> None:
-        """End the room, and no later one of its number, for a reason that the caller has already
-        told whoever must know."""
-        queue = self._of(room)
-        if queue is not None and not queue.ended:
-            self._end(queue)
+        """End this room (not a later one with the same number). The caller has already reported
+        the reason."""
+        known = self._rooms.get(room.number)
+        if known is not None and known.room is room:
+            self._end(known)
 
     def forget(self, room: Room) -> None:
-        """The request is done with: the table is notified of nothing more of it but ``leave``, when
-        what is under way has settled."""
-        queue = self._of(room)
-        if queue is not None:
+        """End this room, whose request is done. Only ``leave`` follows, when nothing is under
+        way."""
+        self.cancel(room)
+        known = self._rooms.get(room.number)
+        if known is not None and known.room is room:
             del self._rooms[room.number]
-            self._end(queue)
-
-    def _of(self, room: Room) -> RoomQueue | None:
-        queue = self._rooms.get(room.number)
-        return queue if queue is not None and queue.room is room else None
 
     def stop(self) -> None:
-        """Take nothing in any more, and end every room. What is under way is still waited for."""
+        """Accept nothing more, and end every room. What is under way is still waited for."""
         self._stopped = True
         for room in list(self._rooms.values()):
             self._fail(room, Reason.ABORTED, "the transfer workers of this server are stopping")
 
     @property
     def busy(self) -> int:
-        """How many transfers are under way. They cannot be taken back; this object keeps their
-        handles, which some bindings release in the destructor."""
+        """Number of transfers under way. They cannot be taken back, and their handles are here:
+        some bindings release in the destructor."""
         return len(self._posted)
 
     def tables(self) -> dict[str, int]:
-        """The size of everything that is kept here; all zero when every room was forgotten and
-        everything has settled."""
+        """Return the sizes of all tables: zero when every room was forgotten and has settled."""
         return {
             "rooms": len(self._rooms),
             "waiting": self._queue.waiting,
             "in_window": self._queue.in_window,
             "peers": len(self._queue),
-            "deadlines": sum(bool(send.transfers) for _, _, send in self._deadlines),
+            "deadlines": sum(transfer.is_live for _, _, transfer in self._deadlines),
             "posted": len(self._posted),
             "overdue": len(self._posted) - self._queue.in_window,
         }
@@ -144,18 +143,18 @@ class Worker:
     # ---- time ----
 
     def step(self, now: float) -> float | None:
-        """Do what is due, and post at most one transfer. For how many seconds nothing is to be done
-        unless a command comes; None: for ever."""
+        """Do what is due, and post at most one transfer. Return the seconds until something is due,
+        or None if only a command can bring work."""
         for transfer in [transfer for transfer in self._posted if transfer.poll_at <= now]:
-            self._contain(transfer.send, self._poll, transfer, now)
+            self._contain(self._poll, transfer, now)
         due = self._deadlines
-        while due and (due[0][0] <= now or not due[0][2].transfers):
-            _, _, send = heapq.heappop(due)
-            if send.transfers:
-                self._contain(send, self._expire, send, now)
+        while due and (due[0][0] <= now or not due[0][2].is_live):
+            _, _, transfer = heapq.heappop(due)
+            if transfer.is_live:
+                self._contain(self._expire, transfer, now)
         chosen = self._queue.take()
         if chosen is not None:
-            self._contain(chosen.send, self._post, chosen, now)
+            self._contain(self._post, chosen, now)
         waiting, in_flight = self._queue.waiting, self._queue.in_window
         self._report.level(self._index, waiting, in_flight, len(self._posted) - in_flight)
         if chosen is not None:
@@ -168,26 +167,25 @@ class Worker:
     # ---- a transfer's way ----
 
     def _post(self, transfer: Transfer, now: float) -> None:
-        send = transfer.send
-        room = send.room
-        transfer.is_posted = True  # the end of the room must not drop it
+        room, chunk = transfer.room, transfer.chunk
+        transfer.is_posted = True  # otherwise the end of the room drops it from the queue again
         if not self._may(self._table.enter, room):
             self._queue.finish(transfer)
-            send.transfers.remove(transfer)
+            del room.transfers[transfer]
             self._end(room)
             return
         room.posted += 1
-        STATS.observe("kv_transfer_queue_seconds", now - send.chunk.enqueued_at)
+        STATS.observe("kv_transfer_queue_seconds", now - chunk.enqueued_at)
         self._posted[transfer] = None
         failure: Exception | None = None
         try:
-            for handle in self._backend.post(send.chunk, transfer.peer):
+            for handle in self._backend.post(chunk, transfer.peer):
                 transfer.handles.append(handle)
-        except Exception as error:  # bindings raise what they like
+        except Exception as error:  # bindings raise exceptions of any class
             failure = error
         transfer.open = list(transfer.handles)
         transfer.posted_at = self._clock()
-        transfer.poll_at = send_queue.next_poll(transfer.posted_at, 0.0)
+        transfer.poll_at = next_poll(transfer.posted_at, 0.0)
         if failure is not None:
             text = f"a transfer to {transfer.peer} could not be posted"
             self._fail_because(room, text, failure)
@@ -200,39 +198,35 @@ class Worker:
             try:
                 state = self._backend.state(handle)
             except Exception as error:
-                is_refusal = (
-                    isinstance(error, TransferError) and error.reason is not Reason.TRANSPORT
-                )
-                state = State.DROPPED if is_refusal else State.ERROR
+                was_never_begun = _reason_of(error) is not Reason.TRANSPORT
+                state = TransferState.DROPPED if was_never_begun else TransferState.ERROR
                 failure = failure or error
-            if state is State.IN_PROGRESS:
+            if state is TransferState.IN_PROGRESS:
                 still.append(handle)
-            elif state is State.DROPPED:
+            elif state is TransferState.DROPPED:
                 transfer.is_dropped = True
-            elif state is not State.DONE:
+            elif state is not TransferState.DONE:
                 was_broken = True
         transfer.open = still
         if was_broken:
-            # What was sent of it may still be on its way. It counts as under way for as long as
-            # decode would hold its pages without a word, and nobody is told anything before that.
+            # Keep it under way for the quarantine timeout, because bytes that were sent may still
+            # land. Decode is not notified before then.
             transfer.settles_at = now + self._doubt_s
         if was_broken or failure is not None:
             text = f"a transfer to {transfer.peer} failed in the transport"
-            self._fail_because(transfer.send.room, text, failure)
+            self._fail_because(transfer.room, text, failure)
         if still:
             age = now - transfer.posted_at
-            transfer.poll_at = send_queue.next_poll(now, age, transfer.is_overdue)
+            transfer.poll_at = next_poll(now, age, transfer.is_overdue)
         elif now < transfer.settles_at:
             transfer.poll_at = transfer.settles_at
             self._mark_overdue(transfer)
-            self._say_if_overdue(transfer.send.room)
         else:
             self._settled(transfer, now)
 
     def _settled(self, transfer: Transfer, now: float) -> None:
-        """All its handles are over."""
-        send = transfer.send
-        room = send.room
+        """Release a transfer all of whose handles are over, and do what that allows."""
+        room = transfer.room
         del self._posted[transfer]
         moved = bool(transfer.handles) and not transfer.settles_at and not transfer.is_dropped
         if moved and not room.ended:
@@ -241,22 +235,26 @@ class Worker:
             try:
                 self._backend.release(handle)
             except Exception:
-                logger.exception("room %d: could not release a transfer", room.number)
+                logger.exception(
+                    "room %d: a handle of a transfer to %s could not be released; the worker goes "
+                    "on", room.room.number, transfer.peer,
+                )  # fmt: skip
         room.posted -= 1
         room.overdue -= transfer.is_overdue
         self._queue.finish(transfer, delivered=moved)
-        send.transfers.remove(transfer)
+        del room.transfers[transfer]
         self._complete(room)
         if not room.posted:
-            self._call(self._table.leave, room.room)
-        self._say_if_overdue(room)
+            self._call(self._table.leave, room)
+        self._report_if_overdue(room)
         self._deliver(room)
 
-    def _expire(self, send: ChunkSend, now: float) -> None:
-        chunk, room = send.chunk, send.room
+    def _expire(self, transfer: Transfer, now: float) -> None:
+        chunk, room = transfer.chunk, transfer.room
         late = ", ".join(
-            f"{transfer.peer} ({'posted' if transfer.is_posted else 'queued'})"
-            for transfer in send.transfers
+            f"{it.peer} ({'posted' if it.is_posted else 'queued'})"
+            for it in room.transfers
+            if it.chunk is chunk
         )
         self._fail(
             room,
@@ -264,120 +262,121 @@ class Worker:
             f"a chunk was not delivered to {late} within {now - chunk.enqueued_at:.1f} s "
             f"(SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT)",
         )
-        for transfer in send.transfers:  # only those under way are left
-            if not transfer.open:
-                continue  # broken off: it has a time of its own
-            transfer.poll_at = send_queue.next_poll(now, now - transfer.posted_at, is_overdue=True)
-            self._mark_overdue(transfer)
-            logger.error(
-                "room %d: a transfer to decode rank %s did not settle by its deadline. This server "
-                "still waits for it (%d such transfers); decode's pages stay in deferred release "
-                "until then, or for its SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT",
-                room.number,
-                transfer.peer,
-                len(self._posted) - self._queue.in_window,
-            )
-        self._say_if_overdue(room)
+        if not transfer.open:
+            return  # it was queued and is dropped now, or was broken off and has a time of its own
+        transfer.poll_at = next_poll(now, now - transfer.posted_at, is_overdue=True)
+        self._mark_overdue(transfer)
+        logger.error(
+            "room %d: a transfer to decode rank %s did not settle by its deadline. This server "
+            "still waits for it (%d such transfers); decode's pages stay in deferred release "
+            "until then, or for its SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT",
+            room.room.number,
+            transfer.peer,
+            len(self._posted) - self._queue.in_window,
+        )
 
     def _mark_overdue(self, transfer: Transfer) -> None:
-        """Its room, which has failed, does not wait for it any more."""
+        """Have its room, which has failed, wait for it no longer."""
         if not transfer.is_overdue:
             self._queue.mark_overdue(transfer)
             transfer.is_overdue = True
-            transfer.send.room.overdue += 1
+            transfer.room.overdue += 1
+        self._report_if_overdue(transfer.room)
 
-    def _contain(self, send: ChunkSend, do: Callable[..., None], *arguments: object) -> None:
-        """Whatever a bug raises here costs the send's room, which is never left, and no other."""
+    def _contain(
+        self, do: Callable[[Transfer, float], None], transfer: Transfer, now: float
+    ) -> None:
+        """Contain unexpected exceptions: fail only this room. Its table entry is never removed."""
         try:
-            do(*arguments)
+            do(transfer, now)
         except Exception as error:
-            room = send.room
+            room = transfer.room
             logger.exception(
-                "transfer worker %d: unexpected error, room %d fails", self._index, room.number
+                "room %d fails: unexpected error in transfer worker %d (bug; please report)",
+                room.room.number,
+                self._index,
             )
             text = f"unexpected error in transfer worker {self._index}: {error!r}"
             self._fail(room, Reason.INTERNAL, text, error)
-            for transfer in send.transfers:  # only those under way are left
+            if transfer.is_live:
                 self._mark_overdue(transfer)
                 self._never_released += transfer.handles
                 self._posted.pop(transfer, None)
                 self._queue.finish(transfer)
-            send.transfers = []
-            self._say_if_overdue(room)
+                del room.transfers[transfer]
 
     # ---- a room's way ----
 
-    def _may(self, step: Callable[[Room], bool], room: RoomQueue) -> bool:
-        """Ask the room table for a step. What it raises fails the room."""
+    def _may(self, step: Callable[[Room], bool], room: RoomTransfers) -> bool:
+        """Return what the room table answers. An exception fails the room."""
         try:
             return step(room.room)
         except Exception as error:
             self._fail(room, Reason.TRANSPORT, repr(error), error)
             return False
 
-    def _complete(self, room: RoomQueue) -> None:
-        """When everything of the room has landed, tell its peers: unless it was given up before,
-        and then never."""
-        if room.ended or room.completed or not room.sends:
+    def _complete(self, room: RoomTransfers) -> None:
+        """Notify the peers of a room when all of it has landed, unless it was given up before."""
+        chunk = room.last
+        if chunk is None or room.transfers or room.ended or room.is_complete:
             return
-        chunk = room.sends[-1].chunk
-        if not chunk.is_last or any(send.transfers for send in room.sends):
-            return
-        room.completed = self._may(self._table.complete, room)
-        if not room.completed:
+        room.is_complete = self._may(self._table.complete, room)
+        if not room.is_complete:
             self._end(room)
             return
         try:
             self._backend.complete(chunk)
         except Exception as error:
-            self._call(self._table.take_back, room.room)
+            self._call(self._table.take_back, room)
             text = f"{', '.join(chunk.peers)} could not be notified that it is complete"
             self._fail_because(room, text, error)
 
-    def _deliver(self, room: RoomQueue) -> None:
-        """Report the chunks at the head of the room that are with all their peers."""
-        while room.sends and not room.sends[0].transfers and not room.ended:
-            send = room.sends.popleft()
-            if send.chunk.is_last:
-                self._call(self._table.deliver, room.room)
-                self._end(room)
+    def _deliver(self, room: RoomTransfers) -> None:
+        """End a room whose peers were notified."""
+        if room.is_complete and not room.ended:
+            self._call(self._table.deliver, room)
+            self._end(room)
 
-    def _fail_because(self, room: RoomQueue, text: str, error: Exception | None) -> None:
-        reason = error.reason if isinstance(error, TransferError) else Reason.TRANSPORT
+    def _fail_because(self, room: RoomTransfers, text: str, error: Exception | None) -> None:
         if error is not None:
             text += f": {error if isinstance(error, TransferError) else repr(error)}"
-        self._fail(room, reason, text, error)
+        self._fail(room, _reason_of(error), text, error)
 
     def _fail(
-        self, room: RoomQueue, reason: Reason, text: str, error: Exception | None = None
+        self, room: RoomTransfers, reason: Reason, text: str, error: Exception | None = None
     ) -> None:
-        """End the room and say why, unless it has ended: the first cause counts."""
-        if room.ended:
-            return
-        text = f"room {room.number}: {text}"
-        self._call(self._table.room_failed, room.room, reason, text, error)
-        self._end(room)
+        """End the room with a reason, unless it has ended: the first cause counts."""
+        if not room.ended:
+            text = f"room {room.room.number}: {text}"
+            self._call(self._table.room_failed, room, reason, text, error)
+            self._end(room)
 
-    def _end(self, room: RoomQueue) -> None:
+    def _end(self, room: RoomTransfers) -> None:
         """Drop what waits; what is under way is waited for."""
         if room.ended:
             return
         room.ended = True
-        for send in room.sends:
-            for transfer in list(send.transfers):
-                if not transfer.is_posted:
-                    self._queue.drop(transfer)
-                    send.transfers.remove(transfer)
-        room.sends.clear()
-        self._say_if_overdue(room)
+        for transfer in [transfer for transfer in room.transfers if not transfer.is_posted]:
+            self._queue.drop(transfer)
+            del room.transfers[transfer]
+        self._report_if_overdue(room)
 
-    def _say_if_overdue(self, room: RoomQueue) -> None:
+    def _report_if_overdue(self, room: RoomTransfers) -> None:
         if room.ended and room.posted and room.overdue == room.posted:
-            self._call(self._table.room_overdue, room.room)
+            self._call(self._table.room_overdue, room)
 
-    def _call(self, callback: Callable[..., None], *arguments: object) -> None:
-        """Whatever it raises must not keep the worker from other rooms."""
+    def _call(self, callback: Callable[..., None], room: RoomTransfers, *rest: object) -> None:
+        """Call the room table. An exception must not keep the worker from other rooms."""
         try:
-            callback(*arguments)
+            callback(room.room, *rest)
         except Exception:
-            logger.exception("transfer worker %d", self._index)
+            logger.exception(
+                "transfer worker %d: unexpected error in room-table callback %s for room %d",
+                self._index,
+                getattr(callback, "__name__", callback),
+                room.room.number,
+            )
+
+
+def _reason_of(error: Exception | None) -> Reason:
+    return error.reason if isinstance(error, TransferError) else Reason.TRANSPORT

@@ -1,10 +1,12 @@
-"""Requests that a decode server computes itself: they end here with an empty answer, without work.
+"""Requests that a decode server computes itself: prefill ends them with an empty answer.
 
-The answer is given where the client waits, in the process that speaks HTTP: a scheduler may be in
-the middle of a long step, and may not have looked yet at what the router sent it. ``Frontend``, in
-the thread that reads decode's messages, hands the room on to ``YieldingTokenizer``, which answers
-and sends ``EndYielded`` after the request on its way to the schedulers. SGLang gives that to all
-ranks in one step, like every command, so that the ranks need not agree on anything.
+The tokenizer process answers, because a scheduler may be in the middle of a long step and may not
+have received the request yet. ``Frontend`` passes the room to ``YieldingTokenizer``, which answers
+and sends ``EndYielded`` after the request on its way to the schedulers. SGLang gives a command to
+all ranks in one step, so the ranks need not agree on anything.
+
+Contract: ``Frontend`` is used by the reader thread only, ``YieldingTokenizer`` on the event loop of
+the tokenizer, the functions below on the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -32,53 +34,57 @@ else:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds for which a room is waited for whose request has not come, and between two looks.
-_WAIT_S, _LOOK_S = 30.0, 0.002
-#: With data parallel attention a command may overtake a request: it is sent again, this much later.
-_AGAIN_S = 1.0
-#: Rooms that are waited for whose request has not come; anybody can send numbers of none.
-_MOST_ABSENT = 1024
+#: Seconds to wait for the request of a room.
+_REQUEST_TIMEOUT_S = 30.0
+#: Seconds until the first check for requests; the pause then grows.
+_FIRST_POLL_S = 0.002
+#: Seconds until the command is repeated with data parallel attention, where it may overtake the
+#: request.
+_REPEAT_AFTER_S = 1.0
+#: Maximum number of rooms without a request, because any peer can send unknown numbers.
+_MAX_ABSENT = 1024
 
 
 @dataclass(frozen=True)
 class RoomYielded:
-    """A scheduler to the tokenizer: decode computes the request of ``room``."""
+    """Scheduler to tokenizer: decode computes the request of ``room``."""
 
     room: int
 
 
 @dataclass
-class _Rooms:
-    """Rooms that the tokenizer was told of and whose requests it cannot answer yet."""
+class _YieldedRooms:
+    """Rooms with requests that decode computes and that cannot be answered yet."""
 
-    #: Those whose request has not come, the oldest first, and until when it is waited for.
+    #: Rooms without a request, oldest first -> deadline for it.
     absent: dict[int, float] = field(default_factory=dict)
-    #: The ids of those whose request is here, and not sent to the schedulers yet.
+    #: Rooms with a request that is not sent to the schedulers yet -> its id.
     here: dict[int, str] = field(default_factory=dict)
-    pause: float = _LOOK_S
-    #: That another room was named.
+    pause: float = _FIRST_POLL_S
+    #: Set when another room was named.
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
 
 @dataclass
 class EndYielded(AbortReq):
-    """The tokenizer to the schedulers: the client of ``rid`` has its answer, do nothing for it."""
+    """Tokenizer to schedulers: drop the request ``rid``, because its client was answered."""
 
 
 class Frontend:
-    """The way to the tokenizer, for one thread; its socket is made where it is used first."""
+    """A socket to the tokenizer, made on first use, because its thread must be the one that uses
+    it."""
 
     def __init__(self, address: str) -> None:
-        """``address``: where the tokenizer takes the schedulers' output."""
+        """``address``: where the tokenizer receives the schedulers' output."""
         self._address = address
         self._socket: zmq.Socket[bytes] | None = None
 
     def yielded(self, room: int) -> None:
-        """Decode computes the request of ``room``.
+        """Notify the tokenizer that decode computes the request of ``room``.
 
         Raises:
-            OSError: it could not be sent.
+            OSError: the message could not be sent.
         """
         import zmq
 
@@ -94,12 +100,12 @@ class Frontend:
 
 
 class YieldingTokenizer(TokenizerManager):
-    """Answers requests that decode computes itself. Stock on a server that is no prefill server."""
+    """Answers requests that decode computes itself. Unchanged on servers other than prefill."""
 
     @override
     def init_disaggregation(self) -> None:
         super().init_disaggregation()
-        # With several tokenizers nobody here knows which of them has the request.
+        # Only with one tokenizer, because it is unknown which of several has the request.
         if self.bootstrap_server is not None and self.server_args.tokenizer_worker_num == 1:
             self.bootstrap_server.yields = True
 
@@ -112,16 +118,16 @@ class YieldingTokenizer(TokenizerManager):
             self._result_dispatcher += TypeBasedDispatcher([(RoomYielded, self.take_yielded)])
 
     @cached_property
-    def yielded_rooms(self) -> _Rooms:
-        """Rooms whose requests are not here yet, or not on the schedulers."""
-        return _Rooms()
+    def yielded_rooms(self) -> _YieldedRooms:
+        """Rooms without an answer yet."""
+        return _YieldedRooms()
 
     def take_yielded(self, message: RoomYielded) -> None:
-        """Answer the request of a room, as soon as it is here and the schedulers were sent it."""
+        """Answer the request of a room, once it is here and was sent to the schedulers."""
         rooms = self.yielded_rooms
-        rooms.pause = _LOOK_S
-        rooms.absent[message.room] = time.monotonic() + _WAIT_S
-        if len(rooms.absent) > _MOST_ABSENT:
+        rooms.pause = _FIRST_POLL_S
+        rooms.absent[message.room] = time.monotonic() + _REQUEST_TIMEOUT_S
+        if len(rooms.absent) > _MAX_ABSENT:
             del rooms.absent[next(iter(rooms.absent))]
         rooms.woken.set()
         if (rooms.task is None or rooms.task.done()) and self._answer_yielded():
@@ -130,7 +136,7 @@ class YieldingTokenizer(TokenizerManager):
             rooms.task.add_done_callback(self.asyncio_tasks.discard)
 
     async def _wait_for_requests(self) -> None:
-        """Decode was faster than this server: requests are on their way, or are being tokenized."""
+        """Answer requests that arrive or are tokenized later than decode's message."""
         rooms = self.yielded_rooms
         while rooms.absent or rooms.here:
             with suppress(asyncio.TimeoutError):
@@ -145,10 +151,10 @@ class YieldingTokenizer(TokenizerManager):
                 )
 
     def _answer_yielded(self) -> bool:
-        """Answer the requests that the schedulers were sent; whether a room still waits.
+        """Answer the requests that were sent to the schedulers. Return True if a room still waits.
 
-        All requests are looked through once for all absent rooms. Those of a paused server are
-        here, for as long as it takes: none of them is looked for again.
+        One pass over all requests finds those of all absent rooms. The requests of a paused server
+        stay in ``here``, so no later pass searches for them.
         """
         rooms, now = self.yielded_rooms, time.monotonic()
         if rooms.absent:
@@ -173,15 +179,15 @@ class YieldingTokenizer(TokenizerManager):
                 self.send_to_scheduler.send_pyobj(end)
                 if self.server_args.enable_dp_attention:
                     loop = asyncio.get_running_loop()
-                    loop.call_later(_AGAIN_S, self.send_to_scheduler.send_pyobj, end)
+                    loop.call_later(_REPEAT_AFTER_S, self.send_to_scheduler.send_pyobj, end)
                 self._handle_batch_output(empty_answer(rid))
         return bool(rooms.absent or rooms.here)
 
 
 def empty_answer(rid: str) -> BatchStrOutput:
-    """What a scheduler would send for a request that ends before it was begun.
+    """Return what a scheduler would send for a request that ends before it begins.
 
-    Its finish reason is no error: SGLang's routers make an error of prefill the client's.
+    The finish reason is not an error, because SGLang's routers pass an error to the client.
     """
     required = [each.name for each in fields(BatchStrOutput) if each.default is MISSING]
     lists: dict[str, object] = {name: [[]] for name in required}
@@ -206,11 +212,8 @@ def leave_unannounced(scheduler: Any, req: Req) -> None:
 
 
 def end_yielded(scheduler: Any, rid: str) -> None:
-    """Forget the request ``rid``, whose client was answered. On all ranks in one step.
-
-    It waits for its announcement, or for its grammar. Anywhere else decode has announced it all the
-    same, and it ends like any other.
-    """
+    """Drop the request ``rid``, which was answered, from the bootstrap and grammar queues. On all
+    ranks in one step. In any other place decode has announced it, and it ends like others."""
     for req in [r for r in scheduler.disagg_prefill_bootstrap_queue.queue if r.rid == rid]:
         leave_unannounced(scheduler, req)
         req.disagg_kv_sender.clear()
