@@ -1,8 +1,8 @@
 """``python -m chaos``: two servers under seeded faults, and every request accounted for.
 
-Ends with status 1 if a request was lost, answered wrong or failed without a cause, if memory
-leaked, or if a log shows an error. ``--seed`` repeats the plan of a run, though not the moments at
-which servers do what they do.
+Exits with status 1 if a request was lost, answered wrong or failed without a cause, if memory
+leaked, or if a log shows an error. ``--seed`` repeats the plan of a run, but not the timing of the
+servers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from sglang.srt.patchset.status import installed_version
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=600.0, help="of faults, over all arms")
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="duration of the faults, over all arms"
+    )
     parser.add_argument("--seed", type=int, help="default: a new one, printed")
     parser.add_argument("--backend", choices=[*BACKENDS, "both"], default="both")
     parser.add_argument("--page-size", choices=["1", "16", "64", "both"], default="both")
@@ -72,12 +74,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"SGLang {RELEASE} with all parts of the group `lead`, under its interpreter",
     )
     current.add_argument(
-        "--stock", action="store_const", const="stock", dest="current", help="that release without"
+        "--stock",
+        action="store_const",
+        const="stock",
+        dest="current",
+        help="that release without the group",
     )
     parser.add_argument("--out", type=Path, help="the event log; server logs go beside it")
     args = parser.parse_args(arguments)
     if bool(args.current) != (installed_version() == RELEASE):
-        parser.error(f"--lead or --stock is what SGLang {RELEASE} needs, and no other release has")
+        parser.error(f"SGLang {RELEASE} requires --lead or --stock, and no other release has them")
     if args.current:
         if args.hicache_buffer_only or args.local_turns or args.whole or args.family:
             parser.error(
@@ -105,7 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(arm.whole for arm in arms):
         models.append(make_model(out.parent / "other", args.family, seed=1))
     console.print(
-        f"seed {seed}; logs in {out.parent}; asking for the right answers", soft_wrap=True
+        f"seed {seed}; logs in {out.parent}; querying an aggregated server for the right answers",
+        soft_wrap=True,
     )
     try:
         banks = ask_aggregated(models, out.parent, seed, served)

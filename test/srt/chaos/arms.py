@@ -1,4 +1,4 @@
-"""Arms of a chaos run: what their servers are, and which faults they meet."""
+"""Arms of a chaos run: their servers and the faults that these meet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BACKENDS = ("nixl", "mooncake")
 PAGE_SIZES = (16, 1)
 STAGED_PAGE_SIZES = (16, 64)
 MIXED_PAGE_SIZES = (1, 16, 16, 64)
-"""A plain pair and the whole system of each backend."""
+"""Page sizes of a plain pair and of the whole system, for each backend."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Arm:
 
     @property
     def faults(self) -> Faults:
-        """Kinds of faults that its servers meet."""
+        """Kinds of faults that this arm's servers meet."""
         asks_decode = self.local or bool(self.current)
         heavy = (*HEAVY, *STORE * self.staged, *WEIGHTS * self.whole)
         return Faults(heavy, (*LIGHT, *LOCAL * asks_decode))

@@ -1,8 +1,9 @@
-"""The questions of a chaos run and their right answers, asked of an aggregated server beforehand.
+"""The questions of a chaos run and their right answers, computed by an aggregated server
+beforehand.
 
-Conversations over a few shared prefixes: the prompt of a turn is the prompt and the answer of the
-turn before and new tokens. The prompts of later turns hold right answers, so that any request can
-be sent at any time, whatever became of those before it.
+The prompt of each turn of a conversation is the previous turn's prompt and answer, plus new tokens;
+conversations share a few prefixes. Because prompts of later turns contain the right answers, any
+request can be sent at any time, however earlier requests ended.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from e2e.support import START_METHOD, post
 Ids = list[int]
 
 Ask = Callable[[Sequence[Ids], int], list[Ids]]
-"""Prompts and how many tokens to generate -> the greedy answers."""
+"""Prompts and the number of tokens to generate -> the greedy answers."""
 
 
 THREADS = 8
-"""Conversations."""
+"""Number of conversations."""
 TURNS = 5
 PREFIXES = 2
-"""Different starts that the conversations share."""
+"""Number of different prefixes that the conversations share."""
 PREFIX_TOKENS = 192
 FIRST_TOKENS = (20, 400)
 """Shortest and longest first question; longer ones take several prefill chunks."""
@@ -54,12 +55,14 @@ class Bank:
     """The weights that answered."""
     questions: tuple[Question, ...]
     threads: tuple[int, ...]
-    """How many questions each conversation has."""
+    """Number of questions of each conversation."""
 
 
 def make_bank(model: Path, seed: int, ask: Ask) -> Bank:
-    """A bank of conversations; ``ask`` is called once a turn, with a prompt of each. Conversations
-    of different models with one seed begin with equal prompts."""
+    """Make a bank of conversations. ``ask`` is called once a turn with a prompt of each.
+
+    Conversations for different models begin with equal prompts if the seeds are equal.
+    """
     vocabulary = token_range(model)
     rng = random.Random(f"{seed} bank")
     prefixes = [rng.choices(vocabulary, k=PREFIX_TOKENS) for _ in range(PREFIXES)]
@@ -67,22 +70,24 @@ def make_bank(model: Path, seed: int, ask: Ask) -> Bank:
         (*prefixes[i % PREFIXES], *rng.choices(vocabulary, k=rng.randint(*FIRST_TOKENS)))
         for i in range(THREADS)
     ]
-    found: list[list[Question]] = [[] for _ in prompts]
+    questions: list[list[Question]] = [[] for _ in prompts]
     for turn in range(TURNS):
         longest = ask([list(prompt) for prompt in prompts], ANSWER_TOKENS[1])
         for i, answer in enumerate(longest):
             kept = tuple(answer[: rng.randint(*ANSWER_TOKENS)])
-            found[i].append(Question(i * TURNS + turn, prompts[i], kept))
+            questions[i].append(Question(i * TURNS + turn, prompts[i], kept))
             words = rng.choices(vocabulary, k=rng.randint(*LATER_TOKENS))
             prompts[i] = (*prompts[i], *kept, *words)
-    return Bank(model, tuple(q for thread in found for q in thread), tuple(map(len, found)))
+    return Bank(model, tuple(q for thread in questions for q in thread), tuple(map(len, questions)))
 
 
 def ask_aggregated(
     models: Sequence[Path], logs: Path, seed: int, served: Served = DENSE
 ) -> list[Bank]:
-    """Makes a bank of each model with SGLang's own aggregated server, stock, which runs meanwhile
-    only, and takes the weights of one after the other."""
+    """Make a bank for each model with stock SGLang's aggregated server.
+
+    One server runs for the duration of this call and loads the weights of one model after another.
+    """
     sizes = Sizes(60_000, page_size=served.page_size, chunked_prefill_tokens=2048)
     banks, args, env = [], served.arguments, {START_METHOD: "fork", **dict(served.env)}
     with Aggregated(models[0], logs, sizes, extra_args=args, env=env) as server:
@@ -108,13 +113,15 @@ def agreed(ask: Ask, load: Callable[[Path], object], model: Path, others: Sequen
     """
 
     def answers(prompts: Sequence[Ids], new_tokens: int) -> list[Ids]:
-        found = ask(prompts, new_tokens)
+        answers_so_far = ask(prompts, new_tokens)
         for other in others:
             load(other)
             for i, again in enumerate(ask(prompts, new_tokens)):
-                found[i] = found[i][: max(1, len(os.path.commonprefix([found[i], again])))]
+                answers_so_far[i] = answers_so_far[i][
+                    : max(1, len(os.path.commonprefix([answers_so_far[i], again])))
+                ]
         if others:
             load(model)
-        return found
+        return answers_so_far
 
     return answers

@@ -1,4 +1,4 @@
-"""One client: a request's two halves, how it is taken back, and when it is given up."""
+"""One client: a request's two halves, its abort and its deadline."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from chaos.plan import How, Leave
 from chaos.tally import Observed
 
 DEADLINE_S = 120.0
-"""The sum of the bounds that the servers are given, seconds: 60 to be admitted on decode, 30 to be
-announced, 30 to be transferred. Generating takes a few seconds, which no request needs on top of
-all three."""
+"""Seconds: the sum of the servers' limits (60 to be admitted on decode, 30 to be announced, 30 to
+be transferred). Generation takes a few seconds, but no request uses up all three limits."""
 CONTROL_TIMEOUT_S = 5.0
 """For requests that a stopped server may never answer, such as an abort."""
 
@@ -41,14 +40,14 @@ class Addresses:
         return self.decode if role == "decode" else self.prefill
 
     def route(self) -> Json:
-        """The fields that bring a request's halves together, with a new room."""
+        """Return the fields that connect a request's halves, with a new room."""
         target = Target(self.decode, self.prefill, self.bootstrap_host, self.bootstrap_port)
         return target.route()
 
 
 @dataclass
 class Life:
-    """A request on its way, and what became of its halves. Times: the monotonic clock, seconds."""
+    """A request and the results of its halves. Times: the monotonic clock, seconds."""
 
     number: int
     rid: str
@@ -58,20 +57,20 @@ class Life:
     prefill: Result
     left: bool = False
     aborted_on: list[str] = field(default_factory=list)
-    """Servers that were asked to abort it, alone or with all others."""
+    """Servers that received an abort for it, by id or for all requests."""
     aborted_at: float = 0.0
-    """When the first of them was asked."""
+    """Time of the first of these aborts."""
     taken_back: How | None = None
-    """How its client took it back, if it did before the answer was complete."""
+    """How the client took the request back, or None if the answer was complete first."""
     late: tuple[str, ...] = ()
 
     @property
     def answered(self) -> bool:
-        """Whether decode's half has ended; an abort after that asks for nothing."""
+        """True if decode's half has ended, after which an abort has no effect."""
         return self.decode.finished_at > 0.0
 
     def observed(self, began: float) -> Observed:
-        """The record to judge, its times counted from ``began``."""
+        """Return the record to judge, with times relative to ``began``."""
         return Observed(
             number=self.number,
             started_at=self.decode.started_at - began,
@@ -88,9 +87,9 @@ class Life:
 
 
 def new_life(addresses: Addresses, number: int, name: str, question: Question) -> Life:
-    """A request that has not been sent. ``name`` tells runs apart.
+    """Return a request that has not been sent. ``name`` distinguishes runs.
 
-    SGLang aborts whatever *starts* with the id that it is given, so ids are of one length.
+    Ids have equal lengths, because SGLang aborts every request whose id *starts* with the given id.
     """
     now = time.monotonic()
     decode, prefill = Result("decode", now), Result("prefill", now)
@@ -106,10 +105,10 @@ async def live(
     deadline_s: float = DEADLINE_S,
     on_answer: Callable[[], None] = lambda: None,
 ) -> None:
-    """Sends both halves and follows them to their ends, which ``life`` then tells.
+    """Send both halves and wait for their ends; the results are in ``life``.
 
-    ``on_answer`` is called once, as decode's half ends. Prefill's half is waited for even where
-    decode's has failed: a server must end it by itself.
+    ``on_answer`` is called once, when decode's half ends. Prefill's half is awaited even if
+    decode's has failed, because a server must end it by itself.
     """
     extra = {**addresses.route(), "bootstrap_room": life.room, "rid": life.rid}
     request = Request(life.question.prompt, len(life.question.answer), extra=extra)
@@ -146,10 +145,10 @@ async def live(
 
 
 def _drops_decode(life: Life) -> bool:
-    """Whether the client gives decode's half up because prefill did not take its own.
+    """Return True if the client cancels decode's half because prefill refused its own.
 
-    A load balancer does. Every fourth client does not, so that decode meets requests that prefill
-    never hears of, which only time can end.
+    A load balancer does so. Every fourth client does not, so that decode receives requests unknown
+    to prefill, which only a timeout can end.
     """
     refused = life.prefill.error is not None and not life.prefill.finish_reasons
     return refused and not life.answered and life.number % 4 != 0
@@ -158,7 +157,7 @@ def _drops_decode(life: Life) -> bool:
 async def _half(session: aiohttp.ClientSession, url: str, request: Request, record: Result) -> None:
     try:
         await send(session, Target(url), request, record)
-    except OSError as error:  # the kernel's own, which aiohttp lets through while it writes
+    except OSError as error:  # raised by the kernel; aiohttp passes it through while it writes
         record.error = f"{type(error).__name__}: {error}"
     finally:
         record.finished_at = time.monotonic()
@@ -172,9 +171,9 @@ async def abort(
     *,
     everything: bool = False,
 ) -> None:
-    """Asks servers to abort the request of one life, or ``everything``; ``lives`` are marked.
+    """Ask servers to abort the request of one life, or ``everything``, and mark ``lives``.
 
-    A server that is down or stopped is asked in vain.
+    The request to a server that is down or stopped is ignored.
     """
     for life in lives:
         life.aborted_on.extend(roles)
@@ -186,7 +185,7 @@ async def abort(
 
 
 async def control(session: aiohttp.ClientSession, url: str, body: Json) -> None:
-    """Asks a server for something, whatever it answers."""
+    """Send a request to a server and ignore the response."""
     timeout = aiohttp.ClientTimeout(total=CONTROL_TIMEOUT_S)
     try:
         async with session.post(url, json=body, timeout=timeout) as answer:

@@ -1,4 +1,4 @@
-"""The families of models that the pair of an arm can serve, and how its servers are started."""
+"""The families of models that the pair of an arm can serve, and the arguments of its servers."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ FAMILIES = {
 
 
 def make_model(folder: Path, family: str, seed: int = 0) -> Path:
-    """Make a model of a family, or a dense one where that is empty. Return its folder."""
+    """Make a model of a family, or a dense one if ``family`` is empty. Return its folder."""
     if not family:
         return random_qwen3(folder, seed)
-    from models.families import build  # torch, which the rest does without
+    from models.families import build  # imports torch, which the rest of this module avoids
 
     return build(folder, family, seed)
 
@@ -72,13 +72,13 @@ def rounded(model: Path, folder: Path, trial: int) -> Path:
 
 
 def serve(config: PairConfig, family: str) -> PairConfig:
-    """Return ``config`` with what the servers of the family need."""
+    """Return ``config`` with the arguments that the family's servers need."""
     served = FAMILIES.get(family, DENSE)
-    own = dp_attention() if served.has_decode_dp else ()
+    decode_args = dp_attention() if served.has_decode_dp else ()
     return replace(
         config,
         decode_tp=2 if served.has_decode_dp else 1,
         prefill_args=(*config.prefill_args, *served.arguments),
-        decode_args=(*config.decode_args, *served.arguments, *own),
+        decode_args=(*config.decode_args, *served.arguments, *decode_args),
         env={**config.env, **dict(served.env)},
     )

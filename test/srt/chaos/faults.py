@@ -12,20 +12,20 @@ from pathlib import Path
 from benchmark.harness.watchdog import group_members
 
 SCHEDULER = b"sglang::scheduler"
-"""How the title of a scheduler process starts; SGLang sets it."""
+"""Start of the title that SGLang gives to a scheduler process."""
 
 
-def signal_all(pids: Iterable[int], what: signal.Signals) -> None:
-    """Sends a signal to each process; those that have ended are skipped."""
+def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to each process, skipping processes that have ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, what)
+            os.kill(pid, number)
 
 
 def stop_all(group: int) -> list[int]:
-    """Stops every process of a group and returns them; none runs when it returns.
+    """Stop every process of a group and return them; none runs on return.
 
-    A process may start another while the signals go out, hence the second look.
+    Repeats until no new process is found, because a process may fork while the signals are sent.
     """
     stopped: set[int] = set()
     while new := set(group_members(group)) - stopped:
@@ -36,10 +36,10 @@ def stop_all(group: int) -> list[int]:
 
 
 def wait_stopped(pids: Iterable[int], timeout_s: float = 5.0) -> None:
-    """Blocks until each process is stopped, or gone.
+    """Block until each process is stopped or gone.
 
     Raises:
-        TimeoutError: one still runs after ``timeout_s``.
+        TimeoutError: a process still runs after ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
     for pid in pids:
@@ -50,7 +50,7 @@ def wait_stopped(pids: Iterable[int], timeout_s: float = 5.0) -> None:
 
 
 def process_state(pid: int) -> str | None:
-    """The kernel's letter for what a process does (R, S, T, ...); None if there is none."""
+    """Return the kernel's letter for a process's state (R, S, T, ...), or None if it is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -59,16 +59,16 @@ def process_state(pid: int) -> str | None:
 
 
 def scheduler_of(group: int, title: bytes = SCHEDULER) -> int:
-    """The process id of a server's scheduler.
+    """Return the process id of a server's scheduler.
 
     Raises:
         LookupError: there is not exactly one process with that title.
     """
-    found = []
+    pids = []
     for pid in group_members(group):
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title):
-                found.append(pid)
-    if len(found) != 1:
-        raise LookupError(f"group {group} has {len(found)} processes titled {title.decode()}")
-    return found[0]
+                pids.append(pid)
+    if len(pids) != 1:
+        raise LookupError(f"group {group} has {len(pids)} processes titled {title.decode()}")
+    return pids[0]

@@ -1,8 +1,8 @@
-"""What a chaos run does and when: a pure function of the seed.
+"""The requests and faults of a chaos run, with their times: a pure function of the seed.
 
-Moments are planned, not outcomes: an abort ``after_s`` may find its request queued, in transfer,
-generating, or answered. Faults of servers follow one another, so that each meets a pair that works;
-one that takes longer than planned (a restart) delays the next.
+Times are planned, not outcomes: an abort ``after_s`` may find its request queued, in transfer,
+generating or answered. Server faults follow one another, so that each starts with a working pair;
+a fault that takes longer than planned (a restart) delays the next.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class How(str, Enum):
 
 
 class FaultKind(str, Enum):
-    """What happens to a server."""
+    """A kind of fault of a server."""
 
     KILL_PREFILL = "kill prefill"
     KILL_DECODE = "kill decode"
@@ -43,7 +43,7 @@ class FaultKind(str, Enum):
 
     @property
     def role(self) -> str:
-        """The server that it happens to, or "both"."""
+        """The server that the fault affects, or "both"."""
         roles = (role for role in ("decode", "prefill", "store") if role in self.value)
         return next(roles, "both")
 
@@ -55,22 +55,21 @@ HEAVY = (
     FaultKind.KILL_DECODE,
 )
 STORE = (FaultKind.STOP_STORE, FaultKind.KILL_STORE)
-"""What happens to the store behind prefill's HiCache, where there is one. No request may fail of
-it."""
+"""Faults of the store behind prefill's HiCache, in arms that have one. None may fail a request."""
 WEIGHTS = (FaultKind.NEW_WEIGHTS,)
-"""An update between requests, to the weights of the next bank. No request may fail of it."""
+"""An update to the weights of the next bank, between requests. None may fail a request."""
 LIGHT = (FaultKind.ABORT_ALL_DECODE, FaultKind.ABORT_ALL_PREFILL)
 PAUSES = {FaultKind.PAUSE_DECODE: "in_place", FaultKind.RETRACT_DECODE: "retract"}
-"""How the generation is paused."""
+"""The mode of the pause."""
 LOCAL = (FaultKind.FLUSH_DECODE, *PAUSES)
-"""What an operator asks of a decode server that computes turns itself. No request may fail of
-it."""
+"""Operations on a decode server that computes turns itself. None may fail a request."""
 
 FIRST_HEAVY_S = 8.0
 HEAVY_EVERY_S = 25.0
-"""A restart takes about half of it on a busy machine of two cores; the rest is time to recover."""
+"""A restart takes about half of this on a busy machine of two cores; the rest is time to
+recover."""
 CURRENT_EVERY_S = 60.0
-"""The same where servers start more slowly: on SGLang 0.5.23, and with families of models."""
+"""The same for servers that start more slowly: SGLang 0.5.23, and families of models."""
 STOP_S = {
     FaultKind.STOP_PREFILL: (13.0, 18.0),
     FaultKind.STOP_PREFILL_SCHEDULER: (5.0, 14.0),
@@ -79,9 +78,9 @@ STOP_S = {
     FaultKind.PAUSE_DECODE: (0.5, 3.0),
     FaultKind.RETRACT_DECODE: (0.5, 3.0),
 }
-"""Shortest and longest stop or pause; a killed store is down for so long. Decode gives a stopped
-prefill server up after two heartbeats of 2 s with 3 s to answer each; a stopped scheduler leaves
-heartbeats alone. A store that is stopped misses its deadline, which is 2 s."""
+"""Shortest and longest stop or pause, or downtime of a killed store. Decode declares a stopped
+prefill server dead after two heartbeats of 2 s with 3 s to answer each; a stopped scheduler does
+not affect heartbeats. A stopped store misses its deadline of 2 s."""
 SEND_EVERY_S = 0.4
 BURST = 5
 BURST_SHARE = 0.06
@@ -90,7 +89,7 @@ LEAVE_AFTER_S = (0.02, 8.0)
 
 
 class Leave(msgspec.Struct, frozen=True):
-    """A request that is taken back ``after_s`` seconds after it was sent."""
+    """The client's abort or disconnect ``after_s`` seconds after it sent the request."""
 
     how: How
     after_s: float
@@ -106,7 +105,7 @@ class Send(msgspec.Struct, frozen=True, tag="send"):
 
 
 class Fault(msgspec.Struct, frozen=True, tag="fault"):
-    """Something that happens to a server; ``for_s`` is how long a stopped one stays stopped."""
+    """A fault of a server; a stopped server stays stopped for ``for_s`` seconds."""
 
     at: float
     kind: FaultKind
@@ -114,7 +113,7 @@ class Fault(msgspec.Struct, frozen=True, tag="fault"):
 
 
 class Faults(NamedTuple):
-    """Kinds of faults of an arm, which follow in random orders: in each interval one of each."""
+    """Kinds of faults of an arm; each interval has one heavy and one light fault."""
 
     heavy: tuple[FaultKind, ...] = HEAVY
     light: tuple[FaultKind, ...] = LIGHT
@@ -130,7 +129,7 @@ class Plan(msgspec.Struct, frozen=True):
     faults: tuple[Fault, ...]
 
     def actions(self) -> list[Send | Fault]:
-        """Everything, in the order of time."""
+        """Return all requests and faults in the order of their times."""
         return sorted([*self.sends, *self.faults], key=lambda action: action.at)
 
 
@@ -141,12 +140,11 @@ def make_plans(
     threads: Sequence[int],
     every_s: float = HEAVY_EVERY_S,
 ) -> list[Plan]:
-    """Return a plan of ``seconds`` for each arm. Arms with equal faults share out their kinds; one
-    heavy and one light fault in ``every_s``.
+    """Return a plan of ``seconds`` for each arm, with one heavy and one light fault in ``every_s``.
 
-    ``threads``: the number of questions of each conversation of the bank, whose questions are
-    numbered through. Turns of a conversation are mostly asked in order, as only then the decode
-    tree is of use.
+    Arms with equal faults share out their kinds. ``threads`` is the number of questions of each
+    conversation of the bank, whose questions are numbered through. Most turns of a conversation are
+    sent in order, because otherwise the decode tree is of no use.
     """
     kinds = {
         faults: (
@@ -166,7 +164,7 @@ def make_plans(
 
 
 def _blocks(rng: random.Random, kinds: Sequence[FaultKind | How]) -> Iterator[FaultKind | How]:
-    """All kinds in a random order, then again in another: none is left out for long."""
+    """Yield random permutations of the kinds, so that each kind comes up regularly."""
     while True:
         yield from rng.sample(kinds, len(kinds))
 
@@ -178,17 +176,17 @@ def _faults(
     lights: Iterator[FaultKind | How],
     every_s: float,
 ) -> Iterator[Fault]:
-    at = FIRST_HEAVY_S
-    while at < seconds - 5.0:
+    at_s = FIRST_HEAVY_S
+    while at_s < seconds - 5.0:
         light, kind = FaultKind(next(lights)), FaultKind(next(kinds))
-        yield Fault(round(at - rng.uniform(0.5, 4.0), 3), light, _length(rng, light))
+        yield Fault(round(at_s - rng.uniform(0.5, 4.0), 3), light, _length(rng, light))
         for_s = _length(rng, kind)
-        yield Fault(round(at + rng.uniform(0.0, 2.0), 3), kind, for_s)
-        at += every_s
+        yield Fault(round(at_s + rng.uniform(0.0, 2.0), 3), kind, for_s)
+        at_s += every_s
 
 
 def _length(rng: random.Random, kind: FaultKind) -> float:
-    """Seconds for which a fault lasts; 0.0 of one that is over at once."""
+    """Return the seconds that a fault lasts, or 0.0 for an instantaneous one."""
     return round(rng.uniform(*STOP_S[kind]), 3) if kind in STOP_S else 0.0
 
 
@@ -197,8 +195,8 @@ def _sends(
 ) -> Iterator[Send]:
     firsts = [sum(threads[:i]) for i in range(len(threads))]
     turns = [0] * len(threads)
-    at, number = 0.0, 0
-    while (at := at + rng.expovariate(1 / SEND_EVERY_S)) < seconds:
+    at_s, number = 0.0, 0
+    while (at_s := at_s + rng.expovariate(1 / SEND_EVERY_S)) < seconds:
         thread = rng.randrange(len(threads))
         for _ in range(BURST if rng.random() < BURST_SHARE else 1):
             leave = None
@@ -206,7 +204,8 @@ def _sends(
                 after = math.exp(rng.uniform(*map(math.log, LEAVE_AFTER_S)))
                 leave = Leave(How(next(ways)), round(after, 3))
             question = firsts[thread] + turns[thread]
-            yield Send(round(at, 3), number, question, leave)
+            yield Send(round(at_s, 3), number, question, leave)
             number += 1
-        # A burst asks one question; else the conversation goes on, or starts again.
+        # Every request of a burst sends the same question; the next send continues the
+        # conversation.
         turns[thread] = (turns[thread] + 1) % threads[thread]

@@ -1,4 +1,4 @@
-"""What a chaos run prints: the plan before, the counts afterwards."""
+"""The output of a chaos run: the plan before, the counts afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHOWN_BUGS = 10
 
 
 def print_plan(console: Console, arm: Arm, plan: Plan) -> None:
-    """The arm's faults with their times, and its requests in one line."""
+    """Print the number of the arm's requests in one line, then its faults with their times."""
     leaves = Counter(send.leave.how.value for send in plan.sends if send.leave)
     line = ", ".join(f"{count} {how}" for how, count in sorted(leaves.items()))
     console.print(
@@ -31,7 +31,7 @@ def print_plan(console: Console, arm: Arm, plan: Plan) -> None:
 
 
 def print_account(console: Console, arm: Arm, account: Account) -> None:
-    """The bugs of one arm, each in a few lines; nothing where there are none."""
+    """Print the bugs of one arm, if any."""
     for life, verdict in account.bugs[:SHOWN_BUGS]:
         console.print(
             f"{arm.name}: request {life.rid} (room {life.room}) is {verdict.outcome.value}: "
@@ -45,7 +45,7 @@ def print_account(console: Console, arm: Arm, account: Account) -> None:
 
 
 def print_summary(console: Console, accounts: Sequence[tuple[Arm, Account]]) -> Tally:
-    """The table of all arms; returns their sum."""
+    """Print the table of all arms and return their sum."""
     total = sum((account.tally for _, account in accounts), EMPTY)
     table = Table()
     table.add_column("")
@@ -76,7 +76,7 @@ def print_summary(console: Console, accounts: Sequence[tuple[Arm, Account]]) -> 
 
 
 def one_line(tally: Tally) -> str:
-    """The counts that must be what they are, for a log."""
+    """Return the counts of all outcomes for a log."""
     counts = ", ".join(f"{outcome.value}: {tally.outcomes[outcome]}" for outcome in Outcome)
     return (
         f"requests: {tally.requests}, {counts}, leaked: {tally.leaked_tokens}, "

@@ -1,4 +1,4 @@
-"""One arm of a chaos run: a pair, a plan, and the account of what came of it."""
+"""One arm of a chaos run: a pair, a plan, and the account of the results."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from chaos.tally import AFTERMATH_S, BUGS, Outcome, Tally, Verdict, Window, judg
 from component.buffer_only.masters import Master
 
 IN_FLIGHT = 16
-"""Requests at most at once; one that is due waits for a place. More would not fit into the bound on
-waiting for admission."""
+"""Maximum number of concurrent requests; the next one waits for a place. More would exceed the
+limit on waiting for admission."""
 SEEN_DEAD_AFTER_S = 1.0
-"""Between two looks whether a server has died."""
+"""Interval of the checks whether a server has died."""
 DOWN_EVERY_S = 1.5
-"""Between two requests while a server restarts, all of which are refused at once. Those that were
-due meanwhile follow when it is back."""
+"""Interval of requests while a server restarts and refuses them. Delayed requests follow when the
+server is back."""
 SETTLE_S = HOLD_S + 30.0
 LAST_QUESTIONS = 6
-LEAST_READ_PAGES = 20
-"""From the store, where there is one; fewer would put it to no test."""
-LEAST_WRITTEN_PAGES = 20
-"""By decode, where it writes to the store."""
-LOCAL_SHARE = 0.1
-"""The least part of all turns that decode must have computed where it may."""
+MIN_READ_PAGES = 20
+"""Minimum number of pages read from the store, if there is one; fewer would not exercise it."""
+MIN_WRITTEN_PAGES = 20
+"""Minimum number of pages that decode writes to the store, if it does."""
+MIN_LOCAL_SHARE = 0.1
+"""Minimum share of all turns that decode computes, if it may compute any."""
 
 
 @dataclass
@@ -51,15 +51,18 @@ class Account:
     tally: Tally
     bugs: list[tuple[Life, Verdict]] = field(default_factory=list)
     slowest_failure_s: float = 0.0
-    """From a request's start to its error, the longest among those that failed with a cause."""
+    """The longest time from a request's start to its error, over failures with a cause."""
     slowest_abort_s: float = 0.0
-    """From an abort to the end of its request on decode, the longest."""
+    """The longest time from an abort to the end of its request on decode."""
 
 
 class Chaos:
-    """Runs one plan against one pair. ``banks``: of the weights that the pair has at its start, and
-    of those that it is updated to, in turns. ``events``: a JSON line for each thing that was done
-    or that ended, as soon as it is known; ``show`` is told what is going on."""
+    """Runs one plan against one pair.
+
+    ``banks``: for the weights that the pair starts with, and for those that it is updated to, in
+    turns. ``events`` gets a JSON line for each action and each ended request at once; ``show`` is
+    called with progress messages.
+    """
 
     def __init__(
         self,
@@ -86,7 +89,7 @@ class Chaos:
         self._down = False
 
     def run(self) -> Account:
-        """Carries out the plan, lets everything end, and judges."""
+        """Carry out the plan, wait until all requests have ended, and return the account."""
         asyncio.run(self._play())
         self._settle()
         return self._account()
@@ -96,9 +99,9 @@ class Chaos:
     def _now(self) -> float:
         return time.monotonic() - self._began
 
-    def _note(self, what: str, life: Life | None = None, **fields: Any) -> None:
-        """``at``: seconds since the arm's first request."""
-        event: dict[str, Any] = {"what": what, "arm": self._name, "at": round(self._now(), 3)}
+    def _note(self, event_name: str, life: Life | None = None, **fields: Any) -> None:
+        """Log an event; ``at`` is seconds since the arm's first request."""
+        event: dict[str, Any] = {"what": event_name, "arm": self._name, "at": round(self._now(), 3)}
         if life is not None:
             event |= {"number": life.number, "rid": life.rid, "room": life.room}
         self._events.write(msgspec.json.encode(event | {"fields": fields}) + b"\n")
@@ -118,7 +121,7 @@ class Chaos:
     async def _until_or_death(self, at: float) -> None:
         while self._now() < at:
             await self._revive()
-            await asyncio.to_thread(self._servers.count_staged)  # it may die by itself
+            await asyncio.to_thread(self._servers.count_staged)  # the server may die by itself
             await asyncio.sleep(min(SEEN_DEAD_AFTER_S, max(0.0, at - self._now())))
 
     async def _send_all(self, session: aiohttp.ClientSession) -> None:
@@ -130,7 +133,7 @@ class Chaos:
                 await asyncio.sleep(DOWN_EVERY_S)
             async with self._may_send:
                 if self._now() > self._plan.seconds:
-                    break  # the places were taken for so long that the time is up
+                    break  # the time is up, because all places were taken until now
                 self._tasks.append(asyncio.create_task(self._one(session, send, places.release)))
         await asyncio.gather(*self._tasks)
 
@@ -200,7 +203,7 @@ class Chaos:
                 await asyncio.to_thread(servers.master.start)
             case FaultKind.NEW_WEIGHTS:
                 await self._update()
-            case FaultKind.FLUSH_DECODE:  # refused while requests are under way
+            case FaultKind.FLUSH_DECODE:  # refused while there are requests
                 await clients.control(session, f"{self._addresses.decode}/flush_cache", {})
             case FaultKind.PAUSE_DECODE | FaultKind.RETRACT_DECODE:
                 url, how = self._addresses.decode, {"mode": PAUSES[fault.kind]}
@@ -220,12 +223,12 @@ class Chaos:
         waiting = [life for life in self._lives if not life.answered]
         sent = len(self._lives)
         await clients.abort(session, self._addresses, [role], waiting, everything=True)
-        for life in self._lives[sent:]:  # sent during the abort, so it may be hit or not
+        for life in self._lives[sent:]:  # sent during the abort, so it may be aborted or not
             life.aborted_on.append(role)
             life.aborted_at = life.aborted_at or time.monotonic()
 
     async def _update(self) -> None:
-        """Between requests, so that none is computed with the weights of both banks."""
+        """Update the weights between requests, so that no request is computed with both."""
         async with self._may_send:
             await asyncio.gather(*self._tasks)
             self._banks.append(self._banks.pop(0))
@@ -237,7 +240,7 @@ class Chaos:
         self._note("restarted", role=role, seconds=round(took, 1))
 
     async def _revive(self) -> None:
-        """A server that died by itself is a problem; it is started again, to see what follows."""
+        """Record a problem for each server that died by itself, and start the server again."""
         for incarnation in self._servers.dead():
             start = self._now() - SEEN_DEAD_AFTER_S
             failure = incarnation.process.failure()
@@ -251,7 +254,7 @@ class Chaos:
     # ---- afterwards ----
 
     def _settle(self) -> None:
-        """Both servers must be idle, balanced and empty, and answer as if nothing had been."""
+        """Check that both servers are idle, balanced and empty, and still answer right."""
         if self._windows:
             time.sleep(max(0.0, self._windows[-1].end + AFTERMATH_S - self._now()))
         self._show(f"{self._now():6.1f} s  settling")
@@ -261,7 +264,8 @@ class Chaos:
             self._ask_again()
             self._count_leaks("after the last questions")
             self._servers.wait_drained()
-            # Also changes what a server has whose part of all last questions decode computed.
+            # The flush also changes the state of a prefill server if decode computed all last
+            # questions.
             self._servers.flush()
             self._servers.wait_balanced(since)
             self._count_leaks("after a flush")
@@ -272,24 +276,24 @@ class Chaos:
             self._problems.append(f"{type(error).__name__}: {str(error)[:2000]}")
 
     def _check_staged(self) -> None:
-        """A store that was hardly read would have put nothing to the test."""
+        """Record a problem if the store was too little used for a test."""
         staged = self._servers.count_staged()
         self._note("staged", **staged)
         read = staged["prefill store_read_pages"]
-        if self._servers.master is not None and read < LEAST_READ_PAGES:
+        if self._servers.master is not None and read < MIN_READ_PAGES:
             self._problems.append(f"{read} pages came from the store")
         written = staged.get("decode store_written_pages")
-        if written is not None and written < LEAST_WRITTEN_PAGES:
+        if written is not None and written < MIN_WRITTEN_PAGES:
             self._problems.append(f"decode wrote {written} pages to the store")
 
     def _check_turns(self) -> None:
-        """Turns that are all left to prefill would put local ones to no test."""
+        """Record a problem if decode computed too few turns for a test."""
         turns = self._servers.count_turns()
         if turns is None:
             return
         self._note("turns", **{" ".join(key): count for key, count in turns.items()})
         local = sum(count for (where, _), count in turns.items() if where == "local")
-        if local < LOCAL_SHARE * sum(turns.values()):
+        if local < MIN_LOCAL_SHARE * sum(turns.values()):
             self._problems.append(f"decode computed {local} of {sum(turns.values())} turns")
 
     def _count_leaks(self, when: str) -> None:
@@ -299,7 +303,7 @@ class Chaos:
                 self._problems.append(f"{role} holds {held.tokens} tokens {when}")
 
     def _ask_again(self) -> None:
-        """A few questions, each of which must be answered right: no fault is near any more."""
+        """Send a few questions; each must be answered right, because the faults are over."""
 
         async def ask() -> list[Life]:
             lives = [
@@ -360,7 +364,7 @@ def run_arm(
     events: Path,
     show: Callable[[str], object] = lambda text: None,
 ) -> Account:
-    """Starts a pair for the arm, runs the plan on it, and stops it. Appends to ``events``.
+    """Start a pair for the arm, run the plan on it and stop it. Append to ``events``.
 
     Raises:
         ServerFailed: a server did not start.

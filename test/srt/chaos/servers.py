@@ -1,4 +1,4 @@
-"""The two servers of an arm: each can be killed and started again on its ports, with a new log."""
+"""The two servers of an arm: each can be killed and restarted on the same ports, with a new log."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from sglang.srt.patchset.environment import LOCAL_CHUNK, LOCAL_TOKENS
 from sglang.srt.patchset.status import installed_version
 
 DECODE_TOKENS = 2048
-"""Three or four of the bank's requests at once: the pool is always full."""
+"""Three or four of the bank's requests at once, so that the pool is always full."""
 HOLD_S = 30.0
-"""How long decode keeps pages of a transfer that ended early, without a sign from prefill."""
+"""How long decode keeps pages of a transfer that ended early without an answer from prefill."""
 
 ENV = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
@@ -40,7 +40,7 @@ ENV = {
 }
 BACKEND_ENV = {"nixl": {}, "mooncake": {"MC_FORCE_TCP": "1"}}
 """Mooncake has no RDMA device here."""
-# Retraction comes by itself in a pool this small; forced as well, it meets every state.
+# A pool this small causes retractions; forced ones in addition meet requests in every state.
 DECODE_ENV = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "23"}
 
 
@@ -60,11 +60,11 @@ def chaos_config(
     local: bool = False,
     writes: bool = False,
 ) -> PairConfig:
-    """A pair whose decode pool is always full, with short bounds and short prefill chunks.
+    """Return a pair with a full decode pool, short timeouts and short prefill chunks.
 
-    With the ``master`` of a store, the prefill server's tree is small, and a stage lies between it
-    and the store. ``local``: decode computes short turns itself, and longer ones if prefill is
-    lost. ``writes``: it writes them, and its answers, to that store.
+    With the ``master`` of a store, the prefill server's tree is small, and a staging buffer lies
+    between the tree and the store. ``local``: decode computes short turns itself, and longer ones
+    if prefill is lost. ``writes``: decode writes the KV of prompts and answers to that store.
     """
     staged = {} if master is None else store.prefill_with_stage(page_size, master)
     return pair_config(
@@ -100,7 +100,7 @@ LEAD = {
 
 
 def current_config(model: Path, page_size: int, *, stock: bool) -> PairConfig:
-    """The same pair of SGLang 0.5.23, with the group ``lead`` or ``stock``."""
+    """Return the same pair of SGLang 0.5.23, with the group ``lead`` or ``stock``."""
     return PairConfig(
         model,
         stock=stock,
@@ -113,12 +113,12 @@ def current_config(model: Path, page_size: int, *, stock: bool) -> PairConfig:
 
 
 BALANCED = b"all invariants hold"
-"""What an idle server logs after it has checked them."""
+"""Log line of an idle server after the check of its invariants."""
 
 
 @dataclass
 class Incarnation:
-    """One process of a role. ``killed_at`` is the size of its log when we killed it, bytes."""
+    """One process of a role. ``killed_at``: size of its log in bytes when the run killed it."""
 
     role: str
     number: int
@@ -131,14 +131,14 @@ class Incarnation:
 
 
 def _staging_roles(layout: list[ServerConfig]) -> list[str]:
-    """Roles of the servers that have a staging buffer."""
+    """Return the roles of the servers that have a staging buffer."""
     return [config.role for config in layout if "--hicache-buffer-pages" in config.command]
 
 
 class Servers:
     """A prefill and a decode server. A context manager; both are ready on entry.
 
-    ``master``: of the store behind prefill, if there is one; it runs already, and ends with them.
+    ``master``: the running master of prefill's store, if there is one; stopped with the servers.
     """
 
     def __init__(
@@ -178,33 +178,35 @@ class Servers:
         self.stop()
 
     def start(self, role: str) -> float:
-        """Starts a server, whose log is ``ROLE.N.log``; returns when it is ready, with the seconds.
+        """Start a server with the log ``ROLE.N.log``; return the seconds until it is ready.
 
         Raises:
-            ServerFailed: it did not become ready.
+            ServerFailed: the server did not become ready.
         """
-        self._staged_ended += self._staged.pop(role, Counter())  # its counters ended with it
-        number = sum(one.role == role for one in self.incarnations) + 1
+        self._staged_ended += self._staged.pop(role, Counter())  # counters end with their process
+        number = sum(incarnation.role == role for incarnation in self.incarnations) + 1
         process = start(self._configs[role], self._logs, f"{role}.{number}")
         self.incarnations.append(Incarnation(role, number, process))
         return process.wait_ready(START_S)
 
     def current(self, role: str) -> Incarnation:
-        """The latest incarnation of a role."""
-        return next(one for one in reversed(self.incarnations) if one.role == role)
+        """Return the latest incarnation of a role."""
+        return next(
+            incarnation for incarnation in reversed(self.incarnations) if incarnation.role == role
+        )
 
     def kill(self, role: str) -> None:
-        """SIGKILL to all processes of a server."""
+        """Send SIGKILL to all processes of a server."""
         incarnation = self.current(role)
         self.count_staged()
         if role == "decode":
-            with contextlib.suppress(OSError):  # it has died by itself
+            with contextlib.suppress(OSError):  # the server may have died by itself
                 self._turns.update(self._turns_of_decode())
         incarnation.killed_at = incarnation.process.log.stat().st_size
         incarnation.process.stop()
 
     def pause(self, role: str, *, scheduler_only: bool = False) -> list[int]:
-        """Stops a server, or its scheduler; returns the processes for ``resume``."""
+        """Stop a server or its scheduler; return the processes for ``resume``."""
         group = self.current(role).process.pid
         if not scheduler_only:
             return faults.stop_all(group)
@@ -214,21 +216,26 @@ class Servers:
         return [pid]
 
     def resume(self, pids: list[int]) -> None:
-        """Lets stopped processes go on."""
+        """Resume stopped processes."""
         faults.signal_all(pids, signal.SIGCONT)
 
     def dead(self) -> list[Incarnation]:
-        """Servers that ended although nobody killed them."""
-        return [one for one in self.incarnations if one.killed_at is None and not one.process.alive]
+        """Return the servers that ended without being killed."""
+        return [
+            incarnation
+            for incarnation in self.incarnations
+            if incarnation.killed_at is None and not incarnation.process.alive
+        ]
 
     def settle(self, timeout_s: float) -> dict[str, checks.Load]:
-        """Waits until both are idle, and for pages that nobody asks for any more: returns what each
-        still holds then, by role. Tokens are neither free nor evictable: an idle server that goes
-        on holding some has leaked them. Pages of a transfer that ended early are held for a while
-        without a request.
+        """Wait until both servers are idle and have freed the pages of ended transfers.
+
+        Return the load that each role still holds. Its tokens are neither free nor evictable: if an
+        idle server keeps holding some, it has leaked them. Pages of a transfer that ended early
+        outlive their request by a while.
 
         Raises:
-            ServerFailed: a server died, as it does when SGLang's memory check or ours fails.
+            ServerFailed: a server died, for example because a memory check failed.
             TimeoutError: requests are left.
         """
         held = {}
@@ -252,19 +259,19 @@ class Servers:
         return 2.0 if "--enable-dp-attention" in self._configs["decode"].command else 0.0
 
     def log_sizes(self) -> dict[str, int]:
-        """How much the current servers have logged, bytes, by role; for ``wait_balanced``."""
+        """Return the log sizes of the current servers in bytes, by role, for ``wait_balanced``."""
         return {
             role: self.current(role).process.log.stat().st_size for role in ("decode", "prefill")
         }
 
     def wait_balanced(self, since: dict[str, int], timeout_s: float = HOLD_S + 15.0) -> None:
-        """Waits until each idle server has said, after ``since``, that all invariants hold.
+        """Wait until each idle server has logged, after ``since``, that all invariants hold.
 
-        Prefill keeps rooms that were announced to it and never asked for, for as long as a request
-        may take to arrive. SGLang 0.5.23 has its own memory check only, which ends a server.
+        Prefill keeps a room that was announced and never requested for as long as its request may
+        take to arrive. SGLang 0.5.23 has only its own memory check, which ends a server.
 
         Raises:
-            TimeoutError: one did not, so that nobody knows.
+            TimeoutError: a server did not check its invariants.
         """
         if installed_version() == RELEASE:
             return
@@ -277,8 +284,10 @@ class Servers:
                 time.sleep(0.2)
 
     def update(self, model: Path) -> list[str]:
-        """New weights on both idle servers, and on those that are started later; returns an entry
-        for each server that did not take them."""
+        """Load new weights on both idle servers, and on servers that are started later.
+
+        Return an entry for each server that did not load them.
+        """
         parts = {self._model: str(model)}
         self._model = str(model)
         problems = []
@@ -292,10 +301,12 @@ class Servers:
         return problems
 
     def count_staged(self) -> Counter[str]:
-        """What went through the staging buffers of all servers so far, by role and counter; see
-        ``store.counted``. Of one that does not answer, what it said last."""
+        """Return the traffic of all servers' staging buffers so far, by role and counter.
+
+        See ``store.counted``. A server that does not answer counts with its last reply.
+        """
         for role in self._staging:
-            with contextlib.suppress(OSError, KeyError):  # dead, or it has no metrics yet
+            with contextlib.suppress(OSError, KeyError):  # dead, or without metrics so far
                 counted = store.counted(self.addresses.url(role))
                 self._staged[role] = Counter({f"{role} {k}": v for k, v in counted.items()})
         return sum(self._staged.values(), self._staged_ended)
@@ -309,21 +320,21 @@ class Servers:
         return Counter({key: int(count) for key, count in counts.items()})
 
     def count_turns(self) -> Counter[tuple[str, ...]] | None:
-        """Turns of all decode servers so far by side and reason; None if all are prefill's."""
+        """Return all decode servers' turns so far by side and reason; None if all are prefill's."""
         return self._turns + self._turns_of_decode() if self._computes_turns else None
 
     def wait_drained(self, timeout_s: float = 30.0) -> None:
-        """Waits until the staging buffers of idle servers are empty; see ``store.wait_drained``."""
+        """Wait until the staging buffers of idle servers are empty; see ``store.wait_drained``."""
         for role in self._staging:
             store.wait_drained(self.addresses.url(role), timeout_s)
 
     def flush(self) -> None:
-        """Empties both caches; see ``checks.flush``."""
+        """Empty both caches; see ``checks.flush``."""
         for role in ("decode", "prefill"):
             checks.flush(self.addresses.url(role))
 
     def stop(self) -> None:
-        """Ends what runs."""
+        """Stop all processes."""
         for incarnation in self.incarnations:
             incarnation.process.stop()
         if self.master is not None:

@@ -1,4 +1,4 @@
-"""Servers with a staging buffer of HiCache before a Mooncake store, and what must hold of them."""
+"""Servers with a staging buffer of HiCache before a Mooncake store, and checks of them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from benchmark.harness import metrics
 from benchmark.harness.servers import Sizes
 from component.buffer_only.masters import Master
 
-STAGE_PAGES, STAGE_TOKENS = 16, 512
-"""At least. Some of the bank's prompts fit, others go through it in rounds."""
+STAGE_PAGES = 16
+"""Minimum size of a stage in pages."""
+STAGE_TOKENS = 512
+"""Minimum size of a stage. Some of the bank's prompts fit; longer ones are staged in rounds."""
 PREFILL_TOKENS = 2048
-"""Two of the bank's longest prompts, and half of all its tokens, so that prefill's tree needs the
-store."""
+"""Room for two of the bank's longest prompts, and for half of all its tokens, so that prefill's
+tree needs the store."""
 DEADLINE_S = 2.0
 ENV = {
     "SGLANG_HICACHE_STORE_DEADLINE": f"{DEADLINE_S:.0f}",
@@ -32,7 +34,7 @@ _COUNTED = ("store_written_pages", "store_read_pages", "store_write_failures")
 
 
 def prefill_with_stage(page_size: int, master: Master) -> dict[str, Any]:
-    """What a ``PairConfig`` says of such a prefill server."""
+    """Return the fields of a ``PairConfig`` for a prefill server with a stage."""
     arguments = (
         "--enable-hierarchical-cache",
         *("--hicache-storage-prefetch-policy", "wait_complete"),
@@ -43,7 +45,7 @@ def prefill_with_stage(page_size: int, master: Master) -> dict[str, Any]:
 
 
 def decode_that_writes(page_size: int, master: Master) -> tuple[str, ...]:
-    """Arguments of a decode server that writes what it computes to the same store."""
+    """Return the arguments of a decode server that writes the KV it computes to the same store."""
     return ("--disaggregation-decode-enable-offload-kvcache", *_arguments(page_size, master))
 
 
@@ -59,22 +61,22 @@ def _arguments(page_size: int, master: Master) -> tuple[str, ...]:
 
 
 def stage(url: str) -> dict[str, float]:
-    """The stage's metrics of a server, without their common prefix."""
-    found = metrics.scrape(url)
-    return {k.removeprefix(_PREFIX): v for k, v in found.items() if k.startswith(_PREFIX)}
+    """Return a server's metrics of the stage, without their common prefix."""
+    values = metrics.scrape(url)
+    return {k.removeprefix(_PREFIX): v for k, v in values.items() if k.startswith(_PREFIX)}
 
 
 def counted(url: str) -> dict[str, int]:
-    """What went through the stage of a server since it started, pages and failures."""
-    found = stage(url)
-    return {name: int(found[f"{name}_total"]) for name in _COUNTED}
+    """Return the pages and failures of a server's stage since the server started."""
+    values = stage(url)
+    return {name: int(values[f"{name}_total"]) for name in _COUNTED}
 
 
 def wait_drained(url: str, timeout_s: float) -> None:
-    """Waits until nothing is staged or waits to be written, and stays so.
+    """Wait until nothing is staged or queued to be written, and stays so.
 
     Raises:
-        TimeoutError: something does after ``timeout_s``.
+        TimeoutError: pages are still staged or queued after ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
     empty_since = None

@@ -1,4 +1,4 @@
-"""What became of each request, and whether that is right. Pure functions of what was observed."""
+"""Judges the end of each observed request, by pure functions."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 AFTERMATH_S = 6.0
-"""A request sent this soon after a fault has ended may still fail of it: decode hears of a server
-that is back by its next heartbeat (2 s), and a first transfer connects the agents anew."""
+"""A request sent this soon after the end of a fault may still fail because of it: decode detects
+a restarted server by its next heartbeat (2 s), and a first transfer reconnects the agents."""
 
 
 class Outcome(str, Enum):
-    """Every request ends as exactly one of these; the last three are bugs."""
+    """The end of a request; the last three are bugs."""
 
     RIGHT = "right"
     ABORTED = "aborted"
@@ -45,16 +45,16 @@ class Observed:
     ended_at: float
     expected: Sequence[int]
     tokens: Sequence[int]
-    """What decode generated, as far as it arrived."""
+    """Generated tokens that arrived at the client."""
     finishes: Sequence[str]
-    """The type of each finish reason that decode sent; one in a proper answer."""
+    """The type of each finish reason that decode sent; exactly one in a proper answer."""
     error: str | None
-    """What went wrong with decode's half; None if it ended as an answer does."""
+    """The error of decode's half; None if it ended as an answer does."""
     prefill_error: str | None = None
     left: bool = False
     """The client disconnected before the answer was complete."""
     abort_sent: bool = False
-    """Its abort was asked for, alone or with all others, before it had ended."""
+    """Its abort was requested, by id or for all requests, before it had ended."""
     late: tuple[str, ...] = ()
     """Halves (decode, prefill) that did not end within the deadline."""
 
@@ -67,7 +67,7 @@ class Verdict:
     reason: str = ""
 
 
-# A room, a peer, or a reason that a person can act on.
+# A room, a peer, or a reason that an operator can act on.
 _SAYS_WHY = re.compile(
     r"room|prefill|decode|peer|time[d ]*out|abort|connect|refused|reset|payload|starting|"
     r"\d+\.\d+\.\d+\.\d+",
@@ -75,18 +75,18 @@ _SAYS_WHY = re.compile(
 )
 
 ABORT_TEXT = "Aborted by AbortReq"
-"""What SGLang says of requests that it was asked to abort."""
+"""SGLang's error for an aborted request."""
 
 
 def judge(seen: Observed, windows: Iterable[Window]) -> Verdict:
-    """What became of one request."""
+    """Return the verdict on one request."""
     count = len(seen.tokens)
     if list(seen.tokens) != list(seen.expected[:count]):
-        at = next(
+        index = next(
             (i for i, (a, b) in enumerate(zip(seen.tokens, seen.expected, strict=False)) if a != b),
             len(seen.expected),
         )
-        return Verdict(Outcome.WRONG, f"token {at} of {len(seen.expected)} differs")
+        return Verdict(Outcome.WRONG, f"token {index} of {len(seen.expected)} differs")
     if len(seen.finishes) > 1:
         return Verdict(Outcome.WRONG, f"it was answered {len(seen.finishes)} times")
     if seen.late:
@@ -107,14 +107,14 @@ def judge(seen: Observed, windows: Iterable[Window]) -> Verdict:
     if not causes:
         return Verdict(Outcome.UNEXPLAINED, f"no fault near: {error}")
     if ABORT_TEXT in error:
-        return Verdict(Outcome.UNEXPLAINED, f"nobody asked for this abort: {error}")
+        return Verdict(Outcome.UNEXPLAINED, f"aborted without a request to abort: {error}")
     if not _SAYS_WHY.search(error):
         return Verdict(Outcome.UNEXPLAINED, f"the error names no cause: {error!r}")
     return Verdict(Outcome.FAILED, f"{causes[-1].kind}: {error}")
 
 
 def touches(seen: Observed, window: Window) -> bool:
-    """Whether a fault was in force, or just over, while the request was on its way."""
+    """Return True if a fault was in force, or just over, while the request was running."""
     return seen.started_at <= window.end + AFTERMATH_S and seen.ended_at >= window.start
 
 
@@ -124,12 +124,12 @@ class Tally:
 
     outcomes: Counter[Outcome]
     faults: Counter[str]
-    """How often each kind of fault and of abort was carried out."""
+    """Number of times that each kind of fault and of abort was carried out."""
     restarts: int = 0
     leaked_tokens: int = 0
-    """KV that an idle server did not give back, or a pool that flushing did not empty."""
+    """KV tokens that an idle server, or a flush, did not free."""
     problems: tuple[str, ...] = ()
-    """What is wrong besides requests: a server that died, a log that shows an error, ..."""
+    """Problems besides requests: a server that died, a log that shows an error, ..."""
 
     @property
     def requests(self) -> int:
@@ -137,7 +137,7 @@ class Tally:
 
     @property
     def clean(self) -> bool:
-        """Whether no bug was seen, and something was."""
+        """True if there was no bug, and at least one right answer."""
         bugs = sum(self.outcomes[bug] for bug in BUGS)
         right = self.outcomes[Outcome.RIGHT]
         return not (bugs or self.leaked_tokens or self.problems) and right > 0

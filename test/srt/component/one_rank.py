@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """Sets the group up, or uses the one that another folder's tests have left standing."""
+    """Set the group up, or use the one that another folder's tests have set up."""
     torch.set_num_threads(1)
     is_first = not dist.is_initialized()
     if is_first:

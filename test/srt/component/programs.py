@@ -1,7 +1,7 @@
-"""Runs a program of a test's folder in an interpreter of its own and judges what it printed.
+"""Runs a program of a test's folder in its own interpreter and judges its output.
 
-NIXL may crash an interpreter at its exit where there is no GPU driver, and Mooncake's threads
-outlive an engine: neither may take other tests along.
+NIXL may crash an interpreter at its exit without a GPU driver, and Mooncake's threads outlive an
+engine: neither may affect other tests.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _TESTS = str(Path(__file__).parents[1])
 
 
 def run(test: str, program: str, *arguments: str) -> str:
-    """What the program beside the file ``test`` printed, all scenarios run once; it can import
-    what tests can."""
+    """Return the output of the program beside the file ``test``. It runs all scenarios once, and
+    can import the tests' modules."""
     done = subprocess.run(
         [sys.executable, str(Path(test).with_name(program)), *arguments],
         env=os.environ | _ENV | {"PYTHONPATH": os.pathsep.join((_TESTS, *_known_paths()))},
@@ -41,21 +41,24 @@ def _known_paths() -> list[str]:
 
 
 def passed(output: str, *scenarios: str) -> None:
-    """The scenarios passed; if not, show what the first of the others said."""
+    """Check that the scenarios passed; otherwise show the output of the first failed one."""
     for scenario in scenarios:
-        # Not up to the end of the line: UCX writes its own lines into ours.
+        # Not up to the end of the line: UCX writes into the same line.
         if not re.search(rf"^PASSED {re.escape(scenario)}(?!\w)", output, re.MULTILINE):
-            _, failed, said = output.partition(f"FAILED {scenario} ")
-            raise AssertionError(said.split("\nPASSED ")[0] if failed else output)
+            _, failed, message = output.partition(f"FAILED {scenario} ")
+            raise AssertionError(message.split("\nPASSED ")[0] if failed else output)
 
 
 def run_scenarios(scenarios: Mapping[str, Callable[[], None]]) -> None:
-    """In the program: run every scenario, whatever becomes of the others, and print a line for
-    each; ends the interpreter."""
+    """Run every scenario, even after failures, and print a line for each. Ends the interpreter.
+
+    Called by the program.
+    """
     for name, scenario in scenarios.items():
         try:
             scenario()
-            print(f"\nPASSED {name}\n", end="", flush=True)  # one write: libraries log between
+            # One write, because libraries log in between.
+            print(f"\nPASSED {name}\n", end="", flush=True)
         except BaseException:
             print("FAILED", name, traceback.format_exc(), flush=True)
     os._exit(0)

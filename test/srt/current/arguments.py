@@ -1,6 +1,6 @@
 """A verdict on each argument of SGLang 0.5.23 that ``lead.settings`` does not refuse.
 
-``WORKS``: by the test that runs the parts with it. ``CANNOT_MATTER``: by the reason.
+``WORKS`` is keyed by the test that runs the parts with it, ``CANNOT_MATTER`` by the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WORKS = {
 }
 
 CANNOT_MATTER = {
-    "It is read before a request reaches a scheduler, or after its tokens have left it.": """
+    "Read before a request reaches a scheduler, or after its tokens have left the scheduler.": """
         tokenizer_path tokenizer_mode tokenizer_backend tokenizer_worker_num
         detokenizer_worker_num skip_tokenizer_init fastapi_root_path smg_grpc_mode grpc_mode
         grpc_port grpc_worker_threads grpc_response_timeout_secs sidecar sidecar_args warmups
@@ -36,10 +36,10 @@ CANNOT_MATTER = {
         disable_tokenizer_batch_decode enable_response_store abort_on_priority_when_disabled
         max_queued_requests load_balance_method
     """,
-    "It says how tokens are streamed, of a batch of either kind.": """
+    "Determines how tokens are streamed, for batches of either kind.": """
         stream_interval incremental_streaming_output
     """,
-    "It logs, measures or watches.": """
+    "Logs, measures or watches.": """
         log_level_http log_requests log_requests_level log_requests_format log_requests_target
         uvicorn_access_log_exclude_prefixes crash_dump_folder show_time_cost enable_metrics
         smg_http_sidecar_port enable_mfu_metrics enable_metrics_for_all_schedulers
@@ -56,13 +56,13 @@ CANNOT_MATTER = {
         expert_distribution_recorder_mode expert_distribution_recorder_buffer_size
         expert_balancedness_report_mode
     """,
-    "It places processes, or says how they start and sleep.": """
+    "Places processes, or determines how they start and sleep.": """
         nnodes node_rank dist_init_addr nccl_port dist_timeout gated_launch_port base_gpu_id
         gpu_id_step sleep_on_idle
         custom_sigquit_handler numa_node gc_threshold enable_p2p_check
         disaggregation_ib_device scheduler_recv_interval
     """,
-    "It loads the weights, or says where their memory is.": """
+    "Loads the weights, or determines where their memory is.": """
         load_format model_loader_extra_config trust_remote_code context_length revision model_impl
         model_config_parser json_model_override_args quantization quantization_param_path
         modelopt_quant modelopt_checkpoint_restore_path modelopt_checkpoint_save_path
@@ -86,7 +86,7 @@ CANNOT_MATTER = {
         speculative_draft_model_quantization _speculative_draft_quantization_explicitly_set
         mooncake_ib_device
     """,
-    "It chooses kernels, graphs or layouts within a batch that SGLang builds: a chunk is one.": """
+    "Chooses kernels, graphs or layouts within a batch of SGLang, such as a chunk.": """
         enable_fp32_lm_head enable_tf32_matmul decode_attention_backend enable_lean_attention
         grammar_backend constrained_json_whitespace_pattern constrained_json_disable_any_whitespace
         constrained_json_max_whitespace_cnt disable_outlines_disk_cache fp8_gemm_runner_backend
@@ -110,7 +110,7 @@ CANNOT_MATTER = {
         enable_layernorm_sp enable_megamoe_for_layernorm_sp disable_attn_tp_gather
         mlx_enable_sampling sampling_mask_max_tokens
     """,
-    "It says how experts are computed, without an all-to-all backend between ranks.": """
+    "Determines how experts are computed, without an all-to-all backend between ranks.": """
         ep_size moe_runner_backend flashinfer_mxfp4_moe_precision
         enable_fused_moe_sum_all_reduce enable_w4a4_mxfp4_megamoe ep_num_redundant_experts
         ep_dispatch_algorithm init_expert_location enable_eplb eplb_algorithm
@@ -120,7 +120,7 @@ CANNOT_MATTER = {
         speculative_moe_runner_backend speculative_enable_w4a4_mxfp4_megamoe
         enable_elastic_expert_backup
     """,
-    "Only prefill's own batches are built by it; a local turn is in none of them.": """
+    "Affects only prefill's own batches, which never include a local turn.": """
         prefill_decode_interval prefill_decode_interval_min_bs enable_dynamic_chunking
         max_prefill_tokens prefill_max_requests schedule_policy min_free_slots_delay
         enable_prefill_delayer prefill_delayer_max_delay_passes
@@ -128,16 +128,16 @@ CANNOT_MATTER = {
         prefill_delayer_wait_seconds_buckets prefill_delayer_queue_min_ratio
         prefill_delayer_max_delay_ms
     """,
-    "It says which requests a full decode server takes back first, of all that run.": (
+    "Determines which running requests a full decode server retracts first.": (
         "schedule_conservativeness"
     ),
     "SGLang sets it itself on decode, and prefill answers a released request without a tree.": (
         "disable_radix_cache"
     ),
-    "It says what enters the tree when a request ends; the parts match what is there.": (
+    "Determines what enters the tree when a request ends; the parts match what the tree holds.": (
         "strip_thinking_cache"
     ),
-    "Requests with media, and those that ask for this output, are left to prefill.": """
+    "Requests with media or with this kind of output are left to prefill.": """
         enable_multimodal mm_attention_backend enable_broadcast_mm_inputs_process
         enable_prefix_mm_cache mm_enable_dp_encoder mm_process_config mm_processor_worker_num
         mm_io_worker_num allowed_media_domains media_url_max_file_size_mb
@@ -153,12 +153,12 @@ CANNOT_MATTER = {
         hicache_storage_backend_extra_config hicache_storage_prefetch_retry_poll_interval
         hicache_storage_prefetch_retry_max_attempts hicache_host_memory_fraction
     """,
-    "How SGLang verifies drafts; a request joins the batch like one from prefill.": """
+    "Determines how SGLang verifies drafts; a request joins the batch like one from prefill.": """
         speculative_accept_threshold_single speculative_accept_threshold_acc
         speculative_attention_mode
         speculative_draft_kv_cache_dtype speculative_boundary_reduction
     """,
-    "Only models that are refused (SWA, Mamba, DSA and the like) read it.": """
+    "Read only by models that are refused (SWA, Mamba, DSA and the like).": """
         c128_page_size swa_full_tokens_ratio _swa_full_tokens_ratio_explicitly_set swa_prefix_tails
         disable_hybrid_swa_memory dsa_prefill_backend dsv4_prefill_backend dsa_decode_backend
         dsa_paged_mqa_logits_backend dsa_topk_backend enable_deepseek_v4_fp4_indexer
@@ -174,7 +174,7 @@ CANNOT_MATTER = {
         speculative_dsa_topk_backend
     """,
     "SGLang reads it nowhere.": "num_continuous_decode_steps",
-    "It is read with a setting that is refused, or on prefill, whose batches are as in stock.": """
+    "Read with a refused setting, or on prefill, which builds its batches as stock does.": """
         disable_priority_preemption default_priority_value schedule_low_priority_values_first
         priority_scheduling_preemption_threshold prefill_only_disable_kv_cache
         radix_eviction_policy_config

@@ -1,14 +1,14 @@
-"""Scenes with real schedulers of SGLang 0.5.23. Where another release is installed, there are none.
+"""Tests with real schedulers of SGLang 0.5.23; not collected if another release is installed.
 
-A process holds one scheduler and the classes as one setting has left them. So the tests of a file
-that are marked with the same ``server`` run in one process of their own, which is forked when
-SGLang has been imported:
+A process holds one scheduler, and the plugins of one setting have patched its classes. Therefore
+the tests of a file that are marked with the same ``server`` run in one process of their own, which
+is forked after SGLang has been imported:
 
     @pytest.mark.server("--disable-overlap-schedule", tokens=4000, env={"NAME": "value"})
 
-``mode``, "decode" by default or "prefill", says which fixture is there. ``env`` is set before
-SGLang loads its plugins, as it does in each of its processes. ``model``: the fixture of the model,
-"model" by default. ``environment.DRAFTS`` are arguments that make it its own draft model.
+``mode``, "decode" (the default) or "prefill", selects the fixture. ``env`` is set before SGLang
+loads its plugins, as it does in each of its processes. ``model`` is the name of the model's fixture
+("model" by default). With the arguments ``environment.DRAFTS`` the model is its own draft model.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if IS_INSTALLED:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The mark that this folder has."""
+    """Register the mark of this folder."""
     config.addinivalue_line(
         "markers", "server(*arguments, mode, model, tokens, env): the real scheduler of a test"
     )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share a process stand together."""
+    """Sort tests so that those of one process are adjacent."""
     ours = [item for item in items if item.path.is_relative_to(HERE)]
     ours.sort(key=lambda item: (str(item.path), _key(item)))
     rest = iter(ours)
@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """In the process of its scheduler."""
+    """Run a marked test in the process of its scheduler."""
     if not item.path.is_relative_to(HERE) or item.get_closest_marker("server") is None:
         return None
     group = [
@@ -71,13 +71,13 @@ def _key(item: pytest.Item) -> str:
 
 def _mark(request: pytest.FixtureRequest) -> tuple[tuple[str, ...], dict[str, Any]]:
     mark = request.node.get_closest_marker("server")
-    assert mark is not None, "a scene needs the mark `server`"
+    assert mark is not None, "this test needs the mark `server`"
     return mark.args, mark.kwargs
 
 
 @pytest.fixture(scope="session")
 def model(request: pytest.FixtureRequest) -> str:
-    """The folder of a random model whose output depends on each token before it."""
+    """The folder of a random model with output that depends on each earlier token."""
     from models import random_qwen3
 
     return str(random_qwen3.build(request.config.cache.mkdir("random_qwen3")))
@@ -85,7 +85,7 @@ def model(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def arithmetic(request: pytest.FixtureRequest) -> str:
-    """The folder of a trained model; as its own draft most of its drafts are accepted."""
+    """The folder of a trained model; as its own draft model, it accepts most drafts."""
     from models import untied
 
     return str(untied.build(request.config.cache.mkdir("untied")))
@@ -93,7 +93,7 @@ def arithmetic(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def served(request: pytest.FixtureRequest) -> Any:
-    """The one server of this process, made for its first test."""
+    """The only server of this process, created for its first test."""
     if _SERVERS:
         return _SERVERS[0]
     arguments, options = _mark(request)
@@ -105,9 +105,9 @@ def served(request: pytest.FixtureRequest) -> Any:
     from current.decode import Decode
     from current.prefill import Prefill
 
-    made = {"decode": Decode, "prefill": Prefill}[options.get("mode", "decode")]
-    arguments = tuple(model if each == OWN_DRAFT else each for each in arguments)
-    _SERVERS.append(made(model, *arguments, tokens=options.get("tokens", 8000)))
+    server_class = {"decode": Decode, "prefill": Prefill}[options.get("mode", "decode")]
+    arguments = tuple(model if argument == OWN_DRAFT else argument for argument in arguments)
+    _SERVERS.append(server_class(model, *arguments, tokens=options.get("tokens", 8000)))
     return _SERVERS[0]
 
 
@@ -116,13 +116,13 @@ _SERVERS: list[Any] = []
 
 @pytest.fixture
 def decode(served: Decode) -> Iterator[Decode]:
-    """A decode server, empty before a scene, and as it was after one."""
+    """A decode server, flushed before the test and balanced after it."""
     yield from _balanced(served)
 
 
 @pytest.fixture
 def prefill(served: Prefill) -> Iterator[Prefill]:
-    """A prefill server, likewise."""
+    """A prefill server, flushed before the test and balanced after it."""
     yield from _balanced(served)
 
 

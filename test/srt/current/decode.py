@@ -1,8 +1,8 @@
-"""A decode server of 0.5.23, whose prefill server is the test.
+"""A decode server of 0.5.23; the test takes the part of its prefill server.
 
-Queues, NIXL manager and receivers are SGLang's. What a receiver sends to prefill is kept as frames,
-and a transfer is done when the test says so: by :meth:`Decode.deliver`, with the KV that the same
-model has computed before in :meth:`Decode.learn`.
+Queues, NIXL manager and receivers are SGLang's. Messages to prefill are recorded as frames, and a
+transfer completes when the test calls :meth:`Decode.deliver`, with KV that the same model computed
+in :meth:`Decode.learn`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 
 class Room(NixlKVReceiver):
-    """A request's receiver, as SGLang has it; the way to the prefill server ends here."""
+    """SGLang's receiver of a request, which records messages instead of sending them."""
 
-    #: All rooms of this process by their numbers, and the frames that were sent to prefill.
-    made: dict[int, Room] = {}
+    #: All rooms of this process by number, and the frames sent to prefill.
+    rooms: dict[int, Room] = {}
     frames: list[list[bytes]] = []
     _wire = threading.Lock()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        Room.made[self.bootstrap_room] = self
-        #: Pages and metadata slot that were announced, and the tokens that decode holds itself.
+        Room.rooms[self.bootstrap_room] = self
+        #: Announced pages and metadata slot, and the length of the prefix on decode.
         self.announced: dict[str, Any] | None = None
 
     def _setup_bootstrap_infos(self) -> None:
@@ -48,7 +48,7 @@ class Room(NixlKVReceiver):
 
     @classmethod
     def send_multipart(cls, frames: list[bytes]) -> None:
-        """In the place of the socket."""
+        """Record frames instead of sending them."""
         cls.frames.append(frames)
 
     def send_metadata(
@@ -72,7 +72,7 @@ def _receivers(backend: Any, kind: Any) -> Any:
 
 
 class Decode(Server):
-    """One rank of a decode server. ``learn`` first what it is to be sent or to answer."""
+    """One rank of a decode server. Call ``learn`` for each prompt before using it."""
 
     def __init__(self, model: str, *arguments: str, tokens: int = 8000) -> None:
         decode_module.get_kv_class = _receivers
@@ -80,13 +80,13 @@ class Decode(Server):
         self.prealloc = self.scheduler.disagg_decode_prealloc_queue
         self.transfer = self.scheduler.disagg_decode_transfer_queue
         self.manager = self.prealloc.kv_manager
-        self.manager._heartbeat_shutdown.set()  # nobody would answer
+        self.manager._heartbeat_shutdown.set()  # because no server would answer
         self.bring_prefill()
-        #: First token and KV (of each layer: keys, values) of learnt prompts.
+        #: Learned prompts -> first token, and keys and values of each layer.
         self._known: dict[tuple[int, ...], tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
 
     def bring_prefill(self) -> None:
-        """Prefill can be reached (again)."""
+        """Make prefill reachable (again)."""
         info = PrefillServerInfo(
             attn_tp_size=1,
             attn_cp_size=1,
@@ -105,12 +105,14 @@ class Decode(Server):
         self.manager.prefill_info_table[f"{HOST}:{PORT}"] = info
 
     def lose_prefill(self) -> None:
-        """Prefill is gone, as SGLang's heartbeat finds out."""
+        """Report the loss of prefill, as SGLang's heartbeat does."""
         self.manager._handle_node_failure(f"{HOST}:{PORT}")
 
     def learn(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
-        """Answers of ``new`` tokens as an aggregated server gives them. From then on these prompts
-        can be delivered. The tree is empty before and after."""
+        """Return the answers of ``new`` tokens that an aggregated server gives to ``prompts``.
+
+        Afterwards these prompts can be delivered. The tree is empty before and after.
+        """
         self.in_mode(DisaggregationMode.NULL)
         rids = [self.ask(prompt, new + PAGE) for prompt in prompts]
         self.step()
@@ -124,38 +126,40 @@ class Decode(Server):
         return [answer[:new] for answer in answers]
 
     def _kv(self, text: Sequence[int], tokens: int) -> Any:
-        """Of the first ``tokens`` of ``text``, which is in the tree and goes on for a page."""
-        made = self.scheduler
+        """Return the KV of the first ``tokens`` of ``text``, a page longer and in the tree."""
+        scheduler = self.scheduler
         key = RadixKey(token_ids=array("q", text))
-        found = made.tree_cache.match_prefix(MatchPrefixParams(key=key))
-        slots = made.tree_cache.path_device_indices(found.last_device_node)[:tokens]
-        assert len(slots) == tokens, "not all of it is in the tree"
+        match = scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key))
+        slots = scheduler.tree_cache.path_device_indices(match.last_device_node)[:tokens]
+        assert len(slots) == tokens, "the tree lacks a part of the text"
         return [(keys[slots].clone(), values[slots].clone()) for keys, values in self._layers()]
 
     def _layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of each layer, those of a draft model at the end."""
-        made = self.scheduler
-        pools = [made.token_to_kv_pool_allocator.get_kvcache()]
-        if not made.spec_algorithm.is_none():
-            pools.append(made.draft_worker.draft_worker.draft_runner.token_to_kv_pool)
+        """Return the keys and values of each layer, with a draft model's layers last."""
+        scheduler = self.scheduler
+        pools = [scheduler.token_to_kv_pool_allocator.get_kvcache()]
+        if not scheduler.spec_algorithm.is_none():
+            pools.append(scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool)
         return [layer for pool in pools for layer in zip(pool.k_buffer, pool.v_buffer, strict=True)]
 
     def room(self, rid: str) -> Room:
-        """The receiver of a request, also after SGLang has let go of it."""
-        return Room.made[self.requests[rid].bootstrap_room]
+        """Return the receiver of a request, even if SGLang has released it."""
+        return Room.rooms[self.requests[rid].bootstrap_room]
 
     def arriving(self) -> list[str]:
-        """Requests whose pages were announced and whose KV has not arrived, in their order."""
+        """Return the announced requests without their KV, in queue order."""
         return [entry.req.rid for entry in self.transfer.queue]
 
     def deliver(self, *rids: str) -> None:
-        """Prefill sends the KV and the first token of these requests, by default of all that wait
-        for it; decode sees it in the next step."""
+        """Write the KV and first token of these requests, by default of all announced ones.
+
+        Decode sees them in the next step.
+        """
         for rid in rids or self.arriving():
             self.call(lambda rid=rid: self._write(self.requests[rid]))
 
     def _write(self, req: Any) -> None:
-        room = Room.made[req.bootstrap_room]
+        room = Room.rooms[req.bootstrap_room]
         assert room.announced is not None, f"{req.rid} was not announced"
         first, layers = self._known[tuple(req.origin_input_ids)]
         prefix, pages = room.announced["prefix"], torch.as_tensor(room.announced["pages"])
@@ -169,26 +173,28 @@ class Decode(Server):
         buffers.bootstrap_room[room.announced["slot"], 0] = req.bootstrap_room
         self.manager.update_status(req.bootstrap_room, KVPoll.Success)
 
-    def fail(self, rid: str, reason: str = "prefill failed it") -> None:
-        """Prefill says that the transfer of a request has failed."""
+    def fail(self, rid: str, reason: str = "prefill failed the transfer") -> None:
+        """Report that prefill failed the transfer of a request."""
         room = self.requests[rid].bootstrap_room
         self.manager.record_failure(room, reason)
         self.manager.update_status(room, KVPoll.Failed)
 
     @property
     def frames(self) -> list[list[bytes]]:
-        """What was sent to prefill, oldest first."""
+        """Messages to prefill, oldest first."""
         return Room.frames
 
     def confirm(self, rid: str) -> None:
-        """Prefill confirms that it has stopped writing for an aborted request."""
+        """Send prefill's confirmation that it stopped writing for an aborted request."""
         room = self.room(rid).bootstrap_room
         state = self.manager._deferred_abort_ack_tracker[room]
         self.manager.note_abort_ack(room, 0, state.generation)
 
     def finish(self, *rids: str, limit: int = 600) -> None:
-        """Steps, delivering whatever is announced, until these (all) requests have ended and the
-        server is idle."""
+        """Step until these requests (by default all) have ended and the server is idle.
+
+        Delivers every announced request.
+        """
         self.step()
         for _ in range(limit):
             if self.ended(*rids) and self.is_idle():

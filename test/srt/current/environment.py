@@ -1,4 +1,4 @@
-"""What a process of SGLang 0.5.23 needs on a machine without a GPU to run its real model."""
+"""Environment of a process of SGLang 0.5.23 that runs a real model without a GPU."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 RELEASE = "0.5.23"
-#: SGLang's file for ``models.random_qwen3``; it would import two hundred others at its start.
+#: SGLang's file for ``models.random_qwen3``; without a limit it imports 200 others at its start.
 MODEL = "qwen3"
-#: In the place of the model's folder, which is known when a test runs.
+#: Placeholder for the model's folder, which is known when a test runs.
 OWN_DRAFT = "the model"
-#: EAGLE with chains of three drafts.
+#: Arguments for EAGLE with chains of three drafts.
 DRAFTS = (
     *("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", OWN_DRAFT),
     *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
@@ -19,9 +19,13 @@ DRAFTS = (
 
 
 def environment(package: Path | None = None, model: str = MODEL) -> dict[str, str]:
-    """Variables, to be set before SGLang is imported: one thread, no network, one model, no waiting
-    for events of a GPU. ``package``: SGLang's folder; None: that of this environment. ``model``:
-    the file of its models that is imported."""
+    """Return variables to set before SGLang is imported: one thread, no network, one model, no
+    waiting for GPU events.
+
+    Args:
+        package: SGLang's folder; None for the one of this environment.
+        model: the only file of SGLang's models that is imported.
+    """
     return {
         "SGLANG_CPU_STANDIN": "1",
         "OMP_NUM_THREADS": "1",
@@ -33,7 +37,7 @@ def environment(package: Path | None = None, model: str = MODEL) -> dict[str, st
 
 
 def _other_models(package: Path | None, model: str) -> list[str]:
-    # By its folder: to import it would be too early.
+    # List the folder, because the variables must be set before SGLang is imported.
     spec = None if package else find_spec("sglang")
     folders = [package] if package else spec and spec.submodule_search_locations
     paths = [path for folder in folders or () for path in Path(folder, "srt/models").glob("*.py")]

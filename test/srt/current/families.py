@@ -1,4 +1,4 @@
-"""The pairs with the group ``lead`` that serve each family of models on SGLang 0.5.23, as data.
+"""Pairs of SGLang 0.5.23 with the group ``lead`` for each family of models, as data.
 
 ``e2e/test_families.py`` runs each row. No engine is imported here.
 """

@@ -1,4 +1,4 @@
-"""Runs tests in a forked process and reports them in this one."""
+"""Runs tests in a forked process and reports their results in this one."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any  # Any: a report as data
 import pytest
 from _pytest.runner import runtestprotocol
 
-#: Seconds for one test, its server's start included.
+#: Seconds for one test, including the start of its server.
 PATIENCE = 240
 
-#: By the first test of a group: what its process sends, a message a test, and the process.
+#: First test of a group -> connection that gets one message a test, and the child's process id.
 _under_way: dict[str, tuple[Connection, int]] = {}
 
 
 def run(item: pytest.Item, group: list[pytest.Item]) -> None:
-    """Reports ``item``; the first call for a ``group`` starts the process that runs all of it."""
+    """Report ``item``; the first call for a ``group`` starts the process that runs its tests."""
     name = group[0].nodeid
     if name not in _under_way:
         _under_way[name] = _start(group)
@@ -44,7 +44,7 @@ def _start(group: list[pytest.Item]) -> tuple[Connection, int]:
         for item, following in zip(group, [*group[1:], None], strict=True):
             there.send(_run(item, following))
     finally:
-        os._exit(0)  # NIXL may crash an interpreter at its exit where there is no GPU driver
+        os._exit(0)  # NIXL may crash an interpreter at its exit without a GPU driver
 
 
 def _run(item: pytest.Item, following: pytest.Item | None) -> list[Any]:
@@ -61,8 +61,8 @@ def _reports(item: pytest.Item, sent: Connection, child: int) -> list[pytest.Tes
         if sent.poll(PATIENCE):
             return [of_data(config=item.config, data=data) for data in sent.recv()]
         os.kill(child, signal.SIGKILL)
-        said = f"no result after {PATIENCE} s"
+        reason = f"no result after {PATIENCE} s"
     except EOFError:
-        said = "its process has ended"
+        reason = "its process has ended"
     keywords = dict.fromkeys(item.keywords, 1)
-    return [pytest.TestReport(item.nodeid, item.location, keywords, "failed", said, "call")]
+    return [pytest.TestReport(item.nodeid, item.location, keywords, "failed", reason, "call")]

@@ -1,8 +1,8 @@
 """SGLang's own event loop, stepped by hand from a test.
 
-The scheduler lives on a thread of its own, which runs the loop that its arguments ask for. That
-loop looks at ``gracefully_exit`` once at the top of each iteration; there the thread waits for the
-test. Only one of the two ever runs, so a step is as deterministic as a call.
+The scheduler lives on a thread of its own, which runs the loop that the arguments select. That loop
+reads ``gracefully_exit`` once at the top of each iteration, where the thread waits for the test.
+Because only one of the two threads ever runs, a step is as deterministic as a call.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any  # Any: what a function returns that is called on the other thread
+from typing import Any  # Any: the result of a function called on the other thread
 
-#: Seconds that a step may take before the test fails: the first one compiles and allocates.
+#: Seconds that a step may take before the test fails: the first step compiles and allocates.
 PATIENCE = 120
 
 
@@ -26,30 +26,30 @@ class Loop:
         self._thread.start()
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """What ``function`` returns on the thread; an iteration under way is not continued."""
+        """Return the result of ``function`` on the thread, which stays paused otherwise."""
         return self._ask(function)
 
     def begin(self, function: Callable[[], Any]) -> None:
-        """Runs ``function`` on the thread as far as its first :meth:`pause`."""
-        assert self._ask(function) == "paused", "it came to its end"
+        """Run ``function`` on the thread up to its first :meth:`pause`."""
+        assert self._ask(function) == "paused", "it ended without a pause"
 
     def step(self) -> None:
-        """Lets the function go on to its next :meth:`pause`."""
-        assert self._ask(False) == "paused", "it came to its end"
+        """Run the function up to its next :meth:`pause`."""
+        assert self._ask(False) == "paused", "it ended without a pause"
 
     def end(self) -> None:
-        """Lets the function go on to its end."""
+        """Run the function to its end."""
         self._ask(True)
 
     def pause(self) -> bool:
-        """To be called on the thread: whether the function has to end."""
+        """Wait for the test, on the thread; return True if the function has to end."""
         self._answers.put((True, "paused"))
         while callable(order := self._orders.get()):
             self._do(order)
         return order
 
     def is_here(self) -> bool:
-        """Whether this is the thread."""
+        """Return True if the caller runs on the thread."""
         return threading.current_thread() is self._thread
 
     def _ask(self, order: Callable[[], Any] | bool) -> Any:
@@ -65,7 +65,7 @@ class Loop:
     def _work(self) -> None:
         while True:
             order = self._orders.get()
-            assert callable(order), "no loop is under way"
+            assert callable(order), "no function is running"
             self._do(order)
 
     def _do(self, function: Callable[[], Any]) -> None:

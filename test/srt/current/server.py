@@ -1,6 +1,6 @@
 """One rank of a real server of SGLang 0.5.23: its ``Scheduler``, model, pools and tree.
 
-Requests come from the test instead of a socket, and what is sent to a client is kept.
+Requests come from the test instead of a socket, and outputs to clients are recorded.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, prepare_server_args
 
 PAGE = 16
-#: What every server of these tests gets; the model is small, and nothing here has a GPU.
+#: Arguments of every server: the model is small, and there is no GPU.
 ARGUMENTS = (
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
     *("--sampling-backend", "pytorch", "--page-size", str(PAGE), "--chunked-prefill-size", "1024"),
     *("--max-running-requests", "16", "--random-seed", "1", "--skip-server-warmup"),
 )
-HOST, PORT = "127.0.0.1", 8998
+#: Address of the prefill server.
+HOST = "127.0.0.1"
+PORT = 8998
 
 
 class Stepped(scheduler_module.Scheduler):
-    """SGLang's scheduler; its loop pauses at the top of each iteration."""
+    """SGLang's scheduler, which pauses at the top of each iteration of its loop."""
 
     stepping: Loop | None = None
 
     @property
     def gracefully_exit(self) -> bool:
-        """Read once in an iteration, before anything else."""
+        """Pause the loop, which reads this first in each iteration."""
         return self.stepping is not None and self.stepping.is_here() and self.stepping.pause()
 
     @gracefully_exit.setter
@@ -45,23 +47,28 @@ class Stepped(scheduler_module.Scheduler):
 
 
 class Server:
-    """A scheduler with its loop; ``mode`` as ``--disaggregation-mode`` takes it."""
+    """A scheduler with its loop; ``mode`` is a value of ``--disaggregation-mode``."""
 
     def __init__(self, model: str, mode: str, *arguments: str, tokens: int = 8000) -> None:
-        """``tokens``: of the KV pool. ``arguments``: further ones of the command line."""
-        given = ["--model-path", model, "--max-total-tokens", str(tokens), *ARGUMENTS]
+        """``tokens``: size of the KV pool. ``arguments``: more arguments of the command line."""
+        command_line = ["--model-path", model, "--max-total-tokens", str(tokens), *ARGUMENTS]
         if mode != "null":
-            given += ["--disaggregation-mode", mode, "--disaggregation-transfer-backend", "nixl"]
+            command_line += [
+                "--disaggregation-mode",
+                mode,
+                "--disaggregation-transfer-backend",
+                "nixl",
+            ]
         if mode == "decode":
-            given.append("--disaggregation-decode-enable-radix-cache")
+            command_line.append("--disaggregation-decode-enable-radix-cache")
         self.loop = Loop()
         self.inbox: list[Any] = []
-        #: What was sent towards clients, oldest first.
-        self.said: list[Any] = []
-        #: Requests of SGLang by their ids, as the scheduler has made them.
+        #: Outputs to clients, oldest first.
+        self.outputs: list[Any] = []
+        #: SGLang's requests by id.
         self.requests: dict[str, Any] = {}
         self._numbers = itertools.count(1)
-        self.scheduler: Any = self.loop.call(lambda: self._make([*given, *arguments]))
+        self.scheduler: Any = self.loop.call(lambda: self._make([*command_line, *arguments]))
         self.mode = self.scheduler.disaggregation_mode
         self.loop.begin(self.scheduler.run_event_loop)
 
@@ -69,29 +76,35 @@ class Server:
         args = prepare_server_args(arguments)
         ranks = SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
         publish(args, role="scheduler", ranks=ranks)
-        made = Stepped(args, PortArgs.init_new(args))
-        made.stepping = self.loop
-        made.request_receiver = SimpleNamespace(recv_requests=self._receive)
-        for channel in (made.ipc_channels.send_to_tokenizer, made.ipc_channels.send_to_detokenizer):
-            channel.send_output = lambda output, request=None: self.said.append(output)
-        enqueue = made._add_request_to_queue
+        scheduler = Stepped(args, PortArgs.init_new(args))
+        scheduler.stepping = self.loop
+        scheduler.request_receiver = SimpleNamespace(recv_requests=self._receive)
+        for channel in (
+            scheduler.ipc_channels.send_to_tokenizer,
+            scheduler.ipc_channels.send_to_detokenizer,
+        ):
+            channel.send_output = lambda output, request=None: self.outputs.append(output)
+        enqueue = scheduler._add_request_to_queue
 
         def note(req: Any, *args: Any, **kwargs: Any) -> None:
             self.requests[req.rid] = req
             enqueue(req, *args, **kwargs)
 
-        made._add_request_to_queue = note
-        return made
+        scheduler._add_request_to_queue = note
+        return scheduler
 
     def _receive(self, local_reqs: list[Any] | None = None) -> list[Any]:
-        taken, self.inbox = self.inbox, []
-        return [*taken, *(local_reqs or ())]
+        received, self.inbox = self.inbox, []
+        return [*received, *(local_reqs or ())]
 
-    # What a test does
+    # Actions of a test
 
     def ask(self, prompt: Sequence[int], new: int, **more: Any) -> str:
-        """Sends a request for ``new`` tokens after ``prompt``; its id. The scheduler receives it in
-        the next step. ``more``: further fields of ``TokenizedGenerateReqInput``."""
+        """Send a request for ``new`` tokens after ``prompt``; return its id.
+
+        The scheduler receives it in the next step. ``more``: further fields of
+        ``TokenizedGenerateReqInput``.
+        """
         number = next(self._numbers)
         params = SamplingParams(
             max_new_tokens=new, temperature=0, ignore_eos=True, **more.pop("sampling", {})
@@ -122,72 +135,74 @@ class Server:
         return fields["rid"]
 
     def abort(self, rid: str) -> None:
-        """The client of ``rid`` goes; the scheduler hears of it in the next step."""
+        """Disconnect the client of ``rid``; the scheduler aborts the request in the next step."""
         self.inbox.append(AbortReq(rid=rid))
 
     def step(self, times: int = 1) -> None:
-        """Iterations of SGLang's loop."""
+        """Run iterations of SGLang's loop."""
         for _ in range(times):
             self.loop.step()
 
     def until(self, reached: Callable[[], bool], limit: int = 400) -> int:
-        """Steps until ``reached``; how many it took. Fails after ``limit``."""
-        for taken in range(limit):
+        """Step until ``reached``; return the number of steps. Fail after ``limit``."""
+        for steps in range(limit):
             if reached():
-                return taken
+                return steps
             self.step()
         raise AssertionError(f"not reached in {limit} steps: {self.state()}")
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Runs a function between two steps, on the scheduler's thread."""
+        """Run a function between two steps, on the scheduler's thread."""
         return self.loop.call(function)
 
     def ended(self, *rids: str) -> bool:
-        """Whether these requests (by default, all) have ended."""
+        """Return True if these requests (by default all) have ended."""
         return all(self.requests[rid].finished() for rid in rids or list(self.requests))
 
     def output(self, rid: str) -> list[int]:
-        """The tokens of ``rid`` so far; a speculative step may compute more than are wanted."""
+        """Return the tokens of ``rid`` so far, without surplus tokens of a speculative step."""
         req = self.requests[rid]
         return list(req.output_ids[: req.finished_len or req.sampling_params.max_new_tokens])
 
     # Balance
 
     def in_mode(self, mode: DisaggregationMode) -> None:
-        """Goes on in the loop of another mode; nothing may be under way."""
+        """Continue in the loop of another mode; the server must be idle."""
         assert self.is_idle(), self.state()
         self.loop.end()
         self.scheduler.disaggregation_mode = mode
         self.loop.begin(self.scheduler.run_event_loop)
 
     def flush(self) -> None:
-        """Empties the tree."""
+        """Empty the tree."""
         assert self.call(self.scheduler.flush_cache), self.state()
 
     def is_idle(self) -> bool:
-        """As SGLang sees it, no step of the overlap loop in flight."""
+        """Return True if SGLang is idle, without a step of the overlap loop in flight."""
         return bool(self.call(self.scheduler.is_fully_idle)) and not self.inbox
 
     def balance(self) -> dict[str, int]:
-        """Tokens of the pool that are free or may be evicted, tokens that are locked, free rows and
-        free metadata slots: equal before and after whatever happened."""
-        made = self.scheduler
-        free = made.token_to_kv_pool_allocator.available_size()
-        found = {
-            "tokens": free + made.tree_cache.evictable_size(),
-            "locked": made.tree_cache.protected_size(),
-            "rows": made.req_to_token_pool.available_size(),
+        """Return the tokens that are free or evictable, the locked ones, free rows and free
+        metadata slots: equal before and after every test."""
+        scheduler = self.scheduler
+        free = scheduler.token_to_kv_pool_allocator.available_size()
+        counts = {
+            "tokens": free + scheduler.tree_cache.evictable_size(),
+            "locked": scheduler.tree_cache.protected_size(),
+            "rows": scheduler.req_to_token_pool.available_size(),
         }
         if self.mode is not DisaggregationMode.NULL:
-            found["metadata"] = made.req_to_metadata_buffer_idx_allocator.available_size()
-        return found
+            counts["metadata"] = scheduler.req_to_metadata_buffer_idx_allocator.available_size()
+        return counts
 
     def state(self) -> str:
-        """For messages of failed tests."""
-        made = self.scheduler
+        """Return the server's state for messages of failed tests."""
+        scheduler = self.scheduler
         queues = {
-            name: len(getattr(getattr(made, name, None), "queue", ()))
+            name: len(getattr(getattr(scheduler, name, None), "queue", ()))
             for name in ("disagg_decode_prealloc_queue", "disagg_decode_transfer_queue")
         }
-        running = [req.rid for req in made.running_batch.reqs]
-        return f"running {running}, waiting {len(made.waiting_queue)}, {queues}, {self.balance()}"
+        running = [req.rid for req in scheduler.running_batch.reqs]
+        return (
+            f"running {running}, waiting {len(scheduler.waiting_queue)}, {queues}, {self.balance()}"
+        )

@@ -1,4 +1,4 @@
-"""How the group ``lead`` comes to a real SGLang 0.5.23: by its plugin loader, and not unasked."""
+"""The plugin loader of a real SGLang 0.5.23 attaches the group ``lead``, if it is configured."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ HERE = Path(lead.__path__[0])
 
 @pytest.mark.server()
 def test_sglang_finds_the_plugin(decode: Decode) -> None:
-    """Guards against an entry point that the loader of this release does not look for."""
+    """Guards against an entry point that the loader of this release does not find."""
     function, _ = load_plugins_by_group(PLUGINS)[NAME]
     assert function is attach.activate
 
 
 @pytest.mark.server()
 def test_with_nothing_set_no_method_differs(decode: Decode) -> None:
-    """Guards against a part that is on because the package is installed. The server is up, and
-    SGLang's loader has run."""
+    """Guards against a part that is on because the package is installed. SGLang's loader has run
+    in this server."""
     assert attach.attached == []
     wrapped: list[tuple[type, str]] = []
 
@@ -51,7 +51,7 @@ def test_with_nothing_set_no_method_differs(decode: Decode) -> None:
 
 @pytest.mark.server()
 def test_every_part_fits_this_release() -> None:
-    """Guards against a method of SGLang that is not as a part expects it, as ``--check`` says."""
+    """Guards against a method of SGLang that does not fit a part, by the report of ``--check``."""
     text, status = report_current(check=True)
     assert status == 0, text
 
@@ -67,13 +67,13 @@ MODEL = SimpleNamespace(
 
 
 def field(setting: str) -> str:
-    """The argument of a row."""
+    """Return the name of the argument in a row of ``settings``."""
     flag = setting.removeprefix("no ").removeprefix("another ").split()[0]
     return flag.removeprefix("--").replace("-", "_")
 
 
-def given(setting: str) -> Any:
-    """A value with which the row holds."""
+def matching_value(setting: str) -> Any:
+    """Return a value of the argument that is refused by this row."""
     if setting.startswith("no "):
         return False
     _, _, value = setting.removeprefix("another ").partition(" ")
@@ -82,14 +82,14 @@ def given(setting: str) -> Any:
 
 def reasons(mode: str, config: Any = MODEL, **changes: Any) -> list[str]:
     """Return the refusals of a server with these arguments and SGLang's defaults."""
-    fields = {each.name: each.default for each in msgspec.structs.fields(ServerArgs)}
-    given = fields | PAIR | (DECODE if mode == "decode" else {"disaggregation_mode": mode})
-    return list(settings.refused(SimpleNamespace(**given | changes), config))
+    fields = {spec.name: spec.default for spec in msgspec.structs.fields(ServerArgs)}
+    values = fields | PAIR | (DECODE if mode == "decode" else {"disaggregation_mode": mode})
+    return list(settings.refused(SimpleNamespace(**values | changes), config))
 
 
 @pytest.mark.server()
 def test_each_argument_of_this_release_has_a_verdict() -> None:
-    """Guards against an argument that came with a release, and that no part was run with."""
+    """Guards against an argument that is new in a release and that no part was run with."""
     rows = settings.ON_BOTH | settings.ON_DECODE
     names = [*{field(setting) for setting in rows if setting.startswith(("--", "no ", "another "))}]
     verdicts = arguments.WORKS | arguments.CANNOT_MATTER
@@ -101,22 +101,22 @@ def test_each_argument_of_this_release_has_a_verdict() -> None:
 @pytest.mark.server()
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 def test_each_row_is_refused_on_its_side(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """Guards against a server that starts where no part has run: other pools, other batches, or
-    a prefill server that releases no rooms; and against a row that refuses every server."""
+    """Guards against a server that starts with an untested setting (other pools, other batches, a
+    prefill server that releases no rooms), and against a row that refuses every server."""
     assert reasons(mode) == reasons(mode, disaggregation_decode_host_receive_threshold=1) == []
     for setting, why in (settings.ON_BOTH | settings.ON_DECODE).items():
         with monkeypatch.context() as patch:
             if setting.startswith("SGLANG_"):
                 patch.setenv(setting.removesuffix("=1"), "1")
             is_here = mode == "decode" or setting in settings.ON_BOTH
-            found = reasons(mode, **{field(setting): given(setting)})
-            assert found == [f"{setting}: {why}"] * is_here, setting
+            refusals = reasons(mode, **{field(setting): matching_value(setting)})
+            assert refusals == [f"{setting}: {why}"] * is_here, setting
 
 
 @pytest.mark.server()
 def test_models_of_other_kinds_are_refused() -> None:
-    """Guards against pools beside the KV, and (MLA) against a chunk behind a long prefix for which
-    SGLang has prepared nothing on a decode server."""
+    """Guards against pools beside the KV, and (MLA) against a chunk behind a long prefix, which
+    SGLang does not support on a decode server."""
     window = SimpleNamespace(**vars(MODEL) | {"is_hybrid_swa": True})
     hf = PretrainedConfig(architectures=["DeepseekV32ForCausalLM"], index_topk=4)
     sparse = SimpleNamespace(**vars(MODEL) | {"hf_config": hf})
@@ -135,7 +135,7 @@ LOCAL = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "512"}
 
 @pytest.mark.server(mode="prefill", env=LOCAL)
 @pytest.mark.parametrize(
-    ("flag", "said"),
+    ("flag", "message"),
     [
         (("--optimistic-prefill-attempts", "1"), "--optimistic-prefill-attempts above 0: "),
         (("--use-ray",), "--use-ray: "),
@@ -143,12 +143,12 @@ LOCAL = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "512"}
     ],
 )
 def test_a_server_is_refused_before_it_starts_a_process(
-    prefill: Prefill, model: str, flag: tuple[str, ...], said: str
+    prefill: Prefill, model: str, flag: tuple[str, ...], message: str
 ) -> None:
-    """Guards against an error that comes when the weights are loaded, and (Ray) against processes
-    in which SGLang loads no plugin. SGLang resolves arguments first, and again in each process."""
+    """Guards against an error as late as the loading of weights, and (Ray) against processes in
+    which SGLang loads no plugin. SGLang resolves arguments first, and again in each process."""
     where = "--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "nixl"
     args = prepare_server_args(["--model-path", model, "--device", "cpu", *where, *flag])
     with pytest.raises(ValueError, match="LOCAL_TOKENS=512 cannot be combined with") as error:
         args.resolve_once()
-    assert said in str(error.value)
+    assert message in str(error.value)

@@ -1,4 +1,5 @@
-"""Decode aborts its half of a request before prefill has its own (docs/upstream.md, change 1)."""
+"""Decode aborts its half of a request before prefill has received the other half (docs/upstream.md,
+change 1)."""
 
 from __future__ import annotations
 
@@ -12,8 +13,11 @@ PROMPT = list(range(100, 300))
 
 
 def ends(prefill: Prefill, *, early: bool) -> bool:
-    """Whether a request has ended some steps after decode's abort, which came before it or after
-    it. Nothing of it may be left once the client has gone too."""
+    """Return whether a request has ended a few steps after decode's abort.
+
+    ``early``: the abort arrives before the request. Once the client has disconnected too, the
+    request must be gone.
+    """
     if early:
         prefill.hear_abort(ROOM)
     rid = prefill.ask(PROMPT, 4, bootstrap_room=ROOM)
@@ -30,7 +34,7 @@ def ends(prefill: Prefill, *, early: bool) -> bool:
 
 @pytest.mark.server(mode="prefill")
 def test_stock_ends_a_request_whose_abort_comes_in_time(prefill: Prefill) -> None:
-    """The control: such a request does end."""
+    """The control: a request that arrived before its abort ends."""
     assert ends(prefill, early=False)
 
 

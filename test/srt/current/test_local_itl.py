@@ -16,7 +16,7 @@ from sglang.srt.disaggregation.delta.decode.turn_choice import STEPS_BEFORE_BREA
 from sglang.srt.disaggregation.delta.decode.turn_costs import StepTimes
 from sglang.srt.disaggregation.delta.observability import Telemetry
 
-#: Seconds: of a chunk as a constant and a slope a token, and of a decode step.
+#: Seconds: constant and slope per token of a chunk's duration, and duration of a decode step.
 CONSTANT, SLOPE, STEP = 0.005, 0.0001, 0.01
 BOUND = 0.1
 ENV = LOCAL | {
@@ -33,7 +33,7 @@ loops = pytest.mark.parametrize(
 
 
 class Noted(Telemetry):
-    """Also keeps the gaps, with a chunk and without."""
+    """Telemetry that also records the gaps between tokens, with a chunk and without."""
 
     def __init__(self, gaps: dict[bool, list[float]]) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Noted(Telemetry):
 
 
 class Bounded:
-    """Its decode server expects nothing of prefill; its clock runs in steps only."""
+    """Local turns of a server that expects prefill to be slow, on a clock that steps advance."""
 
     def __init__(self, decode: Decode) -> None:
         from sglang.srt.disaggregation.lead.local import LocalTurns
@@ -54,16 +54,16 @@ class Bounded:
         self._limits = decode.scheduler.lead_turns.choice.limits
         self._run = decode.scheduler.run_batch
         self.now, self.late = 0.0, 0.0
-        #: Tokens of each chunk; gaps with a chunk and without.
+        #: Tokens of each chunk; gaps between tokens with a chunk and without.
         self.chunks: list[int] = []
         self.gaps: dict[bool, list[float]] = {True: [], False: []}
-        #: For each chunk, the decode steps before it.
+        #: Number of decode steps before each chunk.
         self.steps: list[int] = []
         self._steps = 0
         self.within(BOUND)
 
     def within(self, bound: float | None, **options: Any) -> Any:
-        """Local turns that have measured nothing, with this bound in seconds."""
+        """Install and return local turns without measurements, with this bound in seconds."""
         limits = replace(self._limits, max_itl=bound, **options)
         turns = self._make(self._decode.scheduler, limits, lambda: self.now)
         turns.peers = Peers()
@@ -73,12 +73,12 @@ class Bounded:
         return turns
 
     def fix(self, slack: float) -> None:
-        """What is measured, whatever happens."""
+        """Fix the measured costs."""
         costs = [int(CONSTANT * 1e6), int(SLOPE * 1e9), int(STEP * 1e6), int(slack * 1e6)]
         self.turns.measured.votes = lambda: costs
 
     def run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """In the place of SGLang's ``run_batch``."""
+        """Run a batch in place of SGLang's ``run_batch`` and advance the clock."""
         if batch.forward_mode.is_extend():
             self.now += CONSTANT + SLOPE * batch.extend_num_tokens + self.late
             self.chunks.append(batch.extend_num_tokens)
@@ -91,7 +91,7 @@ class Bounded:
 
 @pytest.fixture
 def bounded(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bounded]:
-    """Of the scene."""
+    """The bounded local turns of this test's decode server."""
     from sglang.srt.disaggregation.lead import local_scheduler
 
     decode.bring_prefill()
@@ -105,14 +105,14 @@ def bounded(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bounded
 
 
 def running(decode: Decode, new: int) -> str:
-    """A request that runs, of whose answer so much is to come."""
+    """Return a running request with an answer of ``new`` tokens."""
     rid = decode.ask(text(20, 1), new)
     decode.until(lambda: rid in decode.requests and len(decode.output(rid)) > 1)
     return rid
 
 
 def decisions(bounded: Bounded) -> dict[tuple[str, str], int]:
-    """Where the turns were computed, and why."""
+    """Return the counts of turns by side and reason."""
     return dict(bounded.turns.telemetry.by("decode_turns"))
 
 
@@ -129,7 +129,7 @@ def test_chunks_beside_requests_that_run(
     decode: Decode, bounded: Bounded, slack: float, sizes: list[int]
 ) -> None:
     """Guards against a chunk that delays running requests beyond the bound, and against answers
-    that change with the chunks."""
+    that depend on the chunks."""
     prompt = text(300, 2)
     (answer,) = decode.learn([prompt], 8)
     bounded.fix(slack)
@@ -143,7 +143,7 @@ def test_chunks_beside_requests_that_run(
 
 @overlap
 def test_no_bound_applies_while_nobody_runs(decode: Decode, bounded: Bounded) -> None:
-    """Guards against a turn in small chunks that would delay nobody."""
+    """Guards against a turn in small chunks while no request runs that it could delay."""
     bounded.fix(0.001)
     decode.ask(text(300, 2), 4)
     decode.finish()
@@ -152,7 +152,7 @@ def test_no_bound_applies_while_nobody_runs(decode: Decode, bounded: Bounded) ->
 
 @overlap
 def test_what_does_not_fit_goes_to_prefill(decode: Decode, bounded: Bounded) -> None:
-    """Guards against a turn that is computed here though none of its chunks fits."""
+    """Guards against a turn that is computed here although none of its chunks fits."""
     prompt = text(300, 2)
     decode.learn([prompt], 8)
     bounded.chunks.clear()
@@ -167,8 +167,8 @@ def test_what_does_not_fit_goes_to_prefill(decode: Decode, bounded: Bounded) -> 
 
 @overlap
 def test_what_fits_no_more_goes_to_prefill(decode: Decode, bounded: Bounded) -> None:
-    """Guards against a turn that was decided while nobody ran, and that waits behind another one
-    until others run: it holds nothing, and prefill is there."""
+    """Guards against a turn that was accepted while no request ran, and that waits behind another
+    turn until requests run. It holds no memory yet, so prefill can compute it."""
     prompts = [text(400, 2), text(300, 3)]
     answers = decode.learn(prompts, 8)
     bounded.chunks.clear()
@@ -182,8 +182,8 @@ def test_what_fits_no_more_goes_to_prefill(decode: Decode, bounded: Bounded) -> 
 
 @overlap
 def test_a_turn_that_began_is_computed_to_its_end(decode: Decode, bounded: Bounded) -> None:
-    """Guards against a turn that waits for ever, since others began to run and no chunk fits any
-    more; and against one whose chunks then come more often than in one gap of a hundred."""
+    """Guards against a turn that waits for ever because requests began to run and no chunk fits any
+    more, and against one with chunks in more than one gap of a hundred."""
     first, long = text(50, 1), text(400, 2)
     decode.learn([first, long], 8)
     bounded.chunks.clear()
@@ -205,7 +205,7 @@ def test_a_turn_that_began_is_computed_to_its_end(decode: Decode, bounded: Bound
 
 @overlap
 def test_what_fits_is_agreed_on_while_nobody_arrives(decode: Decode, bounded: Bounded) -> None:
-    """Guards against a turn under way that keeps the limit of the last arrival."""
+    """Guards against a started turn that keeps the limit of the last arrival."""
     bounded.fix(0.0115)
     running(decode, 60)
     decode.ask(text(300, 2), 8)
@@ -222,7 +222,7 @@ def test_what_fits_is_agreed_on_while_nobody_arrives(decode: Decode, bounded: Bo
 def test_fallback_prefill_is_bounded_too(
     decode: Decode, bounded: Bounded, slack: float, sizes: list[int]
 ) -> None:
-    """Guards against a turn that fails because no chunk fits, and against one that stops running
+    """Guards against a turn that fails because no chunk fits, and against one that stalls running
     requests for as long as one chunk takes."""
     bounded.within(BOUND, tokens=100)
     prompt = text(300, 2)
@@ -245,7 +245,7 @@ def test_fallback_prefill_is_bounded_too(
 
 
 def busy(decode: Decode, turns: int) -> None:
-    """Two answers under way all the time, and turns of 300 tokens, one after another."""
+    """Run ``turns`` turns of 300 tokens, one after another, beside two running requests."""
     answers: list[str] = []
     for number in range(turns):
         rid = decode.ask(text(300, 100 + number), 2)
@@ -260,8 +260,8 @@ def busy(decode: Decode, turns: int) -> None:
 @overlap
 @pytest.mark.parametrize("most", [0.025, 0.04, None])
 def test_gaps_of_running_requests(decode: Decode, bounded: Bounded, most: float | None) -> None:
-    """Guards against a bound that is not kept, and one that is kept by computing nothing; without a
-    bound chunks are as large as ever."""
+    """Guards against a bound that is not kept, and against one that is kept by computing nothing.
+    Without a bound, chunks have their full size."""
     bounded.within(most, always=True)
     busy(decode, 30)
     with_chunk = bounded.gaps[True]
@@ -275,7 +275,7 @@ def test_gaps_of_running_requests(decode: Decode, bounded: Bounded, most: float 
 
 @overlap
 def test_chunks_that_take_longer_than_expected(decode: Decode, bounded: Bounded) -> None:
-    """Guards against breaches that change nothing."""
+    """Guards against breaches without an effect on the next chunks."""
     bounded.within(0.03, always=True)
     busy(decode, 20)
     usual = max(bounded.chunks[-10:])
@@ -288,8 +288,8 @@ def test_chunks_that_take_longer_than_expected(decode: Decode, bounded: Bounded)
 @loops
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_pause_is_no_gap_and_no_step(decode: Decode, bounded: Bounded, blocking: bool) -> None:
-    """Guards against a pause that is counted as the wait for a token, or as the time of the step
-    that was under way: chunks would be small, and turns would look slow here."""
+    """Guards against a pause that counts as a token's latency, or as the time of the step before
+    it: chunks would become small, and local turns would look slow."""
     from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
     turns = bounded.turns

@@ -20,7 +20,7 @@ LOCAL = {
     "SGLANG_DISAGGREGATION_DECODE_FALLBACK_PREFILL_TOKENS": "2000",
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_CHUNK": str(CHUNK),
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS": "1",
-    # A chunk after each decode step, whatever they cost.
+    # A chunk after each decode step, regardless of their costs.
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_SHARE": "1",
 }
 SHORT = LOCAL | {
@@ -46,33 +46,33 @@ short = pytest.mark.server(env=SHORT)
 
 
 class Peers:
-    """A prefill server that releases rooms, or none."""
+    """Stands for a prefill server that releases rooms, or (not ``known``) does not."""
 
     def __init__(self, known: bool = True) -> None:
         self._known = known
 
     def keep(self, reachable: Any) -> list[str]:
-        """All of them."""
+        """Keep all of them."""
         return []
 
     def releases(self, address: str) -> bool:
-        """Whether it does."""
+        """Return True if the prefill server releases rooms."""
         return self._known
 
 
 class Steps:
-    """The batches that ran: ``E`` for a chunk, ``d`` for a decode step."""
+    """Records the batches that ran: ``E`` for a chunk, ``d`` for a decode step."""
 
     def __init__(self, decode: Decode) -> None:
         self.kinds, self.tokens = "", list[int]()
         self._run = decode.scheduler.run_batch
 
     def reset(self) -> None:
-        """None so far."""
+        """Forget the recorded batches."""
         self.kinds, self.tokens = "", []
 
     def run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """In the place of SGLang's ``run_batch``."""
+        """Record and run a batch in place of SGLang's ``run_batch``."""
         is_chunk = batch.forward_mode.is_extend()
         self.kinds += "E" if is_chunk else "d"
         self.tokens += [batch.extend_num_tokens] if is_chunk else []
@@ -81,7 +81,7 @@ class Steps:
 
 @pytest.fixture
 def steps(decode: Decode) -> Iterator[Steps]:
-    """Of the scene; its prefill server releases rooms."""
+    """The recorded batches of this test, with a prefill server that releases rooms."""
     decode.scheduler.lead_turns.peers = Peers()
     decode.bring_prefill()
     decode.frames.clear()
@@ -92,14 +92,14 @@ def steps(decode: Decode) -> Iterator[Steps]:
 
 
 def talk(length: int, seed: int = 1) -> list[int]:
-    """Some text."""
+    """Return random tokens."""
     rng = random.Random(seed)
     return [rng.randrange(300) for _ in range(length)]
 
 
 def later_turns(decode: Decode, added: list[int], new: int) -> tuple[list[Any], list[Any]]:
-    """Sessions that were answered here; their second prompts with what an aggregated server
-    answers to them."""
+    """Answer the first turns of sessions on decode. Return the prompts of the second turns, and an
+    aggregated server's answers to them."""
     first = [talk(200 + 37 * i, seed=i) for i in range(len(added))]
     answers = decode.learn(first, 12)
     second = [[*p, *a, *talk(n, seed=n)] for p, a, n in zip(first, answers, added, strict=True)]
@@ -114,8 +114,8 @@ def later_turns(decode: Decode, added: list[int], new: int) -> tuple[list[Any], 
 def test_later_turns_are_computed_here_and_answered_as_by_an_aggregated_server(
     decode: Decode, steps: Steps
 ) -> None:
-    """Short ones share a chunk; one arrives while the others run; one is longer than a chunk. No
-    two chunks without a decode step between while requests run."""
+    """Guards against wrong answers and against two chunks in a row while requests run. Short turns
+    share a chunk; one turn arrives while others run; one is longer than a chunk."""
     second, expected = later_turns(decode, [40, 3, 400, 17, 90], 16)
     steps.reset()
     decode.frames.clear()
@@ -135,8 +135,8 @@ def test_later_turns_are_computed_here_and_answered_as_by_an_aggregated_server(
 def test_an_abort_ends_a_local_turn_at_each_stage(
     decode: Decode, steps: Steps, chunked: bool
 ) -> None:
-    """Waiting, launched, between two chunks, computed, running: it ends, another one goes on, and
-    nothing is left."""
+    """Guards against an abort (queued, launched, between two chunks, computed, running) that does
+    not end its turn, ends another one, or leaks memory."""
     (other, mine), (expected, _) = later_turns(decode, [20, 300 if chunked else 30], 10)
     ends = set()
     for stage in range(14):
@@ -159,8 +159,9 @@ def test_an_abort_ends_a_local_turn_at_each_stage(
 def test_a_pause_that_retracts_takes_local_turns_back_at_each_stage(
     decode: Decode, steps: Steps, chunked: bool
 ) -> None:
-    """All rows and pages are free while the engine is paused, and SGLang holds each request once,
-    to ask its prefill server for it when generation goes on."""
+    """Guards against rows or pages that stay in use while the engine is paused, and against a
+    retracted request that SGLang holds twice, or that is not queried from prefill after the
+    pause."""
     from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
     second, _ = later_turns(decode, [20, 300 if chunked else 30], 10)
@@ -176,7 +177,7 @@ def test_a_pause_that_retracts_takes_local_turns_back_at_each_stage(
         assert {req.rid for req in held} == set(rids)
         assert decode.balance() == empty
         assert decode.call(decode.scheduler.is_fully_idle)
-        held.clear()  # there is no prefill server that would be asked for them
+        held.clear()  # there is no prefill server to query
         for rid in rids:
             del decode.requests[rid]
         decode.inbox.append(ContinueGenerationReqInput(torch_empty_cache=False))
@@ -185,7 +186,7 @@ def test_a_pause_that_retracts_takes_local_turns_back_at_each_stage(
 
 @loops
 def test_a_pause_in_place_goes_on_where_it_stopped(decode: Decode, steps: Steps) -> None:
-    """With chunks launched, computed and waiting."""
+    """Guards against a pause with chunks launched, computed or queued that loses or repeats one."""
     from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
     second, expected = later_turns(decode, [20, 300], 10)
@@ -204,7 +205,7 @@ def test_a_pause_in_place_goes_on_where_it_stopped(decode: Decode, steps: Steps)
 
 @short
 def test_a_long_turn_is_left_to_prefill(decode: Decode, steps: Steps) -> None:
-    """And is announced as in stock SGLang; a short one beside it is computed here."""
+    """Guards against a long turn that is computed here, and a short one that is not."""
     first = [talk(200), talk(250, 2)]
     answers = decode.learn(first, 8)
     second = [[*p, *a, *talk(50, 3)] for p, a in zip(first, answers, strict=True)]
@@ -223,7 +224,7 @@ def test_a_long_turn_is_left_to_prefill(decode: Decode, steps: Steps) -> None:
 
 @short
 def test_beside_a_stock_prefill_server_everything_is_remote(decode: Decode, steps: Steps) -> None:
-    """Which would answer its client with an error."""
+    """Guards against local turns with stock prefill, which would answer with an error."""
     decode.scheduler.lead_turns.peers = Peers(known=False)
     prompt = talk(60)
     (answer,) = decode.learn([prompt], 8)
@@ -236,8 +237,8 @@ def test_beside_a_stock_prefill_server_everything_is_remote(decode: Decode, step
 
 @short
 def test_short_turns_are_answered_when_prefill_is_lost(decode: Decode, steps: Steps) -> None:
-    """One that waits for memory or its handshake, and one whose pages were announced. A long one
-    fails, with the reason."""
+    """Guards against short turns that fail while they wait for memory or a handshake, or after
+    their pages were announced, and against a long turn that fails without the reason."""
     decode.scheduler.lead_turns.peers = Peers(known=False)
     prompts = [talk(60), talk(300, 2)]
     answers = decode.learn(prompts, 8)
@@ -256,7 +257,7 @@ def test_short_turns_are_answered_when_prefill_is_lost(decode: Decode, steps: St
 
 @short
 def test_a_request_whose_client_left_is_not_saved(decode: Decode, steps: Steps) -> None:
-    """An abort fails the room, too."""
+    """Guards against an aborted request that is taken for lost: an abort also fails the room."""
     decode.scheduler.lead_turns.peers = Peers(known=False)
     prompt = talk(60)
     decode.learn([prompt], 8)
@@ -274,8 +275,9 @@ def test_a_request_whose_client_left_is_not_saved(decode: Decode, steps: Steps) 
 def test_a_lost_turn_waits_for_no_rank_of_prefill(
     decode: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prefill server of two data-parallel ranks was asked which of them has the room, and was
-    lost before it answered. It may come back while the turn is computed here."""
+    """Guards against a turn that waits for a prefill server of two data-parallel ranks: the server
+    was queried for the room's rank and lost before it answered. It may come back during the
+    turn."""
     ranks: dict[str, int] = {}
     monkeypatch.setattr(
         CommonKVReceiver, "query_prefill_dp_ranks", staticmethod(lambda address, rooms: ranks)

@@ -14,9 +14,11 @@ PROMPT = list(range(100, 300))
 
 @pytest.mark.server(mode="prefill", env=LEAD)
 @pytest.mark.parametrize("early", [False, True])
-def test_it_ends_with_an_empty_answer_and_no_error(prefill: Prefill, early: bool) -> None:
-    """Also where decode was faster than the request. A router gives an error of this half to the
-    client, whatever decode answers."""
+def test_prefills_half_ends_with_an_empty_answer_and_no_error(
+    prefill: Prefill, early: bool
+) -> None:
+    """Guards against an error of prefill's half, which a router returns to the client, whatever
+    decode answers; also if decode's message arrives before the request."""
     room = ROOM + early
     message = [ABORT, str(room).encode(), LOCAL]
     if early:
@@ -28,16 +30,16 @@ def test_it_ends_with_an_empty_answer_and_no_error(prefill: Prefill, early: bool
         prefill.step(2)
     assert prefill.ended(rid) and prefill.output(rid) == []
     assert prefill.requests[rid].finished_reason.to_json() == {"type": "length", "length": 0}
-    assert rid in prefill.said[-1].rids
+    assert rid in prefill.outputs[-1].rids
     assert prefill.is_idle()
 
 
 @pytest.mark.server(mode="prefill", env=LEAD)
-def test_it_ends_its_prefetch_from_a_store(
+def test_a_released_request_ends_its_prefetch_from_a_store(
     prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against HiCache's tables, which grow with each request that SGLang's tree takes for
-    served: what was loaded for it is counted when prefill computes it, which is never."""
+    served: a prefetch is counted when prefill computes its request, which never happens."""
     released: list[object] = []
     monkeypatch.setattr(prefill.scheduler.tree_cache, "release_aborted_request", released.append)
     rid = prefill.ask(PROMPT, 4, bootstrap_room=ROOM + 2)
@@ -49,9 +51,9 @@ def test_it_ends_its_prefetch_from_a_store(
 
 
 @pytest.mark.server(mode="prefill", env=LEAD)
-def test_a_room_that_was_released_can_be_asked_again(prefill: Prefill) -> None:
-    """As after a pause: decode asks for it anew under the same number. What other messages say of
-    the room that is over, as that its transfer was aborted, is not for the new request."""
+def test_the_number_of_a_released_room_can_be_used_again(prefill: Prefill) -> None:
+    """Guards against messages for a released room (released, aborted) that end a new request under
+    the same number. Decode sends such a request after a pause."""
     message = [ABORT, str(ROOM).encode(), LOCAL]
     rid = prefill.ask(PROMPT, 4, bootstrap_room=ROOM)
     prefill.step(3)

@@ -1,4 +1,4 @@
-"""The rig itself: stock 0.5.23 answers through it as an aggregated server does."""
+"""Tests of the rig: stock 0.5.23 gives an aggregated server's answers through it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from current.decode import Decode
 
 
 def talks(count: int, seed: int = 1) -> list[list[int]]:
-    """Prompts of some hundred tokens that have nothing in common."""
+    """Return prompts of some hundred tokens without common prefixes."""
     rng = random.Random(seed)
     return [[rng.randrange(300) for _ in range(200 + 37 * i)] for i in range(count)]
 
@@ -23,7 +23,7 @@ EACH_LOOP = [
 
 @pytest.mark.parametrize((), EACH_LOOP)
 def test_two_turns_are_equal_to_an_aggregated_server(decode: Decode) -> None:
-    """Only what the tree lacks is announced, and nothing is left behind."""
+    """Guards against a rig that announces tokens of the tree, or that leaks pages."""
     first = talks(4)
     answers = decode.learn(first, 12)
     second = [p + a + [5, 6, 7] * 7 for p, a in zip(first, answers, strict=True)]
@@ -40,7 +40,7 @@ def test_two_turns_are_equal_to_an_aggregated_server(decode: Decode) -> None:
 
 @pytest.mark.server()
 def test_a_failed_transfer_leaves_nothing(decode: Decode) -> None:
-    """The request ends with an error, its pages are free as soon as prefill has confirmed."""
+    """Guards against pages that stay in use after prefill's confirmation."""
     (prompt,) = talks(1)
     decode.learn([prompt], 4)
     rid = decode.ask(prompt, 4)
@@ -55,7 +55,8 @@ def test_a_failed_transfer_leaves_nothing(decode: Decode) -> None:
 
 @pytest.mark.server()
 def test_an_abort_ends_a_request_that_waits_for_prefill(decode: Decode) -> None:
-    """In the transfer queue; prefill is told, and its confirmation frees the pages."""
+    """Guards against an abort in the transfer queue that is not sent to prefill, and against pages
+    that prefill's confirmation does not free."""
     (prompt,) = talks(1)
     decode.learn([prompt], 4)
     rid = decode.ask(prompt, 4)

@@ -1,4 +1,4 @@
-"""Local turns with a draft model, beside what ``test_local_turns`` and ``test_admission`` show."""
+"""Local turns with a draft model, in addition to ``test_local_turns`` and ``test_admission``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @pytest.mark.server(*DRAFTS, "--num-reserved-decode-tokens", "16", tokens=384, env=ADMITTED)
 def test_a_local_turn_that_was_retracted_resumes(decode: Decode) -> None:
-    """Guards against a request without what its first draft starts from: SGLang takes it from the
-    metadata of its transfer, and there was none."""
+    """Guards against a request without the input of its first draft: SGLang takes that from the
+    metadata of the request's transfer, and a local turn has none."""
     decode.scheduler.lead_turns.peers = Peers()
     prompts = [text(80, seed) for seed in range(3)]
-    expected = [decode.learn([each], 48)[0] for each in prompts]
-    rids = [decode.ask(each, 48) for each in prompts]
+    expected = [decode.learn([prompt], 48)[0] for prompt in prompts]
+    rids = [decode.ask(prompt, 48) for prompt in prompts]
     decode.finish()
     assert [decode.output(rid) for rid in rids] == expected
     assert {frames[-1] for frames in decode.frames} == {b"LOCAL"}, "all were computed here"
@@ -46,5 +46,5 @@ def test_a_local_turn_has_the_drafts_of_an_aggregated_server(decode: Decode) -> 
 
 
 def accepted(req: Any) -> float:
-    """Drafts that were accepted in a step, of three."""
+    """Return the average number of accepted drafts in a step, of three."""
     return float(req.spec_num_correct_drafts / req.spec_verify_ct)

@@ -1,4 +1,4 @@
-"""What NIXL's binding is asked for when a real 0.5.23 server makes its agent."""
+"""The settings of the NIXL agent that a real 0.5.23 server creates."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ if TYPE_CHECKING:
     from current.decode import Decode
 
 
-#: Half-made managers: what they hold would wait for their sockets when it is collected.
+#: Incomplete managers, kept because their collection would wait for their sockets.
 _kept: list[Any] = []
 
 
 def pause_of_an_agent(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Microseconds, of the agent that another manager of this server would get from NIXL."""
+    """Return the progress delay in microseconds of an agent that this server creates."""
     from nixl import _api
 
-    made: list[Any] = []
+    settings_used: list[Any] = []
 
     def make(name: str, settings: Any) -> None:
-        made.append(settings)
+        settings_used.append(settings)
         raise ZeroDivisionError
 
     stock = _api.nixlBind.nixlAgentConfig
@@ -30,16 +30,16 @@ def pause_of_an_agent(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> int:
         decode.call(decode.prealloc._init_kv_manager)
     _kept.append(raised)
     assert _api.nixlBind.nixlAgentConfig is stock
-    return int(made[0].pthrDelay)
+    return int(settings_used[0].pthrDelay)
 
 
 @pytest.mark.server()
 def test_stock_spins(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fault: the binding sets no pause, and SGLang cannot ask for one."""
+    """The fault: the binding sets no pause, and SGLang has no setting for it."""
     assert pause_of_an_agent(decode, monkeypatch) == 0
 
 
 @pytest.mark.server(env={"SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY": "1000"})
-def test_the_pause_that_was_asked_for(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a thread that takes a core in each process."""
+def test_the_configured_pause_is_set(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a thread that spins on a core in each process."""
     assert pause_of_an_agent(decode, monkeypatch) == 1000

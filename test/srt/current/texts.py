@@ -7,6 +7,6 @@ from collections.abc import Sequence
 
 
 def text(length: int, seed: int, prefix: Sequence[int] = ()) -> list[int]:
-    """``prefix`` and so many tokens that no other seed has."""
+    """Return ``prefix`` and ``length`` random tokens of this seed."""
     rng = random.Random(seed)
     return [*prefix, *(rng.randrange(300) for _ in range(length))]

@@ -13,20 +13,20 @@ from models.random_qwen3 import build
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random-weight model whose greedy output depends on its whole context."""
+    """A random-weight model with greedy output that depends on the whole context."""
     return build(tmp_path_factory.mktemp("model") / "random_qwen3", seed=0)
 
 
 @pytest.fixture(scope="session")
 def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
-    """SGLang's own aggregated server, stock, at page size 1: what every answer is compared with."""
+    """Stock SGLang's aggregated server with page size 1, which gives the right answers."""
     with reference_server(model, tmp_path_factory.mktemp("reference"), 60_000) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def one_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of one KV head, of which each of two ranks holds a replica."""
+    """A model with one KV head, so that each of two ranks holds a replica."""
     return build(tmp_path_factory.mktemp("model") / "one_head", seed=1, kv_heads=1, layers=2)
 
 
@@ -34,7 +34,7 @@ def one_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_head_reference(
     one_head: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Reference]:
-    """Its aggregated server."""
+    """The aggregated server of ``one_head``."""
     with reference_server(one_head, tmp_path_factory.mktemp("one_head"), 20_000) as running:
         yield running
 

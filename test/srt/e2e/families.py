@@ -1,7 +1,7 @@
 """The pairs that serve each family of models in ``test_families.py``, as data.
 
-The published matrix is made from this table, so it imports no engine. A row that is not here was
-not run.
+The published matrix is generated from this table, so it imports no engine. A combination without a
+row was not run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ states has pages of one token."""
 
 
 NEW_TOKENS = {"deepseek_v32": 4}
-"""Tokens of an answer, if not 10. With each further token rounding may change which tokens DSA's
+"""Tokens of an answer, if not 10. With each further token, rounding may change which tokens DSA's
 index chooses."""
 
 
@@ -49,7 +49,7 @@ class Run:
     parts: tuple[Part, ...] = ("radix",)
     setup: tuple[Setup, ...] = ()
     nightly: bool = True
-    """False: also in the run that every change gets."""
+    """False: also run for every change."""
     seed: int = 0
     """Seed of the prompts, chosen with ``rounding.py``. A row says why it is not 0."""
 
@@ -63,7 +63,7 @@ BOTH: tuple[Part, ...] = ("radix", "local")
 
 
 def _everywhere(family: str, *also: Setup) -> tuple[Run, ...]:
-    """Both transfer backends, with more ranks on either side."""
+    """Return a row for each transfer backend, with two ranks on one side."""
     return (
         Run(family, 16, "nixl", BOTH, ("decode_tp2", *also)),
         Run(family, 1, "mooncake", BOTH, ("prefill_tp2", *also)),
@@ -137,8 +137,8 @@ STORED: tuple[Run, ...] = (
     Run("gemma2", parts=STORE),
     Run("gpt_oss", parts=STORE, setup=("no_swa_pool",)),
 )
-"""Two servers that write to one store and read from it; neither is a decode server. No KV is sent,
-so ``backend`` means nothing."""
+"""Two servers that write to one store and read from it. Neither is a decode server, and no KV is
+sent, so ``backend`` has no effect."""
 
 WHOLE: tuple[Run, ...] = (
     Run("deepseek_v3", parts=(*BOTH, *STORE)),

@@ -1,5 +1,5 @@
-"""Requests that Schemathesis makes of a server's description, sent to a pair: to both servers at
-the same time, and in turn to a load balancer, which sends both halves itself."""
+"""Sends requests that Schemathesis generates from a server's description to a pair: in turn to both
+servers at the same time, and to a load balancer, which sends both halves itself."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from hypothesis import strategies as st
 from benchmark.harness.fleet import Pair
 from e2e.support import route
 
-#: Hypothesis parses sources meanwhile, which CPython 3.11 cannot do in two threads.
+#: Drawing parses sources, which CPython 3.11 cannot do in two threads.
 _drawing = Lock()
 PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
 
 
 def send_for(pair: Pair, balancer_url: str, seconds: float, workers: int) -> None:
-    """Send requests until ``seconds`` are over; each of ``workers`` has a seed of its own.
+    """Send requests until ``seconds`` are over; each of ``workers`` has its own seed.
 
     Raises:
-        AssertionError: a server ended; the message has the request.
+        AssertionError: a server ended; the message contains the request.
     """
     with urllib.request.urlopen(f"{pair.decode_url}/openapi.json", timeout=30) as answer:
         description = json.load(answer)
@@ -39,8 +39,8 @@ def send_for(pair: Pair, balancer_url: str, seconds: float, workers: int) -> Non
         running = [
             pool.submit(_work, pair, balancer_url, description, n, ends) for n in range(workers)
         ]
-        for each in running:
-            each.result()
+        for worker in running:
+            worker.result()
 
 
 def _work(
@@ -84,14 +84,14 @@ def _send_some(cases: Any, post: Callable[[Any], None], number: int) -> None:
 def _post(pair: Pair, pool: ThreadPoolExecutor, urls: list[str], ends: float, body: Any) -> None:
     if not isinstance(body, dict) or time.monotonic() > ends:
         return
-    # The load balancer puts its own room in place of this one.
+    # The load balancer replaces this room by its own.
     sent = json.dumps({**body, **route(pair)}).encode()
     list(pool.map(_status, urls, [sent] * len(urls)))
     assert all(process.alive for process in pair.processes.values()), sent.decode()
 
 
 def _status(url: str, body: bytes) -> int:
-    """The status; 0 where the client left before the answer, which ends the request."""
+    """Return the status, or 0 if the client disconnected before the answer."""
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=5) as answer:

@@ -1,5 +1,5 @@
-"""Buffer-only HiCache servers over one store, for the end-to-end tests: start, ask, see the stage
-empty; and what they are put through over each store."""
+"""Buffer-only HiCache servers over one store, for the end-to-end tests: servers, their checks, and
+the scenarios that every store shares."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ NEW_TOKENS = 16
 STAGE_PAGES = 32
 MAX_RUNNING = 16
 TESTS = str(Path(__file__).parents[1])
-"""Where servers find modules of the tests."""
+"""Folder from which servers import modules of the tests."""
 
 
 def page_size(default: int) -> int:
-    """The page size to test with: ``HICACHE_PAGE_SIZE`` where it is set."""
+    """Return the page size to test with: ``HICACHE_PAGE_SIZE`` if set, otherwise ``default``."""
     return int(os.environ.get("HICACHE_PAGE_SIZE", default))
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What a server is told of its store."""
+    """The settings of a server for its store."""
 
     name: str
     extra_config: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     model: Path | None = None
-    """None: the model of all servers."""
+    """None for the model of all servers."""
     ranks: int = 1
-    """Tensor parallel."""
+    """Number of tensor-parallel ranks."""
     args: tuple[str, ...] = ()
-    """More arguments of the server, beside those of HiCache."""
+    """More arguments of the server, in addition to those of HiCache."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +59,20 @@ class Server:
     url: str
 
     def answers(self, prompts: list[Ids]) -> list[dict[str, Any]]:
-        """What ``/generate`` says to all prompts, asked at once."""
+        """Return the answers of ``/generate`` to all prompts, sent at once."""
         sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
         body = {"input_ids": prompts, "sampling_params": sampling}
         answer = requests.post(f"{self.url}/generate", json=body, timeout=120)
         assert answer.status_code == 200, answer.text[:500]
-        found: list[dict[str, Any]] = answer.json()
-        return found
+        answers: list[dict[str, Any]] = answer.json()
+        return answers
 
     def generated(self, prompts: list[Ids]) -> list[Ids]:
-        """The tokens that follow each prompt."""
+        """Return the generated tokens of each prompt."""
         return [answer["output_ids"] for answer in self.answers(prompts)]
 
     def flush(self) -> None:
-        """Empty the tree, as soon as the server is idle and the store has all that it takes."""
+        """Empty the tree, as soon as the server is idle and its writes to the store have ended."""
 
         def flushed() -> bool:
             with contextlib.suppress(RuntimeError):
@@ -83,12 +83,14 @@ class Server:
         until(flushed)
 
     def stage(self) -> dict[str, float]:
-        """The stage's metrics, without their common prefix."""
+        """Return the stage's metrics, without their common prefix."""
         return store.stage(self.url)
 
-    def drained(self, timeout_s: float = 60.0) -> dict[str, float]:
-        """Idle, healthy, memory checked, and nothing staged or waiting to be written; the stage's
-        metrics then."""
+    def wait_drained(self, timeout_s: float = 60.0) -> dict[str, float]:
+        """Wait until the server is idle and nothing is staged or queued to be written.
+
+        Check its health and memory. Return the stage's metrics.
+        """
         checks.wait_idle(self.process, self.url, timeout_s)
         store.wait_drained(self.url, timeout_s)
         checks.assert_healthy(self.process)
@@ -101,9 +103,9 @@ class Server:
 def servers(
     model: Path, logs: Path, page: int, backends: Sequence[Backend], deadline_s: float
 ) -> Iterator[list[Server]]:
-    """A server for each backend, started together; they know nothing of each other.
+    """Start a server for each backend, all together; they do not know of each other.
 
-    ``deadline_s``: of the calls of a store.
+    ``deadline_s``: deadline of the store calls.
     """
     layout = [_config(model, page, backend, deadline_s) for backend in backends]
     with Fleet(layout, logs) as fleet:
@@ -123,7 +125,7 @@ def _config(model: Path, page: int, backend: Backend, deadline_s: float) -> Serv
         *("--hicache-storage-prefetch-policy", "wait_complete"),
         *("--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct"),
         *("--hicache-storage-backend-extra-config", json.dumps(extra)),
-        "--sleep-on-idle",  # the other server needs the core
+        "--sleep-on-idle",  # so that the other server gets the core
         *backend.args,
     )
     env = {
@@ -131,7 +133,7 @@ def _config(model: Path, page: int, backend: Backend, deadline_s: float) -> Serv
         "PYTHONPATH": os.pathsep.join(filter(None, (TESTS, os.environ.get("PYTHONPATH")))),
         # A slow machine must not turn hits into timeouts.
         "SGLANG_HICACHE_BUFFER_READ_TIMEOUT": "60",
-        # A model this small computes faster than any store answers.
+        # Otherwise nothing is fetched: a model this small computes faster than any store answers.
         "SGLANG_HICACHE_BUFFER_ALWAYS_FETCH": "1",
         "SGLANG_HICACHE_STORE_DEADLINE": str(deadline_s),
         "SGLANG_HICACHE_STORE_LONGEST_RETRY": "2",
@@ -149,15 +151,15 @@ def _config(model: Path, page: int, backend: Backend, deadline_s: float) -> Serv
 
 
 def from_store(answers: Sequence[dict[str, Any]]) -> list[int]:
-    """How many tokens of each answer's prompt the store had; never has the host any."""
-    # There are no details where nothing was found.
+    """Return the tokens of each prompt that came from the store. The host must have none."""
+    # There are no details if there was no hit.
     details = [answer["meta_info"]["cached_tokens_details"] or {} for answer in answers]
-    assert not any(one.get("host") for one in details)
-    return [int(one.get("storage", 0)) for one in details]
+    assert not any(detail.get("host") for detail in details)
+    return [int(detail.get("storage", 0)) for detail in details]
 
 
-def works_again(server: Server, prompts: list[Ids], expected: list[Ids]) -> None:
-    """A store that is well again is used again: it gets what is computed, and is asked for it.
+def wait_used_again(server: Server, prompts: list[Ids], expected: list[Ids]) -> None:
+    """Wait until a recovered store is used again for writes and for reads.
 
     That takes until the next probe, which requests start.
     """
@@ -178,28 +180,28 @@ class Questions:
     prompts: list[Ids]
     expected: list[Ids]
     spare: list[tuple[Ids, Ids]]
-    """More of them, which ``fresh`` hands out."""
+    """More prompts and answers, for ``fresh``."""
 
     def fresh(self) -> tuple[list[Ids], list[Ids]]:
-        """Two that share a prefix, and one that no server has seen."""
+        """Return two prompts that share a prefix, and one that no server has received yet."""
         prompts, expected = self._pick(0, 2)
         prompt, answer = self.spare.pop()
         return [*prompts, prompt], [*expected, answer]
 
     def some(self) -> tuple[list[Ids], list[Ids]]:
-        """Two that share a prefix, and one that shares nothing."""
+        """Return two prompts that share a prefix, and one that shares nothing."""
         return self._pick(0, 2, -1)
 
     def others(self) -> tuple[list[Ids], list[Ids]]:
-        """Two that share nothing with ``some``."""
+        """Return two prompts that share nothing with those of ``some``."""
         return self._pick(1, -2)
 
-    def _pick(self, *which: int) -> tuple[list[Ids], list[Ids]]:
-        return [self.prompts[i] for i in which], [self.expected[i] for i in which]
+    def _pick(self, *indices: int) -> tuple[list[Ids], list[Ids]]:
+        return [self.prompts[i] for i in indices], [self.expected[i] for i in indices]
 
 
 def questions(model: Path, reference: Reference, seed: int) -> Questions:
-    """16 prompts, most of which start with one of two prefixes."""
+    """Return 16 prompts, of which 12 start with one of two prefixes."""
     tokens = prompt_maker(model, seed)
     prefixes = [tokens(330), tokens(410)]
     prompts: list[Ids] = [[*prefixes[i % 2], *tokens(140 + 17 * i)] for i in range(12)]
@@ -209,15 +211,15 @@ def questions(model: Path, reference: Reference, seed: int) -> Questions:
     return Questions(prompts, answers[:16], list(zip(spare, answers[16:], strict=True)))
 
 
-def answers_are_right(writer: Server, reader: Server, asked: Questions, page: int) -> None:
-    """Cold, from the store after a flush, and from the store in a process that never saw them."""
+def check_answers(writer: Server, reader: Server, asked: Questions, page: int) -> None:
+    """Check the answers of a cold server, after a flush, and of another server of the store."""
     prompts, expected = asked.prompts, asked.expected
     assert writer.generated(prompts) == expected
     writer.flush()
     again = writer.answers(prompts)
     assert [answer["output_ids"] for answer in again] == expected
-    all_from_store(prompts, again, page)
-    after = writer.drained()
+    check_all_from_store(prompts, again, page)
+    after = writer.wait_drained()
     assert 0 < after["peak_pages"] <= STAGE_PAGES
     unique = {tuple(p[: end * page]) for p in prompts for end in _whole(p, page)}
     assert after["store_written_pages_total"] >= len(unique)
@@ -226,13 +228,13 @@ def answers_are_right(writer: Server, reader: Server, asked: Questions, page: in
 
     elsewhere = reader.answers(prompts)
     assert [answer["output_ids"] for answer in elsewhere] == expected
-    all_from_store(prompts, elsewhere, page)
-    reader.drained()
+    check_all_from_store(prompts, elsewhere, page)
+    reader.wait_drained()
 
 
-def clients_leave(server: Server, asked: Questions) -> None:
-    """16 at once: half of them are in the store, the others are new, so that reads and writes are
-    both under way when their clients disconnect."""
+def check_disconnects(server: Server, asked: Questions) -> None:
+    """Send 16 prompts at once and disconnect their clients during reads and writes: half of the
+    prompts are in the store, the other half is new."""
     rng = random.Random(1)
     server.flush()
     fresh = [rng.sample(prompt, len(prompt)) for prompt in asked.prompts[8:]]
@@ -243,11 +245,11 @@ def clients_leave(server: Server, asked: Questions) -> None:
     server.flush()
     prompts, expected = asked.some()
     assert server.generated(prompts) == expected
-    server.drained()
+    server.wait_drained()
 
 
-def all_from_store(prompts: list[Ids], answers: list[dict[str, Any]], page: int) -> None:
-    """All whole pages of all prompts were hits, of each prompt some in the store."""
+def check_all_from_store(prompts: list[Ids], answers: list[dict[str, Any]], page: int) -> None:
+    """Check that all whole pages of each prompt were hits, and some of them in the store."""
     for prompt, answer, stored in zip(prompts, answers, from_store(answers), strict=True):
         meta = answer["meta_info"]
         assert meta["cached_tokens"] == (len(prompt) - 1) // page * page
@@ -256,5 +258,5 @@ def all_from_store(prompts: list[Ids], answers: list[dict[str, Any]], page: int)
 
 
 def _whole(prompt: Ids, page: int) -> range:
-    """1, 2, ... up to the whole pages of a prompt."""
+    """Return 1, 2, ... up to the number of whole pages of a prompt."""
     return range(1, len(prompt) // page + 1)

@@ -1,11 +1,11 @@
-"""Finds seeds of a conversation of ``test_families.py`` that rounding does not change.
+"""Finds seeds for ``test_families.py`` whose answers do not depend on rounding.
 
     export PYTHONPATH=.:test/srt SGLANG_CPU_STANDIN=1 SGLANG_PATCHSET=0
     python -m e2e.rounding FAMILY SEED... [-- ARGUMENTS OF A SERVER]
 
-Two servers add the same numbers in another order: by chunks, by batches, by ranks. If the last bit
-decides which expert, which token of an index or which value of fp8 is taken, their answers differ,
-and neither is wrong. This script changes weights by about that much, ``TRIALS`` times.
+Servers add the same numbers in different orders: by chunks, by batches, by ranks. If the last bit
+decides which expert, which token of an index or which value of fp8 is chosen, their answers differ,
+and neither is wrong. This script changes weights by about that amount, ``TRIALS`` times.
 """
 
 from __future__ import annotations

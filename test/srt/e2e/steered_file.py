@@ -1,4 +1,4 @@
-"""SGLang's ``file`` backend, as the stage uses it, whose calls wait or refuse when a test says so.
+"""SGLang's ``file`` backend for the stage, with calls that a test can hold or refuse.
 
 A server loads it as ``--hicache-storage-backend dynamic``; the test steers it by files in a folder
 (``Gates``).
@@ -21,7 +21,7 @@ _Base: Any = combine(HiCacheFile, FileParts)
 
 
 class SteeredFile(_Base):
-    """Looks at its gates before each call."""
+    """Checks its gates before each call."""
 
     def __init__(self, storage_config: Any, _: Any) -> None:
         super().__init__(storage_config)
@@ -49,26 +49,26 @@ class SteeredFile(_Base):
 
 
 class Gates:
-    """The test's side."""
+    """The test's control of a ``SteeredFile`` in a server."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     @contextmanager
     def refuse(self) -> Iterator[None]:
-        """Nothing is written meanwhile, and no error says so."""
+        """Make writes report that no page was stored, without an error."""
         with self._closed("refuse"):
             yield
 
     @contextmanager
     def hold(self, method: str) -> Iterator[None]:
-        """Every call waits until the end, before it has touched any memory."""
+        """Hold every call of ``method`` before it accesses memory."""
         (self._folder / f"held {method}").unlink(missing_ok=True)
         with self._closed(f"hold {method}"):
             yield
 
     def wait_held(self, method: str) -> None:
-        """Until a call waits."""
+        """Wait until a call is held."""
         deadline = time.monotonic() + 30.0
         while not (self._folder / f"held {method}").exists():
             assert time.monotonic() < deadline, f"{method} was not called"

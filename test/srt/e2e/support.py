@@ -33,10 +33,10 @@ from sglang.srt.patchset.environment import EVENT_LOG
 
 Ids = list[int]
 
-#: The stand-in can fork SGLang's processes, which halves a start; ``spawn`` is SGLang's own way.
+#: The stand-in can fork SGLang's processes, which halves the start time; SGLang itself spawns them.
 START_METHOD = "SGLANG_CPU_STANDIN_START_METHOD"
 
-#: Not for a stock prefill server, which would sleep while handshakes are under way.
+#: Not for a stock prefill server, which would sleep during handshakes.
 DOZE = ("--sleep-on-idle",)
 
 #: Decode retracts some of its running requests every seventh step.
@@ -45,37 +45,37 @@ RETRACTS = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
 
 @dataclass
 class Reference:
-    """The aggregated server's greedy answers; each prompt is asked once."""
+    """The aggregated server's greedy answers; each prompt is sent once."""
 
     server: Aggregated
     model: Path
     _known: dict[tuple[tuple[int, ...], int], Ids] = field(default_factory=dict)
 
     def answers(self, prompts: Sequence[Ids], max_new_tokens: int) -> list[Ids]:
-        """The first ``max_new_tokens`` tokens that follow each prompt."""
+        """Return the greedy answers of ``max_new_tokens`` tokens."""
         keys = [(tuple(prompt), max_new_tokens) for prompt in prompts]
         missing = list(dict.fromkeys(key for key in keys if key not in self._known))
-        found = self.server.generate([list(key[0]) for key in missing], max_new_tokens)
-        self._known.update(zip(missing, found, strict=True))
+        answers = self.server.generate([list(key[0]) for key in missing], max_new_tokens)
+        self._known.update(zip(missing, answers, strict=True))
         return [self._known[key] for key in keys]
 
 
 def post(url: str, route: str, **body: Any) -> None:
-    """Have a server carry out a command; an error status raises."""
+    """Send a command to a server; raise for an error status."""
     requests.post(url + route, json=body, timeout=120).raise_for_status()
 
 
 def answers_with(
     reference: Reference, weights: Path, prompts: Sequence[Ids], max_new_tokens: int
 ) -> list[Ids]:
-    """The greedy answers of other ``weights``, which the reference server takes for a moment: that
-    is faster than the start of another server."""
-    url, own = reference.server.config.url, reference.model
+    """Return the greedy answers of other ``weights``, which the reference server loads for this
+    call: that is faster than the start of another server."""
+    url, own_weights = reference.server.config.url, reference.model
     post(url, "/update_weights_from_disk", model_path=str(weights))
     try:
         return reference.server.generate(prompts, max_new_tokens)
     finally:
-        post(url, "/update_weights_from_disk", model_path=str(own))
+        post(url, "/update_weights_from_disk", model_path=str(own_weights))
 
 
 @contextmanager
@@ -87,9 +87,9 @@ def reference_server(
     args: tuple[str, ...] = (),
     env: Mapping[str, str] | None = None,
 ) -> Iterator[Reference]:
-    """SGLang's own aggregated server, stock."""
+    """Start stock SGLang's aggregated server."""
     sizes = Sizes(pool_tokens, page_size=page_size, chunked_prefill_tokens=2048)
-    # Between its own requests it would spin on one of the few cores.
+    # Without ``DOZE`` an idle server would spin on one of the few cores.
     more: dict[str, Any] = {
         "extra_args": (*DOZE, *args),
         "env": {START_METHOD: "fork"} | (env or {}),
@@ -99,7 +99,7 @@ def reference_server(
 
 
 def pair_config(model: Path, logs: Path, **changes: Any) -> PairConfig:
-    """A pair with the decode radix cache on, event logs, and our invariants checked when idle."""
+    """Return a pair with decode's radix cache, event logs, and checks of invariants when idle."""
     page = changes.pop("page_size", 1)
     decode_tokens = changes.pop("decode_tokens", 8000)
     chunk = changes.pop("chunked_prefill_tokens", 256)
@@ -114,7 +114,7 @@ def pair_config(model: Path, logs: Path, **changes: Any) -> PairConfig:
         "prefill_sizes": Sizes(pool_tokens=32_000, page_size=page, chunked_prefill_tokens=chunk),
         "decode_sizes": Sizes(pool_tokens=decode_tokens, page_size=page),
         "env": env,
-        # Three servers share two cores; one that waits for requests leaves them to the others.
+        # Three servers share two cores, so an idle server must not spin.
         "decode_args": DOZE,
         "prefill_args": () if changes.get("stock_prefill") or changes.get("stock") else DOZE,
     }
@@ -123,8 +123,8 @@ def pair_config(model: Path, logs: Path, **changes: Any) -> PairConfig:
 
 @contextmanager
 def balancer(pair: Pair, logs: Path, *, mini: bool) -> Iterator[str]:
-    """The URL of one of SGLang's load balancers in front of a running pair: the one in Rust, or the
-    small one in Python (``--mini-lb``)."""
+    """Start one of SGLang's load balancers for a running pair, written in Rust or (``mini``) the
+    small one in Python (``--mini-lb``). Yield its URL."""
     config = servers.router(pair.layout[:2])
     if mini:
         config = replace(config, role="mini-lb", command=(*config.command, "--mini-lb"))
@@ -134,22 +134,22 @@ def balancer(pair: Pair, logs: Path, *, mini: bool) -> Iterator[str]:
 
 
 def prompt_maker(model: Path, seed: int) -> Any:
-    """A function that returns ``count`` random ordinary tokens of the model."""
+    """Return a function that returns ``count`` random ordinary tokens of the model."""
     rng = random.Random(seed)
     vocabulary = token_range(model)
     return lambda count: rng.choices(vocabulary, k=count)
 
 
 class EventLogs:
-    """The event logs of both servers, and what has been added since the last ``read``."""
+    """The event logs of both servers; ``read`` returns the new events."""
 
     def __init__(self, logs: Path) -> None:
         self._folder = logs / "events"
         self._seen: dict[Path, int] = {}
 
     def read(self) -> tuple[list[Admitted], list[tuple[Path, Sent]]]:
-        """New admissions, and new sends with the log of the process (rank) that sent; each in the
-        order of its process."""
+        """Return new admissions, and new sends with the log of the sending process (rank), each in
+        the order of its process."""
         admitted: list[Admitted] = []
         sent: list[tuple[Path, Sent]] = []
         for path in sorted(self._folder.glob("*.jsonl")):
@@ -164,13 +164,13 @@ class EventLogs:
         return admitted, sent
 
     def wait_admitted(self, count: int) -> None:
-        """Until ``count`` more requests have been announced to prefill."""
-        found = 0
+        """Wait until ``count`` more requests have been announced to prefill."""
+        count_so_far = 0
 
         def announced() -> bool:
-            nonlocal found
-            found += len(self.read()[0])
-            return found >= count
+            nonlocal count_so_far
+            count_so_far += len(self.read()[0])
+            return count_so_far >= count
 
         until(announced, 60.0)
 
@@ -178,10 +178,10 @@ class EventLogs:
 def assert_tiled(
     admitted: list[Admitted], sent: list[tuple[Path, Sent]], page_bytes: int, decode_ranks: int = 1
 ) -> None:
-    """Each room's pages were filled on each of its decode ranks, in order, once by each sender.
+    """Check that each room's pages were written on each decode rank, in order, once by each sender.
 
-    ``decode_ranks`` admit a room together and must agree on it; ``page_bytes`` are the bytes of a
-    page on one of them, which all the prefill ranks that write to it move between them.
+    ``decode_ranks`` admit a room together and must agree on it. ``page_bytes`` is the size of a
+    page on one of them; all prefill ranks that write to it send that many bytes together.
     """
     for room in {event.room for event in admitted if event.room}:
         admissions = [event for event in admitted if event.room == room]
@@ -208,8 +208,10 @@ def take_turns(
     new_tokens: int,
     more: Callable[[], Ids],
 ) -> list[Ids]:
-    """Conversations that begin with ``prompts`` and go on with the answer and ``more``; every
-    answer is the reference's. Returns what the next turn would ask."""
+    """Hold conversations that begin with ``prompts`` and continue with the answer and ``more``.
+
+    Every answer must be the reference's. Return the prompts of the next turn.
+    """
     for _ in range(turns):
         expected = reference.answers(prompts, new_tokens)
         assert pair.generate(prompts, new_tokens) == expected
@@ -220,15 +222,17 @@ def take_turns(
 
 
 def prompts_that_share(tokens: Callable[[int], Ids]) -> list[Ids]:
-    """Three prompts with a common prefix, and another one. ``tokens``: a ``prompt_maker``."""
+    """Return three prompts with a common prefix, and one without. ``tokens``: a
+    ``prompt_maker``."""
     shared = tokens(150)
     return [[*shared, *tokens(120 + 61 * i)] for i in range(3)] + [tokens(300)]
 
 
 def dp_attention(ranks: int = 2) -> tuple[str, ...]:
-    """Arguments of a server with attention data parallelism, beside its tensor parallelism."""
-    # From its own port on SGLang would take others that a server beside it may have: the six from
-    # this one on, and the 13th after it (PortArgs.init_new, DP_ATTENTION_HANDSHAKE_PORT_DELTA).
+    """Return a server's arguments for attention data parallelism, in addition to its ranks."""
+    # By default SGLang derives ports from the server's own, which a server beside it may use: six
+    # from this one on, and the 13th after it (PortArgs.init_new,
+    # DP_ATTENTION_HANDSHAKE_PORT_DELTA).
     first_port = allocate_ports(14, in_a_row=True)[0]
     return (
         *("--dp-size", str(ranks), "--enable-dp-attention"),
@@ -237,14 +241,14 @@ def dp_attention(ranks: int = 2) -> tuple[str, ...]:
 
 
 def route(pair: Pair, prefill: ServerConfig | None = None) -> dict[str, Any]:
-    """The fields that bring the halves of a new request together at ``prefill``; by default the
-    pair's own."""
+    """Return the fields that connect the halves of a new request, at ``prefill`` or by default at
+    the pair's own prefill server."""
     server = prefill or pair.layout[0]
     return Target(pair.decode_url, server.url, HOST, server.bootstrap_port).route()
 
 
 def ask_both(pair: Pair, ids: Ids, params: dict[str, Any], **more: Any) -> list[requests.Response]:
-    """One request to both servers at the same time: what prefill and decode answer."""
+    """Send one request to both servers at the same time; return prefill's and decode's answers."""
     body = {"input_ids": ids, "sampling_params": params, **route(pair), **more}
     urls = [f"{url}/generate" for url in (pair.prefill_url, pair.decode_url)]
     with ThreadPoolExecutor(2) as pool:
@@ -258,11 +262,14 @@ async def ask_decode(
     prefill: ServerConfig | None = None,
     rids: Sequence[str] | None = None,
 ) -> list[Result]:
-    """Decode's answers to requests that are sent at once, also where ``prefill`` (by default the
-    pair's own) never ends its halves: these are dropped with decode's. ``rids``: ids on decode."""
+    """Return decode's answers to requests that are sent at once.
+
+    ``prefill`` (by default the pair's own) may never end its halves: they are dropped when decode's
+    end. ``rids``: ids on decode.
+    """
     server = prefill or pair.layout[0]
 
-    async def one(session: aiohttp.ClientSession, number: int) -> Result:
+    async def send_one(session: aiohttp.ClientSession, number: int) -> Result:
         extra = route(pair, server)
         to_prefill = Request(prompts[number], new_tokens, extra=extra)
         named = extra if rids is None else {**extra, "rid": rids[number]}
@@ -275,11 +282,11 @@ async def ask_decode(
             await asyncio.gather(half, return_exceptions=True)
 
     async with open_session() as session:
-        return list(await asyncio.gather(*(one(session, i) for i in range(len(prompts)))))
+        return list(await asyncio.gather(*(send_one(session, i) for i in range(len(prompts)))))
 
 
 def assert_right(results: Sequence[Result], expected: Sequence[Ids]) -> None:
-    """All are answered, with the tokens that are expected."""
+    """Check that all requests were answered with the expected tokens."""
     assert [(result.error, result.output_ids) for result in results] == [
         (None, answer) for answer in expected
     ]
@@ -288,9 +295,9 @@ def assert_right(results: Sequence[Result], expected: Sequence[Ids]) -> None:
 def send_and_leave(
     target: Target, asked: list[Request], patience_s: list[float | None]
 ) -> list[Result | None]:
-    """All at once; a client with a patience disconnects from both servers after it."""
+    """Send all requests at once. A client disconnects from both servers after its patience."""
 
-    async def one(
+    async def send_one(
         session: aiohttp.ClientSession, request: Request, patience: float | None
     ) -> Result | None:
         try:
@@ -298,17 +305,17 @@ def send_and_leave(
         except asyncio.TimeoutError:
             return None
 
-    async def all_of_them() -> list[Result | None]:
+    async def send_requests() -> list[Result | None]:
         async with open_session() as session:
-            each = zip(asked, patience_s, strict=True)
-            return list(await asyncio.gather(*(one(session, *of) for of in each)))
+            clients = zip(asked, patience_s, strict=True)
+            return list(await asyncio.gather(*(send_one(session, *client) for client in clients)))
 
-    return asyncio.run(all_of_them())
+    return asyncio.run(send_requests())
 
 
 @contextmanager
 def frozen(process: ServerProcess) -> Iterator[None]:
-    """The scheduler of a server stands still meanwhile; its HTTP side answers on."""
+    """Stop a server's scheduler within the context; its HTTP processes still answer."""
     pid = scheduler_of(process.pid)
     signal_all([pid], signal.SIGSTOP)
     wait_stopped([pid])
@@ -319,15 +326,15 @@ def frozen(process: ServerProcess) -> Iterator[None]:
 
 
 def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
-    """Wait for servers to bring a condition about."""
+    """Wait until ``condition`` is true."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         time.sleep(0.02)
 
 
 def running(url: str) -> int:
-    """Requests in the batch of a server."""
+    """Return the number of running requests of a server."""
     ranks = requests.get(f"{url}/get_load", timeout=30).json()
     return sum(rank["num_reqs"] - rank["num_waiting_reqs"] for rank in ranks)
 
@@ -339,7 +346,7 @@ def has_retracted(pair: Pair) -> bool:
 
 
 def settle(pair: Pair) -> None:
-    """Both servers idle and balanced: SGLang's strict memory check and our invariants passed."""
+    """Wait until both servers are idle, and check their memory, invariants and logs."""
     pair.check()
     for role in ("prefill", "decode"):
         log = NO_VOCABULARY.sub("", pair.processes[role].log_text())

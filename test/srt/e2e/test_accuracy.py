@@ -1,4 +1,4 @@
-"""The shipped arithmetic model scores through prefill and decode what it scores on one server."""
+"""The shipped arithmetic model has the same score on a pair and on one server."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ QUESTIONS = 40
 ANSWER_TOKENS = 120
 PAGE = 16
 POOL_TOKENS = 32_000
-"""Holds every question with its answer: a second pass finds all of them in the tree."""
+"""Room for every question and answer, so that a second pass finds all of them in the tree."""
 
 
 @dataclass(frozen=True)
 class Graded:
-    """What a server answered to the questions, and how many of its answers are right."""
+    """A server's answers to the questions, and the number of right ones."""
 
     texts: list[str]
     correct: int
 
 
 def number_of(answer: str) -> int | None:
-    """The number after ``####``, as GSM8K ends its answers; None where there is none."""
-    found = re.search(r"#### (-?\d+)", answer)
-    return int(found.group(1)) if found else None
+    """Return the number after ``####``, which ends an answer of GSM8K, or None."""
+    match = re.search(r"#### (-?\d+)", answer)
+    return int(match.group(1)) if match else None
 
 
 def held_out() -> tuple[list[Request], list[int | None]]:
-    """Chat requests for the first held-out questions, and the right numbers."""
+    """Return chat requests for the first held-out questions, and the right numbers."""
     rows = [json.loads(line) for line in (MODEL / "test_set.jsonl").read_text().splitlines()]
     asked = [
         Request([{"role": "user", "content": row["question"]}], ANSWER_TOKENS, ignore_eos=False)
@@ -61,7 +61,7 @@ def grade(results: Sequence[Result], right: Sequence[int | None]) -> Graded:
 
 @pytest.fixture(scope="module")
 def aggregated(tmp_path_factory: pytest.TempPathFactory) -> Graded:
-    """The stock aggregated server's answers, asked once for all arms."""
+    """The stock aggregated server's answers, computed once for all arms."""
     asked, right = held_out()
     folder = tmp_path_factory.mktemp("aggregated")
     sizes = Sizes(pool_tokens=POOL_TOKENS)
@@ -70,13 +70,13 @@ def aggregated(tmp_path_factory: pytest.TempPathFactory) -> Graded:
 
 
 def test_the_model_knows_arithmetic(aggregated: Graded) -> None:
-    """A model that answers at random would make equal scores worth little."""
+    """Guards against a model that answers at random: equal scores would mean little."""
     assert aggregated.correct >= 0.9 * QUESTIONS
 
 
 def test_prefill_and_decode_score_what_one_server_scores(aggregated: Graded, logs: Path) -> None:
-    """KV that is wrong, late or another request's would cost answers, also in a second pass, whose
-    prompts decode's tree holds up to their last page."""
+    """Guards against KV that is wrong, late or another request's, which would cost right answers;
+    also in a second pass, with prompts that decode's tree holds up to their last page."""
     asked, right = held_out()
     config = pair_config(MODEL, logs, page_size=PAGE, decode_tokens=POOL_TOKENS)
     with Pair(config, logs / "pair") as pair:

@@ -1,4 +1,4 @@
-"""A short chaos run: every kind of fault and abort, on servers that are always full."""
+"""A short chaos run: every kind of fault and abort, on servers with full pools."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from e2e.support import Reference
 
 SEED = 1
 SECONDS = 24.0
-"""For each kind of faults of servers."""
+"""Duration for each kind of server fault."""
 ARMS = {
-    # What no other end-to-end test of every run does to servers.
+    # The fault that no other end-to-end test of every run has.
     Arm("nixl", 16): (FaultKind.KILL_DECODE,),
     Arm("mooncake", 1): (
         FaultKind.KILL_PREFILL,
@@ -38,11 +38,11 @@ ARMS = {
 def test_every_request_is_accounted_for(
     model: Path, reference: Reference, logs: Path, arm: Arm
 ) -> None:
-    """Requests under way, queued, retracted, held and just announced all meet killed and stopped
-    servers, disconnects and aborts at once: each must get the right tokens, end because it was
-    aborted, or fail with one error that names a cause; and memory, logs and later answers must show
-    no trace of it. The two arms share out the kinds of faults; ``test_faults.py`` has those of the
-    second one in every run, and ``make chaos`` runs for longer."""
+    """Guards against lost, wrong and unexplained answers, leaks, and errors in logs. Requests that
+    are running, queued, retracted, held and just announced all meet killed and stopped servers,
+    disconnects and aborts. Each must get the right tokens, end because it was aborted, or fail with
+    an error that names a cause. The two arms share out the kinds of faults; ``test_faults.py`` has
+    those of the second arm in every run, and ``make chaos`` runs for longer."""
     bank = make_bank(model, SEED, reference.server.generate)
     faults, seconds = Faults(ARMS[arm]), SECONDS * len(ARMS[arm])
     (plan,) = make_plans(SEED, [faults], seconds, bank.threads)

@@ -1,8 +1,9 @@
-"""The families of models that fleets serve: through a pair as from SGLang's aggregated server.
+"""The families of models that fleets serve: answers of a pair equal those of SGLang's aggregated
+server.
 
-Each row of ``families.RUNS`` is a test. What a family adds to KV (an index, a latent instead of
-heads, windows, states, experts that tip over at a wrong value) lies in other buffers or is sent in
-another form than a dense model's KV, and shows in the answers.
+Each row of ``families.RUNS`` is a test. A family's additions to KV (an index, a latent instead of
+heads, windows, states, experts that tip over at a wrong value) are in other buffers or are sent in
+another form than a dense model's KV, and show in the answers.
 """
 
 from __future__ import annotations
@@ -40,13 +41,15 @@ from e2e.support import (
 from e2e.test_local_turns import LIMIT, local_config, turns
 from models import families
 
-TURNS, SHORT = 3, 21
+TURNS = 3
+SHORT = 21
+"""New tokens of a turn that decode computes."""
 NEEDS_ITS_PAGE = {"deepseek_v32": 64}
-"""Page size of the reference, if not 1: SGLang's index supports this one only."""
+"""Page size of the reference, if not 1: SGLang's index supports only this size."""
 RECURRENT = ("qwen3_next", "falcon_h1", "nemotron_h")
 SERVER_ARGS: dict[str, tuple[str, ...]] = {
-    # SGLang refuses ``torch_native`` by name; the stand-in puts it there. The other runner of
-    # experts has its weights in another layout.
+    # SGLang refuses the name ``torch_native``; the stand-in replaces Triton by it. The other runner
+    # of experts lays its weights out differently.
     "gpt_oss": ("--attention-backend", "triton", "--moe-runner-backend", "triton"),
     # SGLang's default takes gigabytes.
     **dict.fromkeys(RECURRENT, ("--max-mamba-cache-size", "60")),
@@ -57,7 +60,7 @@ SERVER_ENV: dict[str, dict[str, str]] = {
     for family in RECURRENT
 }
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
-#: Between unequal numbers of ranks each head of each token is a transfer of its own. Mooncake's TCP
+#: Between unequal numbers of ranks each head of each token is a separate transfer. Mooncake's TCP
 #: transport fails the batch if its queue for a peer is full.
 OVER_TCP = {"MC_FORCE_TCP": "1", "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535"}
 
@@ -70,7 +73,7 @@ def marked(run: Run) -> Any:
 def prepare(
     param: tuple[str, bool], factory: pytest.TempPathFactory
 ) -> tuple[Path, AbstractContextManager[Reference]]:
-    """Return the model of a family, and its reference; ``param``: as in ``marked``."""
+    """Return the model of a family, and its reference. For ``param`` see ``marked``."""
     family, fp8 = param
     folder = factory.mktemp(family)
     model = families.build(folder / family, family)
@@ -122,13 +125,13 @@ def configuration(run: Run, model: Path, logs: Path) -> PairConfig:
 
 
 def common_args(run: Run) -> tuple[str, ...]:
-    """Return the arguments that both servers of a row get."""
-    given = {
+    """Return the arguments of both servers of a row."""
+    arguments_of = {
         "fp8": FP8,
         "no_swa_pool": ("--disable-hybrid-swa-memory",),
         "ep": ("--ep-size", "2"),
     }
-    return tuple(itertools.chain.from_iterable(given.get(setup, ()) for setup in run.setup))
+    return tuple(itertools.chain.from_iterable(arguments_of.get(setup, ()) for setup in run.setup))
 
 
 def ranks_a_room(run: Run) -> int:
@@ -144,16 +147,17 @@ def page_bytes(run: Run, model: Path) -> int:
     layers -= config.get("layer_types", []).count("linear_attention")
     layers = config.get("hybrid_override_pattern", "").count("*") or layers
     if "kv_lora_rank" in config:  # latents are whole on every rank
-        of_token = size * (config["kv_lora_rank"] + config["qk_rope_head_dim"])
+        token_bytes = size * (config["kv_lora_rank"] + config["qk_rope_head_dim"])
     else:
         heads = config["num_key_value_heads"] // ranks_a_room(run)
-        of_token = 2 * size * heads * config["head_dim"]
-    return int(run.page * layers * of_token)
+        token_bytes = 2 * size * heads * config["head_dim"]
+    return int(run.page * layers * token_bytes)
 
 
 def conversation(model: Path, seed: int) -> tuple[list[Ids], Ids, Callable[[], Ids]]:
-    """Return the first prompts, the last of them with another token near its start, and what each
-    next turn adds: first all turns are short enough for decode, then every other one."""
+    """Return the first prompts, the last of them with a changed token near its start, and a
+    function that returns the tokens to add to a turn. The first turns are short enough for decode,
+    then every other one."""
     tokens = prompt_maker(model, seed)
     prompts = prompts_that_share(tokens)
     changed = [*prompts[-1]]
@@ -166,25 +170,25 @@ def conversation(model: Path, seed: int) -> tuple[list[Ids], Ids, Callable[[], I
     ("starting", "run"), [marked(run) for run in RUNS], indirect=["starting"], scope="module"
 )
 def test_answers(starting: tuple[Path, Future[Reference]], logs: Path, run: Run) -> None:
-    """Guards against KV, an index or a state that is missing, another text's, or that of another
-    layer: behind a prefix from decode's tree, in chunks of prefill, in a chunk that decode computes
-    itself, and where the prompt is all hit."""
+    """Guards against KV, an index or a state that is missing, or that belongs to another text or
+    layer: behind a prefix from decode's tree, in chunks of prefill, in a chunk that decode
+    computes, and for a prompt that is a full hit."""
     model, reference = starting
     if run.backend == "mooncake":
         pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
     prompts, changed, more = conversation(model, run.seed)
     new_tokens = NEW_TOKENS.get(run.family, 10)
     with Pair(configuration(run, model, logs), logs) as pair:
-        of_stock = reference.result()
-        one, other = of_stock.answers([prompts[-1], changed], new_tokens)
-        assert one != other, "the model does not show wrong KV"
-        prompts = take_turns(pair, of_stock, prompts, TURNS, new_tokens, more)
-        # All tokens except those just added and the last token of the answer before them.
+        stock = reference.result()
+        expected, changed_answer = stock.answers([prompts[-1], changed], new_tokens)
+        assert expected != changed_answer, "the model does not show wrong KV"
+        prompts = take_turns(pair, stock, prompts, TURNS, new_tokens, more)
+        # All tokens except the new ones and the last token of the answer before them.
         held = len(prompts[0]) - SHORT - 1
         whole = prompts[0][: held // run.page * run.page]
         ranks = 2 if "decode_dp" in run.setup else 1
-        for _ in range(ranks):  # with a copy for each rank, the second time all of them are hit
-            assert pair.generate([whole] * ranks, 4) == of_stock.answers([whole] * ranks, 4)
+        for _ in range(ranks):  # a copy for each rank, so that the second time all are hits
+            assert pair.generate([whole] * ranks, 4) == stock.answers([whole] * ranks, 4)
         settle(pair)
         check_hits(run, pair, whole, logs, page_bytes(run, model))
 
@@ -202,7 +206,7 @@ def check_hits(run: Run, pair: Pair, whole: Ids, logs: Path, page_bytes: int) ->
         assert has_retracted(pair)
     if "local" in run.parts:
         counted = turns(pair)
-        at_least = 2 if "decode_dp" in run.setup else 6  # there each rank has its own prompts
+        at_least = 2 if "decode_dp" in run.setup else 6  # because each rank has its own prompts
         assert counted["remote", "long"] >= 6 and counted["local", "always"] >= at_least, counted
     else:
         assert prefixes[-1] == len(whole)

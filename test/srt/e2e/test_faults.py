@@ -1,4 +1,4 @@
-"""Servers that hang, die and come back: two prefill servers, one decode server."""
+"""Prefill servers that hang, die and come back: two of them, with one decode server."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from e2e.support import (
 from sglang.srt.disaggregation.delta.metrics import METRICS
 
 NEW_TOKENS = 8
-INTERVAL_S = 2.0  # the least that SGLang takes
+INTERVAL_S = 2.0  # the minimum that SGLang accepts
 HEARTBEATS = 2
-#: A look takes at most an interval, and one may just have begun.
+#: A heartbeat takes at most one interval, and one may just have begun.
 BOUND_S = (HEARTBEATS + 1) * 2 * INTERVAL_S
 ENV = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": str(INTERVAL_S),
@@ -42,7 +42,7 @@ ENV = {
 
 @dataclass
 class Prefill:
-    """One prefill server that can be killed and started again at its ports."""
+    """One prefill server that can be killed and restarted on the same ports."""
 
     config: ServerConfig
     logs: Path
@@ -60,8 +60,8 @@ class Cluster:
     second: Prefill
 
     async def ask(self, prompts: list[Ids], more: list[Ids]) -> tuple[list[Result], list[Result]]:
-        """Decode's answers to ``prompts`` by way of the first prefill server, and to ``more`` by
-        the second, all at once."""
+        """Return decode's answers to ``prompts`` through the first prefill server, and to ``more``
+        through the second one, all sent at once."""
         first, second = await asyncio.gather(
             ask_decode(self.pair, prompts, NEW_TOKENS, self.first.config),
             ask_decode(self.pair, more, NEW_TOKENS, self.second.config),
@@ -78,20 +78,20 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
         second = servers.engine("prefill", model, config.prefill_sizes, env=template.env)
         process = start(second, logs / "second")
         process.wait_ready()
-        made = Cluster(
+        cluster = Cluster(
             pair,
             Prefill(template, logs, pair.processes["prefill"]),
             Prefill(second, logs, process),
         )
         try:
-            yield made
+            yield cluster
         finally:
-            made.first.process.stop()
-            made.second.process.stop()
+            cluster.first.process.stop()
+            cluster.second.process.stop()
 
 
-def failed(results: list[Result], bound_s: float, *texts: str) -> None:
-    """Each got one error, in time, that names one of ``texts``."""
+def check_failed(results: list[Result], bound_s: float, *texts: str) -> None:
+    """Check that each request got one error, in time, with one of ``texts``."""
     for result in results:
         assert result.error is not None and not result.output_ids, result
         assert any(text in result.error for text in texts), result.error
@@ -100,10 +100,10 @@ def failed(results: list[Result], bound_s: float, *texts: str) -> None:
 
 
 def test_a_prefill_server_that_hangs(cluster: Cluster, model: Path, reference: Reference) -> None:
-    """Its scheduler process stands still while its HTTP side answers on: SGLang's own heartbeat
-    sees nothing, and requests would wait for their timeout. They must fail within the heartbeat
-    bound, by name; requests of the other prefill server must not notice; and once it runs again,
-    decode uses it again, with the right answers, and nothing is left of the failed ones."""
+    """Guards against requests that wait for their timeout because a prefill scheduler hangs while
+    its HTTP processes answer SGLang's own heartbeat. They must fail within the heartbeat bound and
+    name the server. Requests of the other prefill server go on; and once the server runs again,
+    decode uses it, with right answers and without leaks of the failed requests."""
     tokens = prompt_maker(model, seed=31)
     prompts, more = [tokens(200 + i) for i in range(4)], [tokens(150 + i) for i in range(4)]
     expected, expected_more = (reference.answers(p, NEW_TOKENS) for p in (prompts, more))
@@ -112,7 +112,7 @@ def test_a_prefill_server_that_hangs(cluster: Cluster, model: Path, reference: R
     assert_right(other, expected_more[1:2])
     with frozen(cluster.first.process):
         lost, served = asyncio.run(cluster.ask(prompts, more))
-    failed(lost, BOUND_S + 2, "lost prefill server")
+    check_failed(lost, BOUND_S + 2, "lost prefill server")
     assert_right(served, expected_more)
     back, _ = asyncio.run(cluster.ask(prompts, []))
     assert_right(back, expected)
@@ -123,7 +123,9 @@ def test_a_prefill_server_that_hangs(cluster: Cluster, model: Path, reference: R
     counted = metrics.scrape(url)
     assert counted[metrics.FAILED_ROOMS] >= len(prompts)
     gauges = {
-        each.name for each in METRICS.values() if (each.kind, each.side) == ("gauge", "decode")
+        metric.name
+        for metric in METRICS.values()
+        if (metric.kind, metric.side) == ("gauge", "decode")
     }
     assert {f"sglang:{name}" for name in gauges} <= counted.keys()
     assert counted["sglang:decode_prefix_leases"] == 0
@@ -131,9 +133,9 @@ def test_a_prefill_server_that_hangs(cluster: Cluster, model: Path, reference: R
 
 @pytest.mark.hazard("dead-peer-leftovers")
 def test_a_prefill_server_that_dies(cluster: Cluster, model: Path, reference: Reference) -> None:
-    """Killed with requests under way. They fail within the heartbeat bound, those of the other
-    server do not notice, and a server that is started at its address is picked up without touching
-    decode."""
+    """Guards against requests that outlive a killed prefill server by more than the heartbeat
+    bound, against failures of the other server's requests, and against a server that decode does
+    not use after its restart at the same address."""
     tokens = prompt_maker(model, seed=32)
     prompts, more = [tokens(900 + i) for i in range(4)], [tokens(150 + i) for i in range(4)]
     expected, expected_more = (reference.answers(p, NEW_TOKENS) for p in (prompts, more))
@@ -149,8 +151,8 @@ def test_a_prefill_server_that_dies(cluster: Cluster, model: Path, reference: Re
     ended_early = [result for result in lost if result.error is None]
     assert_right(ended_early, [expected[lost.index(result)] for result in ended_early])
     late = [result for result in lost if result.error is not None]
-    assert late, "all were done before the server was killed: this shows nothing"
-    failed(late, BOUND_S + 2, "lost prefill server", "Could not fetch", "connect")
+    assert late, "all requests ended before the server was killed"
+    check_failed(late, BOUND_S + 2, "lost prefill server", "Could not fetch", "connect")
     cluster.first.restart()
     cluster.pair.processes["prefill"] = cluster.first.process
     back, _ = asyncio.run(cluster.ask(prompts, []))

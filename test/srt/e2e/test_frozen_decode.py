@@ -1,5 +1,5 @@
-"""A decode server that stands still while prefill writes to it, and wakes after prefill has given
-the rooms up and put other KV where theirs was."""
+"""A decode server that stalls while prefill writes to it. When it wakes, prefill has given the
+rooms up and reused their pages for other KV."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ PREFILL_TOKENS = 6000
 DEADLINE_S = 4.0
 ENV = {
     "SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT": str(DEADLINE_S),
-    # Only prefill ends a room, and pages come back when it says that it is over.
+    # Only prefill ends a room, and decode frees the pages on prefill's message.
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "60",
     "SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT": "40",
-    # Over shared memory a write lands whether the peer runs or not.
+    # Over shared memory a write completes even while the peer is stopped.
     "UCX_TLS": "tcp",
     "MC_FORCE_TCP": "1",
-    # Mooncake's own bound for a call, after which the room's pages are let go.
+    # Mooncake's own timeout of a call, after which the room's pages are released.
     "MC_TRANSFER_TIMEOUT": "8",
 }
-#: What prefill says of a write that goes on after its room was given up.
+#: Prefill's log of a write that continues after its room was given up.
 UNDER_WAY = "did not settle by its deadline"
 
 
-def given_up(pair: Pair, rooms: int) -> None:
-    """Wait until prefill has failed so many rooms, and no request is left on it: it flushes."""
+def wait_given_up(pair: Pair, rooms: int) -> None:
+    """Wait until prefill can be flushed, because no request is left, and check its failed rooms."""
 
     def flushed() -> bool:
         with suppress(RuntimeError):
@@ -60,16 +60,16 @@ def given_up(pair: Pair, rooms: int) -> None:
 
 
 def overwrite(pair: Pair, prompts: list[Ids]) -> None:
-    """Prefill computes ``prompts`` for nobody, in the pages that it has taken back."""
-    nobody = {"bootstrap_host": FAKE_BOOTSTRAP_HOST, "bootstrap_port": 0, "bootstrap_room": 0}
-    requests = [Request(prompt, 1, extra=nobody) for prompt in prompts]
+    """Let prefill compute ``prompts`` without a decode server, in the pages that it has freed."""
+    fake_decode = {"bootstrap_host": FAKE_BOOTSTRAP_HOST, "bootstrap_port": 0, "bootstrap_room": 0}
+    requests = [Request(prompt, 1, extra=fake_decode) for prompt in prompts]
     results = asyncio.run(send_all(Target(pair.prefill_url), requests, concurrency=1))
     assert not [result.error for result in results if result.error]
 
 
-def served_again(pair: Pair, prompts: list[Ids], answers: list[Ids]) -> None:
-    """Ask until all are answered (after a failure, a decode rank of Mooncake's has to register
-    again, with a room that fails); none may be answered wrong."""
+def wait_served_again(pair: Pair, prompts: list[Ids], answers: list[Ids]) -> None:
+    """Send the prompts until all are answered. No answer may be wrong; requests may fail first,
+    because Mooncake's decode rank registers again only with a room that fails."""
 
     def all_answered() -> bool:
         results = asyncio.run(ask_decode(pair, prompts, NEW_TOKENS))
@@ -86,10 +86,10 @@ def served_again(pair: Pair, prompts: list[Ids], answers: list[Ids]) -> None:
 def test_decode_wakes_after_prefill_gave_its_rooms_up(
     model: Path, reference: Reference, logs: Path, backend: str
 ) -> None:
-    """Guards against a decode server that takes a room as complete which prefill gave up: what
-    lands late is of other prompts by then. Afterwards both are idle and balanced, and the same
-    prompts are answered right. In every run ``component/transfer/test_transfers.py`` and
-    ``unit/delta/prefill/test_worker.py`` give rooms up while something is under way."""
+    """Guards against a decode server that takes a room which prefill gave up as complete: late
+    writes carry other prompts' KV by then. Afterwards both servers are idle and balanced, and the
+    same prompts are answered right. In every run ``component/transfer/test_transfers.py`` and
+    ``unit/delta/prefill/test_worker.py`` give rooms up during writes."""
     if backend == "mooncake":
         pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
     tokens = prompt_maker(model, seed=61)
@@ -103,18 +103,18 @@ def test_decode_wakes_after_prefill_gave_its_rooms_up(
         warm = [tokens(300)]
         assert pair.generate(warm, NEW_TOKENS) == reference.answers(warm, NEW_TOKENS)
         events.read()
-        with ExitStack() as decode_stands:
+        with ExitStack() as decode_frozen:
             with frozen(pair.processes["prefill"]):
                 asked = pool.submit(asyncio.run, ask_decode(pair, prompts, NEW_TOKENS))
                 events.wait_admitted(len(prompts))
-                decode_stands.enter_context(frozen(pair.processes["decode"]))
-            given_up(pair, len(prompts))
+                decode_frozen.enter_context(frozen(pair.processes["decode"]))
+            wait_given_up(pair, len(prompts))
             assert UNDER_WAY in pair.processes["prefill"].log_text(), "nothing was written"
             overwrite(pair, others)
         results: list[Result] = asked.result(timeout=120)
         for result in results:
             assert result.error is not None and result.output_ids == [], result
         answers = reference.answers(prompts, NEW_TOKENS)
-        served_again(pair, prompts, answers)
-        assert pair.generate(prompts, NEW_TOKENS) == answers, "from decode's tree"
+        wait_served_again(pair, prompts, answers)
+        assert pair.generate(prompts, NEW_TOKENS) == answers, "wrong answers from decode's tree"
         settle(pair)

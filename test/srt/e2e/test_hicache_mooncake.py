@@ -1,5 +1,5 @@
-"""Buffer-only HiCache over Mooncake: greedy output is the aggregated server's, whatever happens to
-the store. ``HICACHE_PAGE_SIZE=64`` for another page size."""
+"""Buffer-only HiCache over Mooncake: greedy output is the aggregated server's, even while the store
+fails. ``HICACHE_PAGE_SIZE=64`` for another page size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import requests
 
 from component.buffer_only.masters import Master
 from e2e import hicache
-from e2e.hicache import Backend, Questions, Server, answers_are_right, questions
+from e2e.hicache import Backend, Questions, Server, check_answers, questions
 from e2e.support import Reference
 from models.random_qwen3 import build
 
@@ -36,7 +36,7 @@ def master() -> Iterator[Master]:
 def servers(
     model: Path, master: Master, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[Server]]:
-    """A writer, and a reader that has the same model in another folder."""
+    """A writer, and a reader with the same model in another folder."""
     folder = tmp_path_factory.mktemp("mooncake")
     writes = Backend("mooncake", master.extra_config, {"MC_FORCE_TCP": "1"})
     reads = replace(writes, model=build(folder / "twin", seed=0))
@@ -47,18 +47,17 @@ def servers(
 def test_cold_from_the_store_and_in_another_process(
     servers: list[Server], asked: Questions
 ) -> None:
-    """Pages under a wrong key, a stage page reused before the store or the device had copied it,
-    or a prefix published at the wrong place would change what is generated. 16 requests at once
-    share 32 staging pages, many times less than what they write and read."""
-    answers_are_right(*servers, asked, PAGE)
+    """Guards against pages under a wrong key, a stage page that is reused before the store or the
+    device has copied it, and a prefix published at the wrong place. 16 requests at once share 32
+    staging pages, a small part of the pages that they write and read."""
+    check_answers(*servers, asked, PAGE)
 
 
 def test_a_master_that_stops_and_goes_on(
     servers: list[Server], master: Master, asked: Questions
 ) -> None:
-    """A store that answers nobody costs hits, for reads and for writes: answers come, and are
-    right, while it is stopped. When it goes on, the calls that were given up must not leave staging
-    pages behind, and the store is used again."""
+    """Guards against wrong or missing answers while the store does not respond. When it continues,
+    abandoned calls must not leave staging pages behind, and the store is used again."""
     _, reader = servers
     reader.flush()
     prompts, expected = asked.some()
@@ -67,15 +66,15 @@ def test_a_master_that_stops_and_goes_on(
         assert reader.generated(prompts) == expected
     finally:
         master.thaw()
-    hicache.works_again(reader, prompts, expected)
-    reader.drained()
+    hicache.wait_used_again(reader, prompts, expected)
+    reader.wait_drained()
 
 
 def test_a_master_that_loses_everything(
     servers: list[Server], master: Master, asked: Questions
 ) -> None:
-    """A master that is killed and started anew knows no key and no server: what was stored is lost,
-    no answer is; and servers that run on can store and share pages again."""
+    """Guards against wrong answers after a restart of the master, which then has neither keys nor
+    servers, and against servers that do not store and share pages again afterwards."""
     writer, reader = servers
     reader.flush()
     writer.flush()
@@ -84,45 +83,48 @@ def test_a_master_that_loses_everything(
     assert reader.generated(prompts) == expected
     master.start()
     assert reader.generated(prompts) == expected
-    hicache.works_again(reader, prompts, expected)
-    # And what one of them writes now, the other one reads.
+    hicache.wait_used_again(reader, prompts, expected)
+    # The reader finds new pages of the writer.
     prompts, expected = asked.others()
-    hicache.works_again(writer, prompts, expected)
+    hicache.wait_used_again(writer, prompts, expected)
     answers = reader.answers(prompts)
     assert [answer["output_ids"] for answer in answers] == expected
     assert all(hicache.from_store(answers))
-    writer.drained()
-    reader.drained()
+    writer.wait_drained()
+    reader.wait_drained()
 
 
 @pytest.mark.hazard("tenants-meet-in-store")
 def test_models_meet_when_their_weights_are_the_same(
     servers: list[Server], asked: Questions, model: Path, tmp_path: Path
 ) -> None:
-    """Mooncake's own keys have neither the model nor its weights in them: a server would continue
-    from the KV of other weights, with every token wrong. After an update what was stored with the
-    old weights must not be found, without the store being cleared; nor what the new ones store, by
-    a server with the old ones."""
+    """Guards against KV of other weights: Mooncake's own keys contain neither the model nor its
+    weights, so every token would be wrong. After an update, pages stored with the old weights must
+    not be found, although the store is not cleared; and a server with the old weights must not find
+    those stored with the new ones."""
     writer, reader = servers
-    hicache.works_again(writer, *asked.some())
+    hicache.wait_used_again(writer, *asked.some())
     _update(reader, build(tmp_path / "other", seed=1))
-    prompts, expected = asked.fresh()  # two that are stored, and a new one
-    others = reader.answers(prompts)
-    assert not any(hicache.from_store(others))
-    assert all(other["output_ids"] != one for other, one in zip(others, expected, strict=True))
-    reader.drained()
+    prompts, expected = asked.fresh()  # two stored prompts, and a new one
+    other_answers = reader.answers(prompts)
+    assert not any(hicache.from_store(other_answers))
+    assert all(
+        answer["output_ids"] != expected_ids
+        for answer, expected_ids in zip(other_answers, expected, strict=True)
+    )
+    reader.wait_drained()
 
     writer.flush()
     answers = writer.answers(prompts)
     assert [answer["output_ids"] for answer in answers] == expected
     assert [stored > 0 for stored in hicache.from_store(answers)] == [True, True, False]
-    writer.drained()
+    writer.wait_drained()
 
     _update(reader, model)
     answers = reader.answers(prompts)
     assert [answer["output_ids"] for answer in answers] == expected
     assert all(hicache.from_store(answers))
-    reader.drained()
+    reader.wait_drained()
 
 
 def _update(server: Server, model: Path) -> None:
@@ -135,17 +137,17 @@ def _update(server: Server, model: Path) -> None:
 def test_two_ranks_and_one(
     one_head: Path, one_head_reference: Reference, master: Master, tmp_path: Path
 ) -> None:
-    """Ranks that start different transfers end their server; what one rank has not stored is no hit
-    on the other; and servers of other numbers of ranks do not meet: of one KV head each of two
-    ranks holds a replica, as large as the page of a server of one rank."""
+    """Guards against ranks that start different transfers, which would end their server, against a
+    hit that one rank has not stored, and against servers that load pages of another number of
+    ranks: with one KV head, a rank's replica is as large as the page of a single rank."""
     prompts, expected = questions(one_head, one_head_reference, PAGE).some()
     alone = Backend("mooncake", master.extra_config, {"MC_FORCE_TCP": "1"})
     both = [replace(alone, ranks=2), alone]
-    with hicache.servers(one_head, tmp_path, PAGE, both, DEADLINE_S) as (two, one):
-        assert two.generated(prompts) == expected
-        two.flush()
-        for server, is_stored in ((two, True), (one, False)):
+    with hicache.servers(one_head, tmp_path, PAGE, both, DEADLINE_S) as (two_ranks, one_rank):
+        assert two_ranks.generated(prompts) == expected
+        two_ranks.flush()
+        for server, is_stored in ((two_ranks, True), (one_rank, False)):
             answers = server.answers(prompts)
             assert [answer["output_ids"] for answer in answers] == expected
             assert {stored > 0 for stored in hicache.from_store(answers)} == {is_stored}
-            server.drained()
+            server.wait_drained()

@@ -27,21 +27,21 @@ TRANSFERS = (
     ),
     *(f"sglang:kv_transfer_{name}" for name in ("waiting", "in_flight", "overdue")),
 )
-"""What our transfer workers report: histograms, and gauges of their queues."""
+"""Metrics of the package's transfer workers: histograms, and gauges of their queues."""
 NEW_METRICS = {
     *TRANSFERS,
     *(
-        each.exported_name
-        for each in METRICS.values()
-        if each.kind == "counter" and each.side in ("prefill", "both")
+        metric.exported_name
+        for metric in METRICS.values()
+        if metric.kind == "counter" and metric.side in ("prefill", "both")
     ),
 }
 INFO = "sglang:disagg_patchset_info"
-"""What every server with this package says of itself."""
+"""Metric of every server with this package."""
 
 
 def two_turns(pair: Pair, reference: Reference, prompts: list[Ids]) -> None:
-    """Two rounds with a common prefix, equal to the reference; nothing is left."""
+    """Run two rounds with a common prefix; check the answers and that both servers settle."""
     take_turns(pair, reference, prompts, 2, 12, lambda: prompts[0][:9])
     settle(pair)
 
@@ -53,41 +53,41 @@ def some_prompts(model: Path) -> list[Ids]:
 
 
 def log_shapes(pair: Pair) -> Mapping[str, set[str]]:
-    """The kinds of lines that the schedulers logged, numbers taken out."""
-    found = {}
+    """Return the different lines that the schedulers logged, with numbers replaced."""
+    shapes = {}
     for role in ("prefill", "decode"):
         lines = re.findall(r"(?:Prefill|Decode) batch.*", pair.processes[role].log_text())
-        found[role] = {re.sub(r"[\d.]+|True|False", "N", line) for line in lines}
-    return found
+        shapes[role] = {re.sub(r"[\d.]+|True|False", "N", line) for line in lines}
+    return shapes
 
 
 def metric_names(pair: Pair) -> tuple[set[str], set[str]]:
-    """Of both servers, without one that SGLang's monitor adds some seconds after a start."""
+    """Return both servers' metric names, without the one that SGLang adds with a delay."""
     late = {"sglang:process_cpu_seconds_total"}
     prefill, decode = pair.metrics()
     return set(prefill) - late, set(decode) - late
 
 
 def check_identity(pair: Pair) -> None:
-    """Both servers say in their logs and answers what they are."""
+    """Check that both servers report the package in their logs and in ``/server_info``."""
     for role, url in (("prefill", pair.prefill_url), ("decode", pair.decode_url)):
-        (said,) = re.findall(rf"patchset {__version__}: .*", pair.processes[role].log_text())
-        assert said.endswith("flags none")
+        (logged,) = re.findall(rf"patchset {__version__}: .*", pair.processes[role].log_text())
+        assert logged.endswith("flags none")
         with urllib.request.urlopen(f"{url}/server_info", timeout=60) as answer:
             (state,) = json.load(answer)["internal_states"]
         about = state["disagg_patchset"]
         assert about == about | {"version": __version__, "flags": ""}
-        assert f"{about['version']}: feature groups {about['groups']};" in said
+        assert f"{about['version']}: feature groups {about['groups']};" in logged
 
 
 @pytest.mark.hazard("peer-ignores-prefix")
 def test_stock_and_patched_servers_serve_each_other(
     model: Path, reference: Reference, logs: Path
 ) -> None:
-    """A stock prefill cannot read a prefix length: it would write the prompt's start into pages
-    meant for its tail. So it must be sent none, and the other way round a stock decode server must
-    be served its whole prompts. Then, with no flag at all, a patched server must look like stock:
-    the same log lines and the same metrics, but for what says that it is patched."""
+    """Guards against a prefix length for a stock prefill server, which cannot read it and would
+    write the prompt's start into pages for its end; and against a stock decode server that does not
+    get whole prompts. A patched server without flags must have stock's log lines and metrics,
+    except those that identify the package."""
     prompts = some_prompts(model)
     interval = ("--decode-log-interval", "1")
     mixed = pair_config(model, logs, stock_prefill=True, page_size=16, decode_args=interval)

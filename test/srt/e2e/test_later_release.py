@@ -1,4 +1,4 @@
-"""A pair of this release and SGLang 0.5.12.post1, as a rolling upgrade makes them."""
+"""Pairs of this release and SGLang 0.5.12.post1, as they occur in a rolling upgrade."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ pytestmark = later_release.ON_REQUEST
 
 
 def prompts(model: Path) -> list[Ids]:
-    """Four prompts with a common start; two end with a page."""
+    """Return four prompts with a common prefix; two end at a page's end."""
     tokens = prompt_maker(model, seed=9)
     shared = tokens(20 * PAGE)
     return [[*shared, *tokens(count)] for count in (1, PAGE, 37, 2 * PAGE)]
 
 
 def two_turns(pair: Pair, reference: Reference, asked: list[Ids]) -> None:
-    """Each prompt twice, and then with its answer and more, equal to the reference."""
+    """Check the answers to each prompt twice, and to the next turn."""
     assert pair.generate(asked, 12) == reference.answers(asked, 12)
-    # Full hits where decode shares.
+    # Full hits if decode shares prefixes.
     take_turns(pair, reference, asked, 2, 12, lambda: asked[0][:9])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_decode_servers_first(model: Path, reference: Reference, logs: Path, backend: str) -> None:
-    """A decode server of the later release with its radix cache on, behind a prefill server of
-    ours. Guards against partial hits that fail and full hits that wait for 300 s."""
+    """Guards against partial hits that fail and full hits that wait for 300 s: a decode server of
+    the later release with its radix cache, behind a prefill server of this release."""
     config = pair_config(
         model, logs, backend=backend, page_size=PAGE, radix=True,
         env={"MC_FORCE_TCP": "1"}, decode_env=later_release.environment(), decode_args=(),
@@ -42,15 +42,15 @@ def test_decode_servers_first(model: Path, reference: Reference, logs: Path, bac
     with Pair(config, logs / f"decode-{backend}") as pair:
         two_turns(pair, reference, prompts(model))
         counters = pair.metrics()[0]
-        assert counters[metrics.SKIPPED_TOKENS] >= 4 * 20 * PAGE, "what decode had was not sent"
+        assert counters[metrics.SKIPPED_TOKENS] >= 4 * 20 * PAGE, "decode's prefixes were sent"
         assert "Traceback" not in pair.processes["prefill"].log_text()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_prefill_servers_first(model: Path, reference: Reference, logs: Path, backend: str) -> None:
-    """A prefill server of the later release before our decode server. It does not say that it takes
-    a prefix, and the frame by which ours would tell one ends its thread. Guards against both: it is
-    sent whole prompts, in SGLang's own words."""
+    """Guards against a prefix length for a prefill server of the later release: it does not report
+    that it accepts one, and the frame with our prefix length would end its thread. Our decode
+    server must request whole prompts in SGLang's own format."""
     config = pair_config(
         model, logs, backend=backend, page_size=PAGE, radix=True,
         env={"MC_FORCE_TCP": "1"}, prefill_env=later_release.environment(), decode_args=(),

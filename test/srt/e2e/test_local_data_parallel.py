@@ -1,6 +1,6 @@
 """Turns that decode computes itself, with data parallel attention and experts over both ranks.
 
-Each rank has its own requests and its own tree, and all run each step together.
+Each rank has its own requests and its own tree, but both run each step together.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from e2e.test_local_turns import LIMIT, turns
 from models import families
 
 ROUNDS = int(os.environ.get("LOCAL_DP_ROUNDS", "6"))
-"""Number of rounds; in each, all talks ask for one turn at the same time."""
-TALKS, NEW_TOKENS = 8, 24
+"""Number of rounds; in each, all talks send one turn at the same time."""
+TALKS = 8
+NEW_TOKENS = 24
 
 
 def config_of(model: Path, logs: Path) -> Any:
-    """Return the configuration of a pair whose decode server has two ranks."""
+    """Return the configuration of a pair with two decode ranks."""
     return pair_config(
         model,
         logs,
         page_size=16,
         decode_tp=2,
         skip_warmup=True,
-        # Not ``DOZE``: the other rank would wait for one that sleeps.
+        # Not ``DOZE``, because a rank would wait for the other one while that sleeps.
         decode_args=(
             *dp_attention(),
             *("--ep-size", "2", "--disaggregation-decode-local-tokens", str(LIMIT)),
@@ -53,10 +54,10 @@ def config_of(model: Path, logs: Path) -> Any:
 
 @pytest.mark.nightly
 def test_talks_on_both_ranks(tmp_path: Path, logs: Path) -> None:
-    """Guards against a rank that is not in a step in which the other one computes a chunk, which
-    would hang the server, and against a chunk whose experts get the tokens of another rank. Clients
-    leave at any time. In every run ``component/decode/test_local_data_parallel.py`` has the loop of
-    two ranks."""
+    """Guards against a rank that misses a step in which the other one computes a chunk, which would
+    hang the server, and against a chunk's experts with another rank's tokens. Clients disconnect at
+    any time. In every run ``component/decode/test_local_data_parallel.py`` has the loop of two
+    ranks."""
     model = families.build(tmp_path / "deepseek_v3", "deepseek_v3")
     rng = random.Random(7)
     tokens = prompt_maker(model, seed=7)

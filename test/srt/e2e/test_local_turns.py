@@ -1,4 +1,4 @@
-"""Turns that decode computes itself: the aggregated tokens, and nothing for prefill to do."""
+"""Turns that decode computes itself: an aggregated server's tokens, without work for prefill."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from e2e.support import (
 
 LIMIT = 256
 WHEN_LOST = 500
-"""New tokens of a turn that decode computes itself: always, and where prefill is lost."""
+"""Most new tokens of a turn that decode computes itself: always, and when prefill is lost."""
 HEARTBEATS = {
-    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",  # the least that SGLang takes
+    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",  # the minimum that SGLang accepts
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "2",
 }
 
 
 def local_config(model: Path, logs: Path, **changes: Any) -> Any:
-    """A pair whose decode server computes every turn within ``LIMIT``, in small chunks, and longer
-    ones without prefill."""
+    """Return a pair with a decode server that computes every turn within ``LIMIT``, in small
+    chunks, and longer ones without prefill."""
     env = {
         "SGLANG_DISAGGREGATION_DECODE_LOCAL_CHUNK": "48",
         "SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS": "1",
@@ -60,7 +60,7 @@ Turns = dict[tuple[str, ...], float]
 
 
 def turns(pair: Pair, before: Turns | None = None) -> Turns:
-    """Turns by side and reason so far, or since ``before``; of all ranks."""
+    """Return the turns of all ranks by side and reason so far, or since ``before``."""
     page = metrics.page(pair.decode_url)
     counted = metrics.by_labels(page, metrics.TURNS, "where", "reason")
     earlier = before or {}
@@ -72,7 +72,7 @@ def served(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
     """A pair with pages of ``request.param`` tokens, behind SGLang's router. Decode's pool holds a
-    part of the talks; decode misses its prefill server soon."""
+    part of the talks, and decode notices the loss of its prefill server soon."""
     logs = tmp_path_factory.mktemp(f"page{request.param}")
     sizes = {"page_size": request.param, "decode_tokens": 4096}
     config = local_config(model, logs, decode_env=HEARTBEATS, router=True, **sizes)
@@ -82,20 +82,20 @@ def served(
 
 @pytest.mark.parametrize("served", [pytest.param(1, marks=pytest.mark.nightly), 16], indirect=True)
 def test_talks(served: Pair, model: Path, reference: Reference) -> None:
-    """Wrong slots or positions at a chunk's border, KV of a chunk that a step beside it reads too
-    early, or a turn that both sides compute, would change what is generated or counted. The decode
-    pool holds a part of the talks, so that some of their histories are gone."""
+    """Guards against wrong slots or positions at a chunk's border, KV of a chunk that a concurrent
+    step reads too early, and a turn that both sides compute. Decode's pool holds a part of the
+    talks, so that some histories have been evicted."""
     pair, tokens = served, prompt_maker(model, seed=16)
     before = turns(pair)
     prompts: list[Ids] = [tokens(270 + 37 * i) for i in range(6)]
-    said = itertools.cycle(range(19, 19 + 23 * len(prompts), 23))
-    prompts = take_turns(pair, reference, prompts, 4, 24, lambda: tokens(next(said)))
+    lengths = itertools.cycle(range(19, 19 + 23 * len(prompts), 23))
+    prompts = take_turns(pair, reference, prompts, 4, 24, lambda: tokens(next(lengths)))
     counted = turns(pair, before)
     assert counted["remote", "long"] >= 6 and counted["local", "always"] >= 10
-    # Full hits, at once: at least one token of each is computed.
+    # Full hits, sent at once: at least one token of each is computed.
     tokens_before = pair.metrics()[0]["sglang:prompt_tokens_total"]
     assert pair.generate(prompts[:3] * 2, 24) == reference.answers(prompts[:3] * 2, 24)
-    # Answered there, too.
+    # Prefill answers its halves, too.
     assert pair.metrics()[0]["sglang:prompt_tokens_total"] >= tokens_before
     settle(pair)
 
@@ -105,9 +105,9 @@ def test_talks(served: Pair, model: Path, reference: Reference) -> None:
 def test_several_ranks(
     model: Path, reference: Reference, logs: Path, prefill_tp: int, decode_tp: int
 ) -> None:
-    """Ranks that choose differently, compute other chunks, or of which one alone ends a request
-    that decode computes, would stop the server, or change what is generated; as
-    ``component/decode/test_random_lives.py`` in every run, with two ranks in one process."""
+    """Guards against ranks that choose differently or compute different chunks, and against a
+    request that ends on one rank only: the server would hang, or answers would be wrong. In
+    every run ``component/decode/test_random_lives.py`` has two ranks in one process."""
     tokens = prompt_maker(model, seed=5)
     env = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS": "0"} if decode_tp == 2 else {}
     config = local_config(
@@ -127,9 +127,9 @@ GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 
 @pytest.mark.parametrize("served", [16], indirect=True)
 def test_kinds_of_requests(served: Pair, model: Path, reference: Reference) -> None:
-    """Guards against log probabilities, penalties, grammars or counts that are not the aggregated
-    server's because decode computed the turn; and against a prefill server that works for it, or
-    answers with an error."""
+    """Guards against log probabilities, penalties, grammars or counts that differ from the
+    aggregated server's because decode computed the turn, and against a prefill server that computes
+    such a turn, or answers with an error."""
     pair, tokens = served, prompt_maker(model, seed=3)
     before, computed_before = turns(pair), metrics.scrape(pair.prefill_url)
     stock = reference.server.config.url
@@ -156,9 +156,9 @@ def test_kinds_of_requests(served: Pair, model: Path, reference: Reference) -> N
         assert ours == pytest.approx(theirs, abs=1e-3)
     check([*turn, *tokens(7)], {**GREEDY, "min_new_tokens": 12})
     check([*turn, *tokens(8)], {**GREEDY, "presence_penalty": 1.5})
-    # The first token, too, is within the grammar, which is told of it.
+    # The grammar also restricts and accepts the first token.
     check([*turn, *tokens(6)], {**GREEDY, "regex": "([0-9] ?){40}"})
-    # What only prefill can send is left to it.
+    # Log probabilities of the prompt are left to prefill, which alone computes them.
     check([*turn, *tokens(5)], GREEDY, return_logprob=True, logprob_start_len=0)
     counted = turns(pair, before)
     assert counted["local", "always"] == 5 and counted["remote", "input_logprobs"] == 1
@@ -169,11 +169,11 @@ def test_kinds_of_requests(served: Pair, model: Path, reference: Reference) -> N
         answer = requests.post(f"{pair.target.url}/generate", json=body, timeout=60)
         assert answer.status_code == 200
         text = answer.text if not stream else answer.text.split("data: ")[-2]
-        found = json.loads(text)["output_ids"]
+        output_ids = json.loads(text)["output_ids"]
         expected = reference.answers([ids], 12)[0]
-        assert found[-1] == expected[-1] if stream else found == expected
+        assert output_ids[-1] == expected[-1] if stream else output_ids == expected
     assert turns(pair, before)["local", "always"] == 7
-    # Prefill ran one prompt, and what only it can do.
+    # Prefill ran one prompt, and the request for the prompt's log probabilities.
     computed = metrics.gained(computed_before, metrics.scrape(pair.prefill_url))
     work = sum(v for k, v in computed.items() if "realtime_tokens" in k)
     assert work < 2 * len(turn) + 1000, computed
@@ -181,7 +181,7 @@ def test_kinds_of_requests(served: Pair, model: Path, reference: Reference) -> N
 
 
 def _numbers(values: Any) -> list[float]:
-    """All numbers in nested lists, in order."""
+    """Return all numbers in nested lists, in order."""
     if isinstance(values, list):
         return [number for value in values for number in _numbers(value)]
     return [float(values)] if isinstance(values, (int, float)) else []
@@ -189,27 +189,28 @@ def _numbers(values: Any) -> list[float]:
 
 @pytest.mark.parametrize("served", [16], indirect=True)
 def test_prefill_is_gone(served: Pair, model: Path, reference: Reference, logs: Path) -> None:
-    """A turn within the bound fails with a prefill server that it does not need, or is answered
-    with KV of a transfer that never ended; or a new talk is not told why it fails; or a prefill
-    server that is back is not used. The last of this pair, whose router has lost a server."""
+    """Guards against a turn within the bound that fails with a prefill server it does not need, or
+    that uses KV of an incomplete transfer; a new talk without the reason of its failure; and a
+    restarted prefill server that is not used. Must be the last test of this pair, because its
+    router has lost a server."""
     pair, tokens = served, prompt_maker(model, seed=11)
 
     def ask(prompts: list[Ids]) -> list[Result]:
         return asyncio.run(ask_decode(pair, prompts, 12))
 
     def next_turns(talks: list[Ids], new_tokens: int) -> list[Ids]:
-        """Each with its answer and what its client says next."""
+        """Return each talk with its answer and ``new_tokens`` more tokens."""
         answers = reference.answers(talks, 12)
         return [
-            [*talk, *answer, *tokens(new_tokens + at)]
-            for at, (talk, answer) in enumerate(zip(talks, answers, strict=True))
+            [*talk, *answer, *tokens(new_tokens + number)]
+            for number, (talk, answer) in enumerate(zip(talks, answers, strict=True))
         ]
 
     talks: list[Ids] = [tokens(300 + 40 * i) for i in range(2)]
     assert_right(ask(talks), reference.answers(talks, 12))
     talks = next_turns(talks, LIMIT + 7)
     before = turns(pair)
-    # These are announced to a scheduler that stands still, and then to one that is gone.
+    # These are announced to a stopped scheduler, which is then killed.
     process = pair.processes["prefill"]
 
     async def lose() -> list[Result]:
@@ -222,7 +223,7 @@ def test_prefill_is_gone(served: Pair, model: Path, reference: Reference, logs: 
     with frozen(process):
         assert_right(asyncio.run(lose()), reference.answers(talks, 12))
     assert turns(pair)["local", "transfer_failed"] == 2
-    # The next ones find nobody.
+    # The next turns find no prefill server.
     for new in (20, LIMIT + 7):
         talks = next_turns(talks, new)
         started = time.monotonic()
@@ -231,7 +232,7 @@ def test_prefill_is_gone(served: Pair, model: Path, reference: Reference, logs: 
     assert turns(pair)["local", "no_prefill"] == 4
     (new_talk,) = ask([tokens(WHEN_LOST + 90)])
     assert new_talk.error is not None and "fallback-prefill" in new_talk.error, new_talk.error
-    # It comes back, and is used again.
+    # The restarted prefill server is used again.
     pair.processes["prefill"] = start(pair.layout[0], logs)
     pair.processes["prefill"].wait_ready()
     talks = [*next_turns(talks, 100), tokens(WHEN_LOST + 90)]

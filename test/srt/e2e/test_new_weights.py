@@ -1,5 +1,5 @@
-"""New weights, and memory that is given away, while a prefill server stands still and decode holds
-pages that it may still write to."""
+"""New weights, and release of memory, while a prefill server is stopped and decode holds pages that
+prefill may still write to."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from models.random_qwen3 import build
 NEW_TOKENS = 12
 LOST = 6
 ENV = {
-    # Only what a test does ends a room.
+    # Only the test's actions end a room.
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "60",
     "SGLANG_DISAGGREGATION_QUARANTINE_TIMEOUT": "240",
     "MC_FORCE_TCP": "1",
@@ -44,7 +44,7 @@ ENV = {
 
 @dataclass
 class Scene:
-    """A pair, its prompts, and what two versions of the weights answer to them."""
+    """A pair, its prompts, and the right answers of two versions of the weights."""
 
     pair: Pair
     events: EventLogs
@@ -54,13 +54,13 @@ class Scene:
     tokens: Any
     _lost: Iterator[int] = field(default_factory=itertools.count)
 
-    def right(self, name: str) -> None:
-        """The pair answers as an aggregated server with these weights; again, from its tree."""
+    def check_right(self, name: str) -> None:
+        """Check the answers for these weights, twice, so that the second come from the tree."""
         for _ in range(2):
             assert self.pair.generate(self.prompts, NEW_TOKENS) == self.answers[name]
 
     def lose(self) -> None:
-        """Requests whose pages prefill was told of, and which are aborted before it writes."""
+        """Send requests, and abort them after they were announced and before prefill writes."""
         self.events.read()
         rids = [f"lost-{next(self._lost):06d}" for _ in range(LOST)]
         prompts = [[*prompt, *self.tokens(40)] for prompt in self.prompts[:LOST]]
@@ -98,34 +98,34 @@ def scene(
     assert all(a != b for a, b in zip(*answers.values(), strict=True))
     config = pair_config(model, folder, backend=request.param, page_size=16, env=ENV)
     with Pair(config, folder) as pair:
-        made = Scene(
+        scene = Scene(
             pair, EventLogs(folder), prompts, answers, {"old": model, "new": other}, tokens
         )
-        yield made
+        yield scene
 
 
 @pytest.mark.hazard("flush-while-held")
 def test_weights_from_disk(scene: Scene) -> None:
-    """The decode server used to end: SGLang asserts that it can flush. Nothing of the old weights
-    may be hit, and the held pages are back, and whole, once prefill has woken."""
-    scene.right("old")
+    """Guards against SGLang's assertion that decode can flush, which would end the server. No KV of
+    the old weights may be hit, and the held pages are freed, and intact, once prefill has woken."""
+    scene.check_right("old")
     with frozen(scene.pair.processes["prefill"]):
         scene.lose()
         scene.update(scene.pair.decode_url, "new")
-        assert checks.load(scene.pair.decode_url).tokens > 0, "held pages were given away"
+        assert checks.load(scene.pair.decode_url).tokens > 0, "held pages were freed"
     settle(scene.pair)
     scene.update(scene.pair.prefill_url, "new")
-    scene.right("new")
+    scene.check_right("new")
     settle(scene.pair)
 
 
 @pytest.mark.hazard("flush-while-held")
 def test_release_and_resume_of_memory(scene: Scene) -> None:
-    """The decode server used to end: SGLang asserts that it is idle. Memory that prefill may still
-    write to is kept until it has stopped; the answer comes then."""
+    """Guards against SGLang's assertion that decode is idle, which would end the server. Memory
+    that prefill may still write to is kept until prefill has stopped; the answer comes then."""
     scene.update(scene.pair.prefill_url, "new")
     scene.update(scene.pair.decode_url, "new")
-    scene.right("new")
+    scene.check_right("new")
     done = threading.Event()
 
     def release() -> None:
@@ -141,17 +141,17 @@ def test_release_and_resume_of_memory(scene: Scene) -> None:
             assert "release of memory waits until nothing owns any" in log
         released.result(timeout=60)
     post(scene.pair.decode_url, "/resume_memory_occupation")
-    scene.right("new")
+    scene.check_right("new")
     settle(scene.pair)
 
 
 @pytest.mark.hazard("flush-while-held")
 def test_weights_of_a_paused_server(scene: Scene, reference: Reference) -> None:
-    """A pause that retracts, with transfers aborted: the retracted requests go on
-    from their copies, to their full length, and leave nothing of them in the tree."""
+    """Guards against retracted requests that a weight update on a paused server breaks: they must
+    resume from their copies to their full length, and leave nothing of their KV in the tree."""
     for url in (scene.pair.prefill_url, scene.pair.decode_url):
         scene.update(url, "new")
-    scene.right("new")
+    scene.check_right("new")
     length = 400
     with ThreadPoolExecutor(2) as pool:
         running = pool.submit(scene.pair.generate, scene.prompts[:2], length)
@@ -168,8 +168,8 @@ def test_weights_of_a_paused_server(scene: Scene, reference: Reference) -> None:
     assert "Cache flushed. Not freed" in log
     settle(scene.pair)
     scene.update(scene.pair.prefill_url, "old")
-    scene.right("old")
+    scene.check_right("old")
     follow = [[*p, *answer] for p, answer in zip(scene.prompts[:2], answers, strict=True)]
-    # A tree with KV of their other half would hit here.
+    # These prompts would hit KV that the other weights computed.
     assert scene.pair.generate(follow, NEW_TOKENS) == reference.answers(follow, NEW_TOKENS)
     settle(scene.pair)

@@ -1,6 +1,6 @@
-"""What clients get from a pair with the decode radix cache, and what crosses the wire for it.
+"""Answers of a pair with the decode radix cache, and the KV that is sent for them.
 
-The scenarios of a backend share one pair, which each leaves idle, balanced and without errors.
+The scenarios of a backend share one pair and leave it idle, balanced and without errors.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ from e2e.support import (
 from unit.documents import alert_rules
 
 POOL_TOKENS = 3200
-"""Of decode: a fraction of what the scenarios put into it, so that it evicts all the time."""
-NIXL, MOONCAKE = ("nixl", 16), ("mooncake", 1)
-EVERY_RUN = [pytest.param(of, id=f"{of[0]}-{of[1]}") for of in (NIXL, MOONCAKE)]
+"""Decode's pool: a fraction of the scenarios' tokens, so that it evicts all the time."""
+NIXL = ("nixl", 16)
+MOONCAKE = ("mooncake", 1)
+EVERY_RUN = [pytest.param(served, id=f"{served[0]}-{served[1]}") for served in (NIXL, MOONCAKE)]
 OTHER_PAGES = [
-    pytest.param(of, id=f"{of[0]}-{of[1]}", marks=pytest.mark.nightly)
-    for of in (("nixl", 1), ("mooncake", 16))
+    pytest.param(served, id=f"{served[0]}-{served[1]}", marks=pytest.mark.nightly)
+    for served in (("nixl", 1), ("mooncake", 16))
 ]
 """Backends and page sizes."""
 
@@ -69,15 +70,14 @@ class Served:
 def served(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """A pair with the backend and the page size of ``request.param``; chunks of prefill are smaller
-    than prompts."""
+    """A pair with backend and page size ``request.param``. Prompts exceed prefill's chunks."""
     backend, page = request.param
     env = {}
     if backend == "mooncake":
         pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
         env = {"MC_FORCE_TCP": "1"}
     logs = tmp_path_factory.mktemp(f"{backend}{page}")
-    # Little is reserved, so that running requests outgrow the pool.
+    # A small reserve, so that running requests outgrow the pool.
     arguments = (*DOZE, "--num-reserved-decode-tokens", "16")
     config = pair_config(
         model,
@@ -98,9 +98,9 @@ def served(
 def test_warmup_health_and_other_namespaces_never_hit(
     served: Served, model: Path, reference: Reference
 ) -> None:
-    """Warm-up sends the ids 10 to 13 and health the id 0, with no KV behind them; at page size 1 a
-    prompt that starts like them would be answered from garbage. And equal tokens under another
-    ``extra_key`` (tenant, adapter, salt) must not meet."""
+    """Guards against hits on the ids of warm-ups (10 to 13) and health checks (0), which have no
+    KV: at page size 1 a prompt that starts like them would be answered from garbage. Equal tokens
+    under another ``extra_key`` (tenant, adapter, salt) must not hit either."""
     pair, tokens = served.pair, prompt_maker(model, seed=4)
     before = pair.metrics()[1]
     for url in (pair.prefill_url, pair.decode_url):
@@ -124,9 +124,9 @@ def test_warmup_health_and_other_namespaces_never_hit(
 def test_conversations_and_shared_prefixes_on_a_pool_that_evicts(
     served: Served, model: Path, reference: Reference
 ) -> None:
-    """Wrong slots, stale tree content, a prefix cut at the wrong token, or pages evicted while in
-    use would change what is generated. So would a retracted request whose shared prefix comes back
-    from its CPU copy, over pages that others read, and not from the tree."""
+    """Guards against wrong slots, stale tree content, a prefix cut at the wrong token, and pages
+    evicted while in use; also against a retracted request that restores its shared prefix from its
+    CPU copy, over pages that other requests read, instead of from the tree."""
     pair, events = served.pair, served.events
     tokens = prompt_maker(model, seed=served.page)
     events.read()
@@ -134,13 +134,13 @@ def test_conversations_and_shared_prefixes_on_a_pool_that_evicts(
     # 8 conversations of 5 turns.
     first = [tokens(200 + 37 * i) for i in range(8)]
     take_turns(pair, reference, first, turns=5, new_tokens=24, more=partial(tokens, 19))
-    # 16 at once over two prefixes longer than a chunk, some of them whole-prefix prompts.
+    # 16 requests at once over two prefixes longer than a chunk; two prompts are a prefix.
     prefixes = [tokens(600), tokens(640)]
     burst = [[*prefixes[i % 2], *tokens(3 + 5 * i)] for i in range(14)] + prefixes
     assert pair.generate(burst, 32) == reference.answers(burst, 32)
     retracted = re.findall(r"#retracted_reqs: (\d+)", pair.processes["decode"].log_text())
     assert sum(map(int, retracted)) > 0
-    # The same again: now the prefixes are in the tree, and full hits move no KV.
+    # The prefixes again: they are in the tree now, and full hits transfer no KV.
     assert pair.generate(prefixes, 32) == reference.answers(prefixes, 32)
     settle(pair)
     assert_tiled(*events.read(), served.page_bytes)
@@ -149,7 +149,7 @@ def test_conversations_and_shared_prefixes_on_a_pool_that_evicts(
 
 @pytest.mark.parametrize("served", [pytest.param(NIXL, id="nixl-16")], indirect=True)
 def test_alert_rules_are_tested_on_series_of_this_shape(served: Served) -> None:
-    """Guards against an alert that promtool has fire and that no server can."""
+    """Guards against an alert that fires in promtool but cannot fire with a server's metrics."""
     exported = {
         role: {(s.name, frozenset(s.labels)) for family in families for s in family.samples}
         for role, families in served_families(served.pair).items()
@@ -159,21 +159,21 @@ def test_alert_rules_are_tested_on_series_of_this_shape(served: Served) -> None:
         for name, role, labels in alert_rules.series()
         if role in exported and (name, labels) not in exported[role]
     }
-    # Counters that begin with the first event.
+    # Counters that are not exported before their first event.
     begin_later = {
         "sglang:decode_admission_refused_total",
         "sglang:num_retracted_requests_total",
     }
-    assert {each for each in missing if each[0] not in begin_later} == set()
+    assert {series for series in missing if series[0] not in begin_later} == set()
 
 
 def served_families(pair: Pair) -> dict[str, list[Metric]]:
-    """What each server exports."""
-    found = {}
+    """Return the metrics that each server exports."""
+    families = {}
     for role, url in (("prefill", pair.prefill_url), ("decode", pair.decode_url)):
         with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
-            found[role] = list(text_string_to_metric_families(answer.read().decode()))
-    return found
+            families[role] = list(text_string_to_metric_families(answer.read().decode()))
+    return families
 
 
 @pytest.mark.hazard("cached-tokens-twice")
@@ -181,8 +181,8 @@ def served_families(pair: Pair) -> dict[str, list[Metric]]:
 def test_second_turn_moves_only_new_pages(
     served: Served, model: Path, reference: Reference
 ) -> None:
-    """Turn two must reuse turn one's prompt *and* answer: only pages that neither filled may be
-    sent, the client must still see prefill's own cached tokens, and a full hit sends none."""
+    """Guards against pages that are sent again: turn two must reuse turn one's prompt *and* answer.
+    A full hit sends none, and the client must still see prefill's own cached tokens."""
     pair, events, page, page_bytes = served.pair, served.events, served.page, served.page_bytes
     tokens = prompt_maker(model, seed=2)
     events.read()
@@ -210,7 +210,7 @@ def test_second_turn_moves_only_new_pages(
     assert gained[0][metrics.SENT_BYTES] == len(admitted.pages) * page_bytes
     assert gained[1]["sglang:kv_transfer_requested_bytes_total"] == len(admitted.pages) * page_bytes
     assert gained[0][metrics.SKIPPED_TOKENS] == gained[1][metrics.HIT_TOKENS] == kept
-    # Prefill's cache holds turn one's prompt, not its answer: that is what clients are told.
+    # Clients see prefill's cached tokens: turn one's prompt, without its answer.
     assert result.cached_tokens == len(first) // page * page
 
     whole = second[: len(second) // page * page]
@@ -220,37 +220,37 @@ def test_second_turn_moves_only_new_pages(
     assert (admitted.prefix_tokens, admitted.pages, sent) == (len(whole), [], [])
 
 
-#: Sampling parameters, other wishes, and the status that decode answers with.
+#: Sampling parameters, other fields, and decode's status.
 AT_THE_EDGE: list[tuple[dict[str, Any], dict[str, Any], int]] = [
-    # SGLang hands them to the tokenizer as tensors; metadata hold 128 of them.
+    # SGLang passes these to the tokenizer as tensors; metadata hold 128 of them.
     ({}, {"return_logprob": True, "top_logprobs_num": 3, "token_ids_logprob": [1, 2]}, 200),
     ({}, {"return_logprob": True, "top_logprobs_num": 129}, 400),
-    # Has no room any more when SGLang has built it.
+    # SGLang drops the room of such a request.
     ({}, {"session_params": {"id": "unknown"}}, 400),
     ({"structural_tag": "{}"}, {}, 400),
     ({"structural_tag": ""}, {}, 400),
     ({"regex": "\0"}, {}, 400),
     ({"json_schema": "[" * 100_000}, {}, 400),
     ({"json_schema": '{"type": "unknown"}'}, {}, 400),
-    ({"ebnf": "root ::= root"}, {}, 500),  # no token is drawn that the grammar takes
+    ({"ebnf": "root ::= root"}, {}, 500),  # the grammar accepts no token
     ({"ebnf": 'root ::= "1" x\nx ::= x', "temperature": 1}, {}, 200),  # ends after a token
 ]
 
 
 @pytest.mark.parametrize("served", [pytest.param(NIXL, id="nixl-16")], indirect=True)
 def test_requests_at_the_edge(served: Served, model: Path, reference: Reference) -> None:
-    """Guards against a client whose request ends both servers: xgrammar raises at grammars that it
-    cannot compile, and the sampler at one that allows no token; prefill's half of such a request
-    freed its pages twice. The other half must neither wait for its deadline nor leave anything."""
+    """Guards against a request that ends both servers: xgrammar raises for grammars that it cannot
+    compile, and the sampler for one that allows no token; prefill freed the pages of such a request
+    twice. The other half must neither wait for its deadline nor leak."""
     pair, prompt = served.pair, prompt_maker(model, seed=14)(300)
-    for sampling, wishes, status in AT_THE_EDGE:
+    for sampling, more, status in AT_THE_EDGE:
         params = {"temperature": 0, "max_new_tokens": 8, **sampling}
-        prefill, decode = ask_both(pair, prompt, params, **wishes)
-        assert decode.status_code == status, (sampling, wishes, decode.text)
-        assert prefill.status_code in (200, status), (sampling, wishes, prefill.text)
-        if wishes and status == 200:
+        prefill, decode = ask_both(pair, prompt, params, **more)
+        assert decode.status_code == status, (sampling, more, decode.text)
+        assert prefill.status_code in (200, status), (sampling, more, prefill.text)
+        if more and status == 200:
             tops = decode.json()["meta_info"]["output_top_logprobs"]
-            assert [len(each) for each in tops] == [3] * 8
+            assert [len(top) for top in tops] == [3] * 8
     pair.check()
     assert pair.generate([prompt], 8) == reference.answers([prompt], 8)
     pair.check()
@@ -261,8 +261,8 @@ def greedy(**more: Any) -> dict[str, Any]:
     return {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True, **more}
 
 
-#: What a request asks for, and how its tokens are drawn. A load balancer reads prefill's answer,
-#: too, where log probabilities are asked for.
+#: Fields of a request, and its sampling parameters. If log probabilities are requested, a load
+#: balancer reads prefill's answer, too.
 WISHES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
     ({"return_logprob": True}, {}),
@@ -273,8 +273,10 @@ WISHES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def three_samples(
     served: Served, tokens: Any, reference: Reference, balancer_url: str | None = None
 ) -> None:
-    """Ask both servers, or a load balancer, for three samples of a prompt, in every way: each is
-    the reference's answer, and the prompt's KV crosses once."""
+    """Send a request for three samples in every way, to both servers or to a load balancer.
+
+    Each sample must be the reference's answer, and the prompt's KV is sent once.
+    """
     served.events.read()
     for (wish, sampling), stream in itertools.product(WISHES, (False, True)):
         prompt, params, more = tokens(300), greedy(n=3, **sampling), {**wish, "stream": stream}
@@ -284,27 +286,27 @@ def three_samples(
             body = {"input_ids": prompt, "sampling_params": params, **more}
             answers = [requests.post(f"{balancer_url}/generate", json=body, timeout=30)]
         assert {answer.status_code for answer in answers} == {200}, answers[-1].text
-        # A grammar's end is seen in the step after it, or in its own: ids may have one more.
+        # The end of a grammar may be detected one step later: there may be one more id.
         field = "text" if sampling else "output_ids"
-        found = samples_in(answers[-1].text, field, streamed=stream)
+        samples = samples_in(answers[-1].text, field, streamed=stream)
         settle(served.pair)
         if sampling:
-            assert found == [found[0]] * 3 != [""] * 3
+            assert samples == [samples[0]] * 3 != [""] * 3
         else:
-            assert found == reference.answers([prompt], 8) * 3
+            assert samples == reference.answers([prompt], 8) * 3
         admitted, sent = served.events.read()
         assert len(admitted) == 4  # the prompt and three samples
         assert len(admitted[0].pages) == -(-len(prompt) // served.page)
-        assert all(len(each.pages) <= 1 for each in admitted[1:])
+        assert all(len(admission.pages) <= 1 for admission in admitted[1:])
         assert_tiled(admitted, sent, served.page_bytes)
 
 
 @pytest.mark.hazard("room-number-reused")
 @pytest.mark.parametrize("served", EVERY_RUN, indirect=True)
 def test_parallel_samples(served: Served, model: Path, reference: Reference) -> None:
-    """SGLang gives all samples of a request (``n`` above 1) one room number. Guards against a
-    client that waits for ever or gets an error, against samples from KV that was never written,
-    and against a prompt whose KV crosses more than once."""
+    """Guards against a client that waits for ever or gets an error, against samples from KV that
+    was never written, and against a prompt's KV that is sent more than once: SGLang gives all
+    samples of a request (``n`` above 1) one room number."""
     three_samples(served, prompt_maker(model, seed=8), reference)
 
 
@@ -313,15 +315,15 @@ def test_parallel_samples(served: Served, model: Path, reference: Reference) -> 
 def test_parallel_samples_through_a_load_balancer(
     served: Served, model: Path, reference: Reference, mini: bool
 ) -> None:
-    """The same as clients ask for them: SGLang's load balancers give a request one room."""
+    """Guards against the same through SGLang's load balancers, which give a request one room."""
     with balancer(served.pair, served.logs, mini=mini) as url:
         three_samples(served, prompt_maker(model, seed=12 + mini), reference, url)
 
 
 def samples_in(body: str, field: str, *, streamed: bool) -> list[Any]:
-    """The whole answers in a server's response to a request for several samples, in order."""
+    """Return the complete samples in a server's response, in order."""
     if not streamed:
-        return [each[field] for each in json.loads(body)]
+        return [sample[field] for sample in json.loads(body)]
     lines = (line[6:] for line in body.splitlines() if line.startswith("data: {"))
     last = {event["index"]: event[field] for event in map(json.loads, lines)}
     return [last[index] for index in sorted(last)]
@@ -330,15 +332,15 @@ def samples_in(body: str, field: str, *, streamed: bool) -> list[Any]:
 @pytest.mark.hazard("abort-leaves-something")
 @pytest.mark.parametrize("served", EVERY_RUN, indirect=True)
 def test_disconnected_clients(served: Served, model: Path, reference: Reference) -> None:
-    """A client may leave while its request waits for memory, is moved, or generates. Its pages
-    must neither leak nor be written to after others got them: whoever stays gets the aggregated
-    server's answer, and afterwards both servers are idle, balanced and empty."""
+    """Guards against pages that leak, or that are written after their reuse, when a client leaves
+    while its request waits for memory, is transferred, or generates. The other clients get the
+    right answers, and afterwards both servers are idle, balanced and empty."""
     pair, rng, new = served.pair, random.Random(6), 24
     tokens = prompt_maker(model, seed=6)
     prefixes = [tokens(500), tokens(700)]
     prompts = [[*prefixes[i % 2], *tokens(30 + i)] for i in range(36)]
     expected = reference.answers(prompts, new)
-    # Seeded moments from "at once" to "nearly served"; every third client stays.
+    # Seeded times from "at once" to "nearly answered"; every third client stays.
     patience = [None if i % 3 == 0 else rng.uniform(0.05, 6.0) for i in range(len(prompts))]
     asked = [Request(prompt, new) for prompt in prompts]
     results = send_and_leave(pair.target, asked, patience)
@@ -349,7 +351,7 @@ def test_disconnected_clients(served: Served, model: Path, reference: Reference)
         assert result is not None and result.error is None, result
         assert result.output_ids == expected[i]
     settle(pair)
-    # Nothing of the aborted ones is left in the way: the same prompts are answered right.
+    # The aborted requests left nothing behind: the same prompts are answered right.
     assert pair.generate(prompts[:6], new) == expected[:6]
     settle(pair)
 
@@ -362,8 +364,8 @@ def test_disconnected_clients(served: Served, model: Path, reference: Reference)
 def test_requests_of_any_shape(
     served: Served, model: Path, reference: Reference, seconds: int
 ) -> None:
-    """Guards against a client that ends a server with a request that its own description allows.
-    The last of this pair: SGLang logs a traceback for a type that it does not expect."""
+    """Guards against a client that ends a server with a request that the server's description
+    allows. The last test of this pair, because SGLang logs a traceback for unexpected types."""
     pair, prompt = served.pair, prompt_maker(model, seed=11)(300)
     before = pair.generate([prompt], 8)
     with balancer(pair, served.logs, mini=True) as url:
@@ -371,4 +373,4 @@ def test_requests_of_any_shape(
     pair.check()
     assert pair.generate([prompt], 8) == before == reference.answers([prompt], 8)
     pair.check()
-    assert all("InvariantError" not in each.log_text() for each in pair.processes.values())
+    assert all("InvariantError" not in process.log_text() for process in pair.processes.values())

@@ -1,7 +1,7 @@
-"""Several ranks a server: tensor parallel, of equal and of unequal sizes, and data parallel.
+"""Several ranks in a server: tensor parallelism of equal and unequal sizes, and data parallelism.
 
-KV of one conversation lies on several ranks, each with its part of the heads. A rank that matches
-another prefix than its siblings, or heads that land beside their place, change what is generated.
+KV of one conversation is spread over several ranks, each with a part of the heads. A rank that
+matches another prefix than the others, or misplaced heads, change the answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from e2e.support import (
 )
 
 KV_HEADS = 2
-"""Of the session's model."""
+"""KV heads of the session's model."""
 ATTACHED = "decode radix cache is on"
 
 
@@ -43,10 +43,10 @@ def converse(
     ranks_a_room: int,
     **changes: Any,
 ) -> None:
-    """Two turns of conversations that share prefixes, compared with the reference; then the logs.
+    """Run two turns of conversations that share prefixes; check the answers and the event logs.
 
     The second turn finds the first one's prompts and answers on every decode rank, a last request
-    is all hit, and prefill computes in chunks that are shorter than the prompts. ``ranks_a_room``:
+    is a full hit, and prefill's chunks are shorter than the prompts. ``ranks_a_room``: number of
     decode ranks over which the heads of one request are spread.
     """
     config = pair_config(model, logs, page_size=page, skip_warmup=True, **changes)
@@ -75,17 +75,16 @@ def test_two_ranks_on_both_sides(model: Path, reference: Reference, logs: Path) 
 @pytest.mark.parametrize(
     ("page", "ranks"),
     [
-        # A room that is complete when the first of two writers is; heads over those of the other.
+        # A room that is complete after the first of two writers; heads that overwrite the other's.
         pytest.param(16, {"prefill_tp": 2}, id="two-to-one"),
-        # The same heads for both decode ranks; a room that one announces, and prefill serves alone.
+        # The same heads for both decode ranks; a room that only one of them announces.
         pytest.param(1, {"decode_tp": 2}, id="one-to-two"),
     ],
 )
 def test_unequal_ranks(
     model: Path, reference: Reference, logs: Path, page: int, ranks: dict[str, int]
 ) -> None:
-    """Guards against heads that land beside their place, as ``component/pools/test_ranks.py`` in
-    every run."""
+    """Guards against misplaced heads; in every run ``component/pools/test_ranks.py``."""
     decode_ranks = ranks.get("decode_tp", 1)
     converse(model, KV_HEADS, reference, logs, page, ranks_a_room=decode_ranks, **ranks)
 
@@ -94,9 +93,9 @@ def test_unequal_ranks(
 @pytest.mark.parametrize(
     ("page", "ranks"),
     [
-        # Stock NIXL divides by zero; the second replica must not write again, nor be missed.
+        # Stock NIXL divides by zero; the second replica must neither write again nor be awaited.
         pytest.param(1, {"prefill_tp": 2}, id="two-to-one"),
-        # A decode rank must get KV although another one has the same head.
+        # A decode rank must get KV although another rank has the same head.
         pytest.param(16, {"decode_tp": 2}, id="one-to-two"),
     ],
 )
@@ -107,23 +106,24 @@ def test_a_replicated_head(
     page: int,
     ranks: dict[str, int],
 ) -> None:
-    """Guards against fewer KV heads than ranks; in every run ``component/pools/test_ranks.py``."""
+    """Guards against faults with fewer KV heads than ranks; in every run
+    ``component/pools/test_ranks.py``."""
     decode_ranks = ranks.get("decode_tp", 1)
     converse(one_head, 1, one_head_reference, logs, page, ranks_a_room=decode_ranks, **ranks)
 
 
 def test_attention_data_parallel_decode(model: Path, reference: Reference, logs: Path) -> None:
-    """Guards against decode ranks that each hold whole requests, with trees of their own, but step
-    together: an idle one must take part without a prefix of its own."""
+    """Guards against a hang or wrong KV with decode ranks that hold whole requests and their own
+    trees but step together: an idle rank must take part without a prefix."""
     args = dp_attention()
     converse(model, KV_HEADS, reference, logs, 16, ranks_a_room=1, decode_tp=2, decode_args=args)
 
 
 @pytest.mark.nightly
 def test_two_data_parallel_decode_ranks(model: Path, reference: Reference, logs: Path) -> None:
-    """The DP controller spawns its schedulers itself; each must have the tree, and a request must
-    be answered right whichever rank gets it. In every run ``component/patchset/test_processes.py``
-    sees such schedulers attached."""
+    """Guards against schedulers without the tree: the DP controller spawns them itself. A request
+    must be answered right by every rank. In every run ``component/patchset/test_processes.py``
+    checks that such schedulers are attached."""
     tokens = prompt_maker(model, seed=7)
     shared = tokens(120)
     prompts = [[*shared, *tokens(5 + i)] for i in range(8)]
@@ -147,8 +147,8 @@ def test_two_data_parallel_prefill_ranks_in_turns(
     model: Path, reference: Reference, logs: Path
 ) -> None:
     """Guards against requests that decode announces to another rank than prefill's: half of them
-    failed by their deadlines. In every run ``component/prefill/test_served_rooms.py`` looks at what
-    decode is told."""
+    failed by their deadlines. In every run ``component/prefill/test_served_rooms.py`` checks
+    prefill's answer to decode."""
     prompts = [prompt_maker(model, seed=8)(30 + i) for i in range(8)]
     config = pair_config(
         model,
@@ -160,5 +160,5 @@ def test_two_data_parallel_prefill_ranks_in_turns(
     with Pair(config, logs) as pair:
         assert pair.generate(prompts, 12) == reference.answers(prompts, 12)
         settle(pair)
-        told = pair.processes["prefill"].log_text()
-        assert all(f"DP{rank}] Prefill batch" in told for rank in (0, 1))
+        log = pair.processes["prefill"].log_text()
+        assert all(f"DP{rank}] Prefill batch" in log for rank in (0, 1))

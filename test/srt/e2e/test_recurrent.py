@@ -1,5 +1,5 @@
-"""Models with recurrent state through a pair: a prefix from decode's tree, the state from prefill,
-whatever decode holds; compared with SGLang's aggregated server. ``families.py`` has more rows."""
+"""Models with recurrent state on a pair: a prefix from decode's tree, but the state always from
+prefill; compared with SGLang's aggregated server. ``families.py`` has more rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from models import families
 
 FAMILY = "qwen3_next"
 REQUESTED_BYTES = "sglang:kv_transfer_requested_bytes_total"
-STATES, EXACT = SERVER_ARGS[FAMILY], SERVER_ENV[FAMILY]
+STATES = SERVER_ARGS[FAMILY]
+EXACT = SERVER_ENV[FAMILY]
 #: SGLang's tree with states has pages of one token; on a GPU --mamba-scheduler-strategy
 #: extra_buffer has others.
 NO_TREE = ("--disable-radix-cache",)
@@ -45,14 +46,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
-    """SGLang's own aggregated server of such a model."""
+    """Stock SGLang's aggregated server of such a model."""
     logs = tmp_path_factory.mktemp("reference")
-    with reference_server(model, logs, 20_000, args=STATES, env=EXACT) as found:
-        yield found
+    with reference_server(model, logs, 20_000, args=STATES, env=EXACT) as server:
+        yield server
 
 
 def state_bytes(model: Path) -> int:
-    """Bytes of the state of a request."""
+    """Return the bytes of the state of a request."""
     config = json.loads((model / "config.json").read_text())
     keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
     values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
@@ -76,11 +77,11 @@ def test_answers(
     model: Path, reference: Reference, logs: Path, page: int, changes: dict[str, Any]
 ) -> None:
     """Guards against a state that is missing, another text's, that of a prefix, or a step behind or
-    ahead of the KV: behind a prefix, in chunks of prefill, where the prompt is all hit, and after a
-    retraction. Bytes counted on both servers are those of the KV and the states."""
+    ahead of the KV: behind a prefix, in chunks of prefill, for a prompt that is a full hit, and
+    after a retraction. Both servers count the bytes of the KV and the states."""
     if changes.get("backend") == "mooncake":
         pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
-    given = {
+    arguments = {
         "env": {"MC_FORCE_TCP": "1", **EXACT},
         **changes,
         **{
@@ -88,7 +89,7 @@ def test_answers(
             for role in ("prefill_args", "decode_args")
         },
     }
-    config = pair_config(model, logs, page_size=page, skip_warmup=True, **given)
+    config = pair_config(model, logs, page_size=page, skip_warmup=True, **arguments)
     tokens = prompt_maker(model, seed=3)
     shared = tokens(150)
     prompts = [[*shared, *tokens(60 + 61 * i)] for i in range(3)] + [tokens(300)]
@@ -101,13 +102,13 @@ def test_answers(
         settle(pair)
         prefill, decode = pair.metrics()
     admitted, sent = EventLogs(logs).read()
-    of_page = page_bytes(Run(FAMILY, page), model)
-    assert_tiled(admitted, sent, of_page)
+    bytes_of_page = page_bytes(Run(FAMILY, page), model)
+    assert_tiled(admitted, sent, bytes_of_page)
     rooms = [event for event in admitted if event.room]
-    if "decode_tokens" not in changes:  # else it was evicted
+    if "decode_tokens" not in changes:  # otherwise the prefix was evicted
         assert not rooms[-1].pages and len(rooms[-1].state) == 1
     assert decode[metrics.HIT_TOKENS] > 0
-    moved = sum(len(event.pages) for event in rooms) * of_page
+    moved = sum(len(event.pages) for event in rooms) * bytes_of_page
     moved += len(rooms) * state_bytes(model)
     assert prefill[metrics.SENT_BYTES] == decode[REQUESTED_BYTES] == moved
 
@@ -115,8 +116,8 @@ def test_answers(
 @pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 def test_ranks_of_unequal_number(model: Path, logs: Path, backend: str) -> None:
-    """Guards against a request that waits for its deadline, or is answered from slices of states at
-    wrong places: it fails with both numbers of ranks in its text."""
+    """Guards against a request that waits for its deadline, or uses misplaced slices of states: it
+    must fail with both numbers of ranks in its error."""
     if backend == "mooncake":
         pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
     config = pair_config(

@@ -1,8 +1,9 @@
-"""A decode server with a draft model and the radix cache: the same answers, and drafts as good.
+"""A decode server with a draft model and the radix cache: the same answers, and equally good
+drafts.
 
 The draft model is the target itself (``models/untied.py``, ``models/random_qwen3.py``): the first
-has nearly all its drafts accepted, the second nearly none, and with it any wrong KV of the target
-changes the text. Wrong draft KV changes no answer, only how many drafts are accepted.
+has nearly all drafts accepted, the second nearly none, so that wrong KV of the target changes the
+text. Wrong draft KV changes no answer, only the number of accepted drafts.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Config = Callable[..., PairConfig]
 def with_drafts(
     config: PairConfig, draft: Path, steps: int, algorithm: str = "EAGLE"
 ) -> PairConfig:
-    """The same with a draft model on both servers."""
+    """Return ``config`` with a draft model on both servers."""
     args = drafting(draft, steps, algorithm)
     return dataclasses.replace(
         config,
@@ -75,8 +76,8 @@ def nightly(name: str, steps: int, **changes: Any) -> Any:
 def test_conversations_on_a_pool_that_evicts(
     model: Path, reference: Reference, logs: Path, steps: int, changes: dict[str, Any]
 ) -> None:
-    """The same as in ``test_one_pair.py`` with a draft model on both servers: prefixes longer than
-    a chunk of prefill, a pool that evicts, and requests that are retracted all the time. With spec
+    """Guards against the faults of ``test_one_pair.py`` with a draft model on both servers:
+    prefixes longer than a chunk of prefill, a pool that evicts, and frequent retractions. With spec
     v2: metadata that one version sends in another form, or ranks that step at different times."""
     tokens = prompt_maker(model, seed=steps)
     decode_env = {**RETRACTS, **changes.get("decode_env", {})}
@@ -95,9 +96,9 @@ def test_conversations_on_a_pool_that_evicts(
 def test_turns_that_decode_computes(
     model: Path, reference: Reference, logs: Path, page_size: int, env: dict[str, str]
 ) -> None:
-    """A chunk that leaves the draft model out, lengths that are one off where it goes on from a
-    shared prefix, or a first step that drafts from nothing: on a pool that evicts, with requests
-    that are retracted all the time."""
+    """Guards against a chunk without the draft model, lengths that are one off behind a shared
+    prefix, and a first step that drafts from nothing: on a pool that evicts, with frequent
+    retractions."""
     tokens = prompt_maker(model, seed=29)
     sizes: dict[str, Any] = {"page_size": page_size, "decode_tokens": 4096}
     config = local_config(model, logs, env=env, decode_env=RETRACTS, **sizes)
@@ -111,14 +112,14 @@ def test_turns_that_decode_computes(
 
 
 def rates(config: Config, arithmetic: Path, logs: Path, **changes: Any) -> drafts.Rates:
-    """Drafts of one step that are accepted: of later turns, of their prompts once more, and of the
-    same where nothing is a hit. ``config``: makes the pair."""
-    made = config(arithmetic, logs, page_size=16, decode_tokens=POOL, **changes)
-    with Pair(with_drafts(made, arithmetic, 1), logs) as pair:
-        found = drafts.rates(pair, arithmetic)
+    """Return the shares of accepted one-step drafts: for later turns, for their prompts once more,
+    and for the same prompts without hits. ``config`` makes the pair."""
+    pair_of_model = config(arithmetic, logs, page_size=16, decode_tokens=POOL, **changes)
+    with Pair(with_drafts(pair_of_model, arithmetic, 1), logs) as pair:
+        measured = drafts.rates(pair, arithmetic)
         settle(pair)
-    print(found)
-    return found
+    print(measured)
+    return measured
 
 
 @pytest.mark.nightly
@@ -127,35 +128,35 @@ def rates(config: Config, arithmetic: Path, logs: Path, **changes: Any) -> draft
 def test_drafts_on_hits_are_as_good_as_on_misses(
     arithmetic: Path, logs: Path, config: Config, env: dict[str, str]
 ) -> None:
-    """Draft KV that is missing, another text's, or one token aside behind a prefix hit, or of a
-    chunk that decode computes: no answer would show it, and drafts would be rejected."""
-    found = rates(config, arithmetic, logs, env=env)
-    assert found.misses > 0.9
-    assert min(found.turns, found.again) >= 0.98 * found.misses
+    """Guards against draft KV that is missing, another text's, or shifted by a token, behind a
+    prefix hit or in a chunk that decode computes: drafts would be rejected, with equal answers."""
+    measured = rates(config, arithmetic, logs, env=env)
+    assert measured.misses > 0.9
+    assert min(measured.turns, measured.again) >= 0.98 * measured.misses
 
 
 @pytest.mark.nightly
 def test_lost_draft_kv_shows(arithmetic: Path, logs: Path) -> None:
-    """The control: with the draft KV of every shared prefix zeroed, the answers are the same and
+    """The control: with the draft KV of every shared prefix zeroed, the answers are the same, and
     the accept rate of prompts from the tree falls clearly below that of misses."""
-    found = rates(pair_config, arithmetic, logs, decode_env=drafts.zeroing())
-    assert found.again < 0.9 * found.misses
+    measured = rates(pair_config, arithmetic, logs, decode_env=drafts.zeroing())
+    assert measured.again < 0.9 * measured.misses
 
 
 @pytest.mark.nightly
 def test_retractions_keep_the_drafts(arithmetic: Path, logs: Path) -> None:
-    """A draft model's KV that does not come back with its request: every seventh step some are
-    retracted, which costs each the drafts of one step (it starts from the end of its prompt)."""
-    found = rates(pair_config, arithmetic, logs, decode_env=RETRACTS)
-    assert min(dataclasses.astuple(found)) > 0.9
+    """Guards against draft KV that is not restored with its request. Every seventh step retracts
+    some requests, which costs each the drafts of one step (it starts from its prompt's end)."""
+    measured = rates(pair_config, arithmetic, logs, decode_env=RETRACTS)
+    assert min(dataclasses.astuple(measured)) > 0.9
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("env", VERSIONS)
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "NEXTN"])
 def test_heads_of_one_layer(model: Path, logs: Path, algorithm: str, env: dict[str, str]) -> None:
-    """An EAGLE3 head and an MTP head, whose KV has fewer buffers than the target's: one that is
-    taken for the target's would change the answers. Turns hit the ones before."""
+    """Guards against draft KV that is taken for the target's: an EAGLE3 head and an MTP head have
+    fewer buffers than the target. Turns hit the ones before."""
     if algorithm == "EAGLE3":
         target, head = model, heads.eagle3(logs / "eagle3", model)
     else:
@@ -176,8 +177,8 @@ def test_heads_of_one_layer(model: Path, logs: Path, algorithm: str, env: dict[s
 def test_prefill_without_a_draft_model(
     model: Path, reference: Reference, logs: Path, backend: str
 ) -> None:
-    """Values in the draft's buffers, or metadata of other lengths that fail every room: a draft
-    model on decode only costs drafts behind the prompt, and decode says so."""
+    """Guards against values in the draft's buffers, and metadata of other lengths that fail every
+    room. A draft model on decode alone only costs drafts behind the prompt, and decode logs it."""
     tokens = prompt_maker(model, seed=11)
     config = pair_config(model, logs, page_size=16, backend=backend)
     config = dataclasses.replace(config, decode_args=(*config.decode_args, *drafting(model, 3)))

@@ -1,4 +1,4 @@
-"""A study on servers that were started by hand: three URLs and a trace, one command, one page."""
+"""A study of running servers: three URLs and a trace, one command, one page."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from e2e.support import START_METHOD
 
 SIZES = Sizes(pool_tokens=8800, page_size=16)
 CHAT_BLOCK_TOKENS = 4
-"""Words of a block: the tokenizer of this model makes 3.5 tokens of one."""
+"""Words in a block; this model's tokenizer makes 3.5 tokens of a word."""
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("endpoint", ["generate", "completions", "chat"])
 def test_a_study_of_a_fleet_by_address(endpoint: str, tmp_path: Path) -> None:
-    """Guards the newcomer's command against real servers: every request is answered with the length
-    that was asked for, caches are flushed, and what prefill moved is counted."""
+    """Guards the newcomer's command against real servers: every request gets an answer of the
+    requested length, caches are flushed, and the bytes that prefill sends are counted."""
     trace = tmp_path / "trace.jsonl"
     write(trace, generate(300, 1))
     pair = PairConfig(
@@ -33,10 +33,10 @@ def test_a_study_of_a_fleet_by_address(endpoint: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with (
         Pair(pair, tmp_path / "pair") as pd,
-        Aggregated(TINY_ARITH, tmp_path / "one", SIZES, env={START_METHOD: "fork"}) as one,
+        Aggregated(TINY_ARITH, tmp_path / "one", SIZES, env={START_METHOD: "fork"}) as aggregated,
     ):
         (tmp_path / "fleet.yaml").write_text(
-            f"aggregated: [{one.config.url}]\ndecode: [{pd.decode_url}]\n"
+            f"aggregated: [{aggregated.config.url}]\ndecode: [{pd.decode_url}]\n"
             f"prefill: [{{url: {pd.prefill_url}, bootstrap_port: {pd.layout[0].bootstrap_port}}}]\n"
             f"endpoint: {endpoint}\nvocabulary: [16, 300]\n"
             f"block_tokens: {CHAT_BLOCK_TOKENS if endpoint == 'chat' else 16}\n"

@@ -1,5 +1,5 @@
-"""The whole system: prefill with a small tree in front of a Mooncake store, decode with a radix
-cache of its own that computes short turns, and writes to the same store.
+"""The whole system: prefill with a small tree in front of a Mooncake store; decode with a radix
+cache, which computes short turns and writes to the same store.
 
 Greedy output is the aggregated server's. After each test both servers are idle, balanced and
 without staged pages.
@@ -39,7 +39,7 @@ from models.random_qwen3 import build
 NEW_TOKENS = 16
 GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 DECODE_TOKENS = 3072
-"""The conversations below need more, and more than prefill's pool."""
+"""Smaller than the conversations below, which also exceed prefill's pool."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Shape:
     page: int
     ranks: int = 1
     writes: bool = True
-    """Decode writes what it computes to the store."""
+    """Decode writes computed KV to the store."""
 
     def __str__(self) -> str:
         more = f"-tp{self.ranks}" * (self.ranks > 1) + "-reads" * (not self.writes)
@@ -86,19 +86,19 @@ class System:
         return self.reference.answers([prompt], self.new_tokens)[0]
 
     def stored_tokens(self, prompt: Ids, expected: Ids | None = None) -> int:
-        """Ask for the answer, which must be ``expected`` (by default the reference's); return the
-        tokens of the prompt that prefill loaded from the store."""
+        """Send a prompt; check that the answer is ``expected`` (by default the reference's). Return
+        the tokens of the prompt that prefill loaded from the store."""
         greedy = {**GREEDY, "max_new_tokens": self.new_tokens}
         there, here = (answer.json() for answer in ask_both(self.pair, prompt, greedy))
         assert here["output_ids"] == (expected or self.answer(prompt))
-        # There are none where nothing was found, or where decode computed the turn.
+        # There are no details without a hit, or if decode computed the turn.
         details = there["meta_info"].get("cached_tokens_details") or {}
         assert not details.get("host")
         return int(details.get("storage", 0))
 
     def settle(self) -> None:
-        """Both servers idle and balanced: SGLang's strict memory check and our invariants passed,
-        no token is held, and no page is staged."""
+        """Check that both servers are idle and balanced, pass the memory checks, and hold no tokens
+        and no staged pages."""
         self.pair.check()
         for url in self.urls[: 1 + self.shape.writes]:
             store.wait_drained(url, 60.0)
@@ -108,7 +108,7 @@ class System:
             assert not log_problems(process.log)
 
     def empty(self, *, stored: bool = True) -> None:
-        """Empty both trees, after the store has all that it takes (unless it is not ``stored``)."""
+        """Empty both trees, after the writes to the store have ended (if ``stored``)."""
         self.pair.check()
         if stored and self.shape.writes:  # prefill's flush waits for it
             store.wait_drained(self.pair.decode_url, 60.0)
@@ -116,14 +116,14 @@ class System:
             checks.flush(url, wait_s=30.0)
 
     def update(self, model: Path) -> None:
-        """New weights on both servers."""
+        """Load new weights on both servers."""
         for url in self.urls:
             post(url, "/update_weights_from_disk", model_path=str(model))
 
 
-def answer_is_found_again(system: System) -> None:
-    """Ask two turns, the second of which decode computes; with both trees empty, the third finds
-    what was computed for them in the store."""
+def check_answer_is_found(system: System) -> None:
+    """Send two turns, the second computed by decode. With both trees empty, the third turn must
+    find their KV in the store."""
     pair, tokens = system.pair, system.tokens
     before = turns(pair)
     first = tokens(333)
@@ -134,12 +134,12 @@ def answer_is_found_again(system: System) -> None:
     assert (counted["remote", "long"], counted["local", "always"]) == (1, 1)
     system.empty()
     answered = [*second, *system.answer(second)]
-    found, page = system.stored_tokens([*answered, *tokens(70)]), system.shape.page
+    loaded, page = system.stored_tokens([*answered, *tokens(70)]), system.shape.page
     if system.shape.writes:
         # The last generated token has KV if the overlapped next step had begun.
-        assert found in {(len(answered) - 1) // page * page, len(answered) // page * page}
+        assert loaded in {(len(answered) - 1) // page * page, len(answered) // page * page}
     else:
-        assert found == len(first) // page * page
+        assert loaded == len(first) // page * page
     system.settle()
 
 
@@ -152,7 +152,7 @@ def running(
     args: tuple[str, ...] = (),
     new_tokens: int = NEW_TOKENS,
 ) -> Iterator[System]:
-    """Start a system. ``args``: of both servers, beside those of the shape."""
+    """Start a system. ``args``: more arguments of both servers."""
     if shape.backend == "mooncake":
         pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
     master = Master()
@@ -170,7 +170,7 @@ def running(
         env={"MC_FORCE_TCP": "1"},
         **staged,
     )
-    # Little is reserved, so that running requests outgrow the pool.
+    # A small reserve, so that running requests outgrow the pool.
     reserved = ("--num-reserved-decode-tokens", str(max(16, shape.page)))
     writes = store.decode_that_writes(shape.page, master) if shape.writes else ()
     config = replace(
@@ -195,21 +195,25 @@ def system(
     request: Any, model: Path, reference: Reference, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[System]:
     shape = request.param
-    with running(shape, model, reference, tmp_path_factory.mktemp(f"whole-{shape}")) as found:
-        yield found
+    with running(shape, model, reference, tmp_path_factory.mktemp(f"whole-{shape}")) as system:
+        yield system
 
 
 def test_talks_on_pools_that_evict(system: System) -> None:
-    """Guards against a wrong page in any of the four places that a turn's KV comes from: decode's
-    tree, prefill's tree, the store, and what is computed for it, on either side."""
+    """Guards against a wrong page from any of the four sources of a turn's KV: decode's tree,
+    prefill's tree, the store, and computation on either side."""
     pair, tokens = system.pair, system.tokens
     before, turns_before = pair.metrics(), turns(pair)
     prompts: list[Ids] = [tokens(250 + 37 * i) for i in range(8)]
-    said = itertools.cycle(range(19, 19 + 23 * len(prompts), 23))
-    prompts = take_turns(pair, system.reference, prompts, 4, NEW_TOKENS, lambda: tokens(next(said)))
+    lengths = itertools.cycle(range(19, 19 + 23 * len(prompts), 23))
+    prompts = take_turns(
+        pair, system.reference, prompts, 4, NEW_TOKENS, lambda: tokens(next(lengths))
+    )
     assert sum(map(len, prompts)) > max(DECODE_TOKENS, store.PREFILL_TOKENS)
     system.settle()
-    prefill, decode = (metrics.gained(*of) for of in zip(before, pair.metrics(), strict=True))
+    prefill, decode = (
+        metrics.gained(*snapshots) for snapshots in zip(before, pair.metrics(), strict=True)
+    )
     assert prefill[f"{CACHED_TOKENS} storage"] > 0
     assert decode[HIT_TOKENS] > 0
     by_side = turns(pair, turns_before)
@@ -217,14 +221,14 @@ def test_talks_on_pools_that_evict(system: System) -> None:
 
 
 def test_the_store_has_what_was_computed(system: System) -> None:
-    """Guards against tokens that are computed again although a server of the system has computed
-    them: both trees are empty, and the next turn finds its history in the store."""
-    answer_is_found_again(system)
+    """Guards against tokens that are recomputed although a server of the system has computed them:
+    both trees are empty, and the next turn must find its history in the store."""
+    check_answer_is_found(system)
 
 
 def test_a_master_that_dies_and_comes_back(system: System) -> None:
-    """Guards against a store that takes answers with it, or is not used again: answers are right
-    while it is killed and after its restart, and its hits come back."""
+    """Guards against failed answers after the loss of the store, and against a store that is not
+    used after its restart: answers are right while the master is killed, and hits come back."""
     tokens = system.tokens
     talks: list[Ids] = [tokens(300 + 40 * i) for i in range(3)]
     system.stored_tokens(talks[0])
@@ -236,9 +240,9 @@ def test_a_master_that_dies_and_comes_back(system: System) -> None:
     system.master.start()
 
     def served() -> bool:
-        found = system.stored_tokens(talks[0])
+        loaded = system.stored_tokens(talks[0])
         system.empty()
-        return found > 0
+        return loaded > 0
 
     until(served, 60.0)
     take_turns(system.pair, system.reference, talks, 2, NEW_TOKENS, lambda: tokens(30))
@@ -246,16 +250,15 @@ def test_a_master_that_dies_and_comes_back(system: System) -> None:
 
 
 def test_new_weights_on_both(system: System, model: Path, tmp_path: Path) -> None:
-    """Guards against an answer from KV of other weights: after an update of both servers no page of
-    before is hit, in a tree or in the store, and after the way back those of the new weights are
-    not."""
+    """Guards against an answer from KV of other weights: after an update of both servers no earlier
+    page is hit, in a tree or in the store; and after the way back, no page of the new weights."""
     other = build(tmp_path / "other", seed=1)
     prompt = system.tokens(333)
     (old,) = system.reference.answers([prompt], NEW_TOKENS)
     (new,) = answers_with(system.reference, other, [prompt], NEW_TOKENS)
     assert old != new
     assert system.stored_tokens(prompt, old) == 0
-    # Each in turn: nothing found of the other weights, and then what was computed with these.
+    # First no page of the other weights is found, then the pages of these.
     for weights, answer, is_known in ((other, new, False), (model, old, True)):
         system.update(weights)
         assert (system.stored_tokens(prompt, answer) > 0) == is_known

@@ -1,4 +1,4 @@
-"""``--disable-hybrid-swa-memory`` on one server of a pair only, for a model with windows."""
+"""``--disable-hybrid-swa-memory`` on only one server of a pair, for a model with windows."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 @pytest.mark.parametrize("on", ["decode", "prefill"])
 def test_the_flag_on_one_server(gpt_oss: Path, logs: Path, backend: Any, on: str) -> None:
-    """Guards against requests that fail with a text about page numbers, or wait for minutes on both
-    servers. With the flag on prefill alone, decode runs without the radix cache; over NIXL it
+    """Guards against requests that fail with a message about page numbers, or wait for minutes on
+    both servers. With the flag on prefill alone, decode runs without the radix cache; over NIXL it
     cannot be notified, and waits. In every run ``component/transfer/test_announcements.py``."""
     if backend == "mooncake":
         pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
@@ -60,4 +60,4 @@ def test_the_flag_on_one_server(gpt_oss: Path, logs: Path, backend: Any, on: str
             if on == "decode":
                 assert f"{FLAG} to both" in here.text
                 assert f":{pair.layout[0].bootstrap_port} reported" in here.text
-        pair.check()  # its log has a traceback: no vocabulary of gpt-oss is at hand
+        pair.check()  # not ``settle``: the log has a traceback for gpt-oss's missing vocabulary

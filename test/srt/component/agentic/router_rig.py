@@ -1,4 +1,4 @@
-"""A router and stub workers in one event loop, on ports that the kernel picks."""
+"""A router and stub workers in one event loop, on ports chosen by the kernel."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from component.agentic.stub import Stub
 
 
 class Worker(Stub):
-    """A stub that can be held before any token, fail, and be killed."""
+    """A stub that can be held before any token, can fail, and can be killed."""
 
     def __init__(self, role: str = "colocated", tokens: int = 3) -> None:
         super().__init__(role, tokens, prompt_tokens=64, cached_tokens=0)
         self.bodies: list[dict[str, Any]] = []
         self.holds: dict[int, asyncio.Event] = {}
-        """Token number -> what it waits for."""
+        """Token number -> event that releases the token."""
         self.status = 200
-        """What /generate and /health answer."""
+        """Status of /generate and /health."""
         self.port = 0
 
     @property
@@ -56,8 +56,7 @@ class Worker(Stub):
         self.port = self._runner.addresses[0][1]
 
     async def kill(self) -> None:
-        """Stops listening and cuts every connection, as the end of a process does. A second time
-        does nothing."""
+        """Stop listening and cut every connection, as the end of a process does, once."""
         for site in list(self._runner.sites):
             await site.stop()
         server = self._runner.server
@@ -74,7 +73,7 @@ class _Refuse(web.HTTPException):
 
 
 class Rig:
-    """What a test talks to."""
+    """The router's side of a test: its URL, a client session, and its counts."""
 
     def __init__(self, router: Router, url: str, session: aiohttp.ClientSession) -> None:
         self.router, self.url, self.session = router, url, session
@@ -84,12 +83,12 @@ class Rig:
             return Answer(got.status, dict(got.headers), await got.text())
 
     def ask(self, ids: list[int] | None = None, **more: Any) -> asyncio.Task[Answer]:
-        """A streaming request, running."""
+        """Start a streaming request."""
         body = {"input_ids": ids or [1, 2, 3], "stream": True, **more}
         return asyncio.create_task(self.post(body))
 
     def load(self) -> dict[str, int]:
-        """Requests that the router counts at each worker."""
+        """Return the number of requests that the router counts at each worker."""
         return {w.url: w.requests for w in self.router.scheduler.workers}
 
     def assert_idle(self) -> None:
@@ -97,12 +96,12 @@ class Rig:
             assert (w.requests, w.pending_tokens, w.ongoing_tokens, w.added_tokens) == (0,) * 4
 
     def counts(self, worker: Worker) -> dict[str, int]:
-        """What the router has counted of a worker."""
+        """Return the router's counts of a worker's outcomes."""
         return next(w.counts for w in self.router.scheduler.workers if w.url == worker.url)
 
 
 class Answer:
-    """What the client got."""
+    """The client's answer."""
 
     def __init__(self, status: int, headers: dict[str, str], text: str) -> None:
         self.status, self.headers, self.text = status, headers, text
@@ -114,22 +113,24 @@ class Answer:
 
     @property
     def errors(self) -> list[str]:
-        """Messages of the errors in it, of whichever form."""
+        """Messages of the answer's errors, in either form."""
         if self.status != 200:
             return [json.loads(self.text)["error"]["message"]]
         return [event["error"]["message"] for event in self.events if "error" in event]
 
     @property
     def whole(self) -> bool:
-        """Whether a stream came to its proper end without an error."""
+        """True if a stream ended properly and without an error."""
         return self.status == 200 and not self.errors and self.events[-1] == "[DONE]"
 
 
 async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    """Waits for what other tasks of this loop bring about."""
+    """Wait until other tasks of this loop make ``condition`` true."""
     deadline = asyncio.get_running_loop().time() + seconds
     while not condition():
-        assert asyncio.get_running_loop().time() < deadline, "did not come about in time"
+        assert asyncio.get_running_loop().time() < deadline, (
+            "the condition did not become true in time"
+        )
         await asyncio.sleep(0.002)
 
 
@@ -139,9 +140,9 @@ def run(
     decisions: Path | None = None,
     **settings: Any,
 ) -> None:
-    """Starts everything, waits until the router is ready, runs the test, stops everything.
+    """Start workers and router, wait until the router is ready, run the test, stop everything.
 
-    Health is checked once at the start, and then only by the test (``check``).
+    Health is checked once at the start, and afterwards only by the test (``check``).
     """
 
     async def go() -> None:

@@ -1,4 +1,4 @@
-"""A server without a model that speaks SGLang's HTTP, in this event loop or in a thread."""
+"""A server without a model, with SGLang's HTTP API, in this event loop or in a thread."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ Json = dict[str, Any]
 class Stub:
     """Answers as SGLang does, at fixed times.
 
-    Subclassed by tests, which hold it back or let it fail at a point of their choice.
+    Tests subclass it to delay answers, or to let them fail at a chosen point.
     """
 
     role: str = "colocated"
     tokens: int | None = None
-    """Of an answer, one an event; None: as many as were asked for. Prefill answers with one."""
+    """Tokens of an answer, one an event; None: as requested. Prefill answers with one."""
     first_s: float = 0.0
-    """To the first token."""
+    """Seconds to the first token."""
     gap_s: float = 0.0
-    """From one token to the next."""
+    """Seconds from one token to the next."""
     pool_tokens: int = 100_000
     prompt_tokens: int | None = None
-    """What it says the prompt has; None: the length of ``input_ids``."""
+    """Reported prompt length; None: the length of ``input_ids``."""
     cached_tokens: int | None = None
-    """What it says it found in its cache; None: all of a prompt that was asked before."""
+    """Reported cached tokens; None: all of a prompt that was sent before."""
     cumulative: bool = True
     """Events repeat all output ids, as without SGLang's ``--incremental-streaming-output``."""
     served: int = 0
-    """Answers that came to their end."""
+    """Number of complete answers."""
     aborted: list[str] = field(default_factory=list)
-    """``rid`` of each request that it was told to abort."""
+    """``rid`` of each abort request."""
     _asked: set[tuple[int, ...]] = field(default_factory=set, init=False)
 
     def app(self) -> web.Application:
@@ -77,10 +77,10 @@ class Stub:
         return web.Response()
 
     async def arrived(self, body: bytes) -> None:
-        """The whole body of a request is here."""
+        """Called with the complete body of a request."""
 
     async def token(self, number: int) -> None:
-        """Before token ``number`` of an answer, from 0."""
+        """Wait before token ``number`` of an answer, from 0."""
         pause = self.gap_s if number else self.first_s
         if pause:
             await asyncio.sleep(pause)
@@ -100,21 +100,21 @@ class Stub:
             cached = len(ids) if tuple(ids) in self._asked else 0
         self._asked.add(tuple(ids))
 
-        def event(made: int) -> Json:
+        def event(tokens: int) -> Json:
             meta = {
                 "prompt_tokens": prompt,
                 "cached_tokens": cached,
-                "completion_tokens": made,
-                "finish_reason": {"type": "length", "length": count} if made == count else None,
+                "completion_tokens": tokens,
+                "finish_reason": {"type": "length", "length": count} if tokens == count else None,
             }
-            ids = list(range(made)) if self.cumulative else [made - 1]
-            return {"text": "x" * made, "output_ids": ids, "meta_info": meta}
+            ids = list(range(tokens)) if self.cumulative else [tokens - 1]
+            return {"text": "x" * tokens, "output_ids": ids, "meta_info": meta}
 
         if not body.get("stream"):
             for number in range(count):
                 await self.token(number)
             return web.json_response(event(count))
-        return await self._stream(request, [event(made + 1) for made in range(count)])
+        return await self._stream(request, [event(tokens + 1) for tokens in range(count)])
 
     async def openai(self, request: web.Request) -> web.StreamResponse:
         data = await request.read()
@@ -144,7 +144,7 @@ class Stub:
 
 @asynccontextmanager
 async def serve(app: web.Application, port: int = 0) -> AsyncIterator[str]:
-    """An app in this event loop; yields its URL."""
+    """Serve an app in this event loop; yield its URL."""
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port, backlog=4096).start()
@@ -156,7 +156,7 @@ async def serve(app: web.Application, port: int = 0) -> AsyncIterator[str]:
 
 @contextmanager
 def thread(role: str, gap_s: float = 0.0) -> Iterator[str]:
-    """A stub in an event loop of its own; yields its URL. It ends on exit."""
+    """Run a stub in its own thread and event loop until exit; yield its URL."""
     loop, stack = asyncio.new_event_loop(), AsyncExitStack()
     worker = threading.Thread(target=loop.run_forever)
     worker.start()

@@ -1,4 +1,4 @@
-"""The replay against servers of our own on real sockets."""
+"""The replay against stub servers on real sockets."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def send(
     settings: Settings = Settings(timeout_s=30.0),  # noqa: B008
     **more: Any,
 ) -> list[Outcome]:
-    """Replays to one handler, or to a prefill and a decode handler."""
+    """Replay to one handler, or to a prefill and a decode handler."""
 
     async def go() -> list[Outcome]:
         async with AsyncExitStack() as stack:
@@ -65,18 +65,18 @@ def turns(count: int, apart_ms: float = 1.0) -> list[Record]:
     return [Record(i * apart_ms, 3, 2, (i,), session_id="s", turn=i) for i in range(count)]
 
 
-def test_no_number_of_streams_is_too_many() -> None:
-    """Guards against a bound of connections, ours or aiohttp's 100, that would hide the server's
-    queue: nobody is answered before all 300 have arrived."""
+def test_the_number_of_streams_is_not_limited() -> None:
+    """Guards against a limit of connections, ours or aiohttp's 100, that would hide the server's
+    queue: no request is answered before all 300 have arrived."""
     arrived = 0
-    everybody = asyncio.Event()
+    all_arrived = asyncio.Event()
 
     async def answer(request: web.Request) -> web.StreamResponse:
         nonlocal arrived
         arrived += 1
         if arrived == 300:
-            everybody.set()
-        await everybody.wait()
+            all_arrived.set()
+        await all_arrived.wait()
         return await fine(request)
 
     records = [Record(float(i), 3, 2, (i,), session_id=f"s{i}", turn=0) for i in range(300)]
@@ -87,8 +87,8 @@ def test_no_number_of_streams_is_too_many() -> None:
 
 @pytest.mark.parametrize("think_s", [None, 0.05])
 def test_think_time_counts_from_the_end_of_the_turn_before(think_s: float | None) -> None:
-    """Guards against a conversation whose user answers before the assistant has spoken, with one
-    slow answer and turns that a trace would send 100 ms apart."""
+    """Guards against a turn that is sent before the previous answer has ended: one answer is slow,
+    and the trace's turns are 100 ms apart."""
     order = []
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -140,8 +140,8 @@ def _says(body: bytes) -> Handler:
     ],
 )
 def test_errors_by_kind(handler: Handler, kind: str, text: str) -> None:
-    """Guards against one word for all failures, and against one failure that ends the replay: the
-    request after it is answered."""
+    """Guards against one error kind for all failures, and against a failure that ends the replay:
+    the next request is answered."""
     handlers = iter([handler, fine])
 
     async def first_fails(request: web.Request) -> web.StreamResponse:
@@ -153,9 +153,9 @@ def test_errors_by_kind(handler: Handler, kind: str, text: str) -> None:
     assert good.error is None
 
 
-def test_nobody_listens() -> None:
-    """Guards against a server that is down and looks like one that breaks its streams, and against
-    a load of sessions that fail as fast as they can be begun."""
+def test_a_server_that_is_down() -> None:
+    """Guards against a server that is down and looks like one with broken streams, and against
+    sessions that fail and start again without a pause."""
     (port,) = allocate_ports(1)
     records = [Record(0, 3, 2, (i,), session_id=f"s{i}", turn=0) for i in range(3)]
     work = replay(f"http://127.0.0.1:{port}", records, PROMPTS, Settings(sessions=1))
@@ -164,8 +164,8 @@ def test_nobody_listens() -> None:
     assert outcomes[2].started_s > 0.2
 
 
-def test_a_busy_client_is_told_apart_from_a_slow_server() -> None:
-    """Guards the lateness: this process does something else while requests are due."""
+def test_a_busy_client_is_distinguished_from_a_slow_server() -> None:
+    """Guards against a wrong ``late_s``: this process is blocked while requests are due."""
     records = [Record(0, 3, 2, (0,)), *(Record(1000, 3, 2, (i,)) for i in range(1, 5))]
     blocked = []
 
@@ -179,15 +179,15 @@ def test_a_busy_client_is_told_apart_from_a_slow_server() -> None:
 
 
 def test_a_bad_record_ends_the_replay() -> None:
-    """Guards against prompts of another length than the trace says, and against waiting for a body
+    """Guards against prompts of another length than the trace's, and against waiting for a body
     that cannot be made."""
     with pytest.raises(ValueError, match="hash_ids"):
         send([fine], [Record(0, 30, 2, (0,), session_id="s", turn=0)])
 
 
 def test_both_halves_of_a_pair() -> None:
-    """Guards the pair's protocol: one body, one new room a request, a session for both, and who
-    served it where nobody says so."""
+    """Guards the pair's protocol: one body, a new room a request, one session id for both halves;
+    and different workers in the outcome even if no server reports its name."""
     seen: list[dict[str, Any]] = []
 
     async def half(request: web.Request) -> web.StreamResponse:
@@ -203,8 +203,8 @@ def test_both_halves_of_a_pair() -> None:
 
 
 def test_a_failed_prefill_does_not_wait_for_decode() -> None:
-    """Guards against a decode half that waits for KV until the timeout, which would then be the
-    error in place of prefill's."""
+    """Guards against a decode half that waits for KV until its timeout, and against that timeout
+    reported in place of prefill's error."""
     (outcome,) = send([_refused, _never], turns(1))
     assert (outcome.error, outcome.message) == ("http_4xx", "prefill: 400 too long")
     assert outcome.e2e_s < 20
@@ -212,8 +212,8 @@ def test_a_failed_prefill_does_not_wait_for_decode() -> None:
 
 @pytest.mark.parametrize("cumulative", [True, False])
 def test_times_of_tokens(cumulative: bool) -> None:
-    """Guards TTFT, TPOT and ITL at a known pace, however the server repeats its ids; a second
-    request with the first one's prompt is cached."""
+    """Guards TTFT, TPOT and ITL at a known pace, with cumulative and incremental ids. A second
+    request with the same prompt is cached."""
     records = [Record(i * 400, 256, 10, tuple(range(64))) for i in range(2)]
     stub = Stub(first_s=0.02, gap_s=0.02, cumulative=cumulative)
 

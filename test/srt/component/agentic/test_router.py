@@ -1,4 +1,4 @@
-"""The router between clients and stub workers: protocol, failures, and what it gives back."""
+"""The router between clients and stub workers: protocol, failures, and the release of charges."""
 
 import asyncio
 import json
@@ -39,18 +39,18 @@ def test_both_halves_get_one_body_and_decode_answers() -> None:
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_worker_costs_its_requests_one_error_each(killed: int) -> None:
-    """Guards everybody else's requests, the charges, and against a second attempt at work that a
-    worker had begun: ``killed`` tokens had reached the client."""
-    one, other = Worker(), Worker()
+    """Guards against errors of other workers' requests, against charges that stay, and against a
+    retry of work that a worker had begun: ``killed`` tokens had reached the client."""
+    first, second = Worker(), Worker()
 
     async def test(rig: Rig) -> None:
-        gates = [worker.hold(killed) for worker in (one, other)]
+        gates = [worker.hold(killed) for worker in (first, second)]
         requests = [rig.ask() for _ in range(6)]
-        await until(lambda: len(one.bodies) == len(other.bodies) == 3)
+        await until(lambda: len(first.bodies) == len(second.bodies) == 3)
         if killed:
             state = rig.router.scheduler.workers
             await until(lambda: all(w.pending_tokens == 0 for w in state))
-        await one.kill()
+        await first.kill()
         gates[1].set()
         answers = await asyncio.gather(*requests)
         broken = [answer for answer in answers if answer.errors]
@@ -58,20 +58,20 @@ def test_a_killed_worker_costs_its_requests_one_error_each(killed: int) -> None:
         for answer in broken:
             assert answer.status == (200 if killed else 502)
             (message,) = answer.errors
-            assert one.url in message
+            assert first.url in message
             if killed:
                 assert answer.events[-1] == "[DONE]" and len(answer.events) == killed + 2
-        assert len(other.bodies) == 3
+        assert len(second.bodies) == 3
         rig.assert_idle()
-        # The next ones go where somebody listens.
+        # Later requests go to the worker that is left.
         assert all([(await rig.ask()).whole for _ in range(4)])
 
-    run(test, [one, other])
+    run(test, [first, second])
 
 
 @pytest.mark.parametrize("dead", ["prefill", "decode", "colocated"])
-def test_a_worker_that_refuses_is_passed_over(dead: str) -> None:
-    """Guards the retry, and that no other worker got half of what was sent elsewhere."""
+def test_a_worker_that_refuses_connections_is_skipped(dead: str) -> None:
+    """Guards against a missing retry, and against requests with halves on the wrong workers."""
     workers = [Worker("colocated"), Worker("colocated")]
     if dead != "colocated":
         workers = [Worker("prefill"), Worker("prefill"), Worker("decode"), Worker("decode")]
@@ -94,7 +94,7 @@ def test_a_worker_that_refuses_is_passed_over(dead: str) -> None:
 
 @pytest.mark.parametrize("how", ["killed", "error"])
 def test_a_failed_prefill_ends_decode_too(how: str) -> None:
-    """Guards decode against waiting for KV that will not come, and its memory with it."""
+    """Guards against a decode half that keeps its memory and waits for KV that never comes."""
     prefill, decode = pair()
 
     async def test(rig: Rig) -> None:
@@ -117,7 +117,7 @@ def test_a_failed_prefill_ends_decode_too(how: str) -> None:
 
 
 def test_a_prefill_that_dies_after_its_work_costs_nothing() -> None:
-    """Guards answers that decode can finish alone."""
+    """Guards against a lost answer that decode can finish alone."""
     prefill, decode = pair()
 
     async def test(rig: Rig) -> None:
@@ -135,8 +135,8 @@ def test_a_prefill_that_dies_after_its_work_costs_nothing() -> None:
     run(test, [prefill, decode])
 
 
-def test_decodes_own_error_is_the_clients() -> None:
-    """Guards the text of a server's refusal, which is not a failure of the server."""
+def test_decodes_own_error_reaches_the_client() -> None:
+    """Guards against a refusal without its text, or that counts as a failure of the server."""
     prefill, decode = pair()
 
     async def test(rig: Rig) -> None:
@@ -154,7 +154,7 @@ def test_decodes_own_error_is_the_clients() -> None:
 @pytest.mark.parametrize("token", [0, 1])
 @pytest.mark.parametrize("workers", ["pair", "colocated"])
 def test_a_client_that_leaves_ends_its_request_everywhere(workers: str, token: int) -> None:
-    """Guards against work, and charges, for nobody; before the first token and after it."""
+    """Guards against work and charges that outlive a client, before or after the first token."""
     stubs = list(pair()) if workers == "pair" else [Worker()]
 
     async def test(rig: Rig) -> None:
@@ -177,7 +177,7 @@ def test_a_client_that_leaves_ends_its_request_everywhere(workers: str, token: i
 
 
 def test_a_request_that_takes_too_long_ends() -> None:
-    """Guards against a hung worker holding a client, and a charge, for ever."""
+    """Guards against a hung worker that holds a client and a charge for ever."""
     worker = Worker()
 
     async def test(rig: Rig) -> None:
@@ -191,8 +191,8 @@ def test_a_request_that_takes_too_long_ends() -> None:
 
 
 def test_prefill_may_take_longer_than_decode_but_not_for_ever() -> None:
-    """Guards the charge of a prefill half that outlives its request, and the connections of others
-    against a time limit that is not theirs."""
+    """Guards against a charge that stays because prefill's half outlives its request, and against
+    other requests that its time limit ends."""
     prefill, decode = pair()
 
     async def test(rig: Rig) -> None:
@@ -208,28 +208,28 @@ def test_prefill_may_take_longer_than_decode_but_not_for_ever() -> None:
 
 
 def test_health_takes_a_worker_out_and_brings_it_back() -> None:
-    """Guards the checks over HTTP: who answers badly, or whose port is closed, is counted, and who
-    comes back says how much it holds."""
-    one, other = Worker(), Worker()
+    """Guards against health checks that miss a bad status or a closed port, and against a returned
+    worker with its old pool size or cache."""
+    first, second = Worker(), Worker()
 
     async def test(rig: Rig) -> None:
-        state, one.pool_tokens = rig.router.scheduler.workers[0], 8192
+        state, first.pool_tokens = rig.router.scheduler.workers[0], 8192
         for status, up in ((503, True), (503, False), (200, True)):
-            one.status = status
+            first.status = status
             await rig.router.check(state)
             assert state.up is up
         assert state.pool_tokens == 8192
         state.index.learn([1])
-        await one.kill()
+        await first.kill()
         await rig.router.check(state)
-        assert state.up and len(state.index) == 0, "its cache went with its process"
+        assert state.up and len(state.index) == 0, "a restarted process has an empty cache"
 
-    run(test, [one, other], health_fall=2)
+    run(test, [first, second], health_fall=2)
 
 
 def test_the_next_turn_goes_where_the_conversation_is() -> None:
-    """Guards the whole way from an answer to the next decision, when it begins: both learn the
-    prompt."""
+    """Guards against a next turn without cache affinity: both workers learn the prompt and the
+    answer before the next decision."""
     workers = [Worker("prefill"), Worker("decode", tokens=8), Worker("decode", tokens=8)]
 
     async def test(rig: Rig) -> None:
@@ -246,7 +246,7 @@ def test_the_next_turn_goes_where_the_conversation_is() -> None:
 
 
 def test_every_decision_is_logged_with_its_terms(tmp_path: Path) -> None:
-    """Guards the log: chosen, candidates, and terms that add up to the score."""
+    """Guards the log: the choice, all candidates, and terms that add up to the score."""
     workers = [Worker("prefill"), Worker("decode"), Worker("decode")]
     log = tmp_path / "decisions.jsonl"
 
@@ -266,8 +266,8 @@ def test_every_decision_is_logged_with_its_terms(tmp_path: Path) -> None:
     run(test, workers, log, decode_policy="delta_kv")
 
 
-def test_flushing_caches_flushes_beliefs_and_readiness_needs_a_pair() -> None:
-    """Guards a benchmark's cold start, and what a launcher waits for."""
+def test_a_flush_clears_the_routers_indexes_and_readiness_needs_a_pair() -> None:
+    """Guards against warm indexes after a benchmark's flush, and readiness without a pair."""
     prefill, decode = pair()
 
     async def test(rig: Rig) -> None:
@@ -281,6 +281,6 @@ def test_flushing_caches_flushes_beliefs_and_readiness_needs_a_pair() -> None:
         assert len(rig.router.scheduler.pins[PREFILL]) == 0
         rig.router.scheduler.pools[DECODE][0].up = False
         async with rig.session.get(rig.url + "/health") as got:
-            assert got.status == 503  # a pair with one half out serves nobody
+            assert got.status == 503  # a pair without one half serves no request
 
     run(test, [prefill, decode])

@@ -1,4 +1,4 @@
-"""A study on a fleet by address, whose servers are stubs: one command, one page."""
+"""A study of a fleet of stub servers given by address: one command, one page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang.srt.patchset.environment import START_METHOD
 
 @pytest.fixture(autouse=True)
 def start_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command sets it for the servers that it starts; it must end with the test."""
+    """Restore the variable after the test: the command sets it for the servers that it starts."""
     monkeypatch.setenv(START_METHOD.name, "fork")
 
 
@@ -50,8 +50,8 @@ def fleet(tmp_path: Path, text: str) -> str:
 def test_three_urls_and_a_trace_give_a_page(
     urls: list[str], trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards the newcomer's command, with a key; the page begins with its answer, which has an
-    interval, and neither address nor key is on it."""
+    """Guards the newcomer's command, with a key: the page begins with its answer and an interval,
+    and contains neither an address nor the key."""
     monkeypatch.setenv("FLEET_KEY", "sk-secret")
     file = fleet(
         tmp_path,
@@ -65,35 +65,37 @@ def test_three_urls_and_a_trace_give_a_page(
 
     text = (out / "page.md").read_text()
     first = text.split("\n\n")[1]
-    # Which of two stubs is faster on a busy machine is not for this test to say.
+    # The test does not check which stub is faster, because the machine may be busy.
     assert first.startswith("At 4 sessions at once, **") and "[" in first
     assert "2 aggregated" in first and "pd" in first
     assert "; sent from " in text and "(2 aggregated, pd: 1P 1D; the question counts" in text
     for secret in (*urls, "sk-secret", str(tmp_path)):
         assert secret not in text + (out / "run.json").read_text()
-    kept = record.load(out)
-    of_arm = {arm: [c for c in kept.cells if c.arm == arm] for arm in kept.titles}
+    loaded = record.load(out)
+    of_arm = {arm: [c for c in loaded.cells if c.arm == arm] for arm in loaded.titles}
     assert {cell.via for cell in of_arm["aggregated"]} == {"our router, linear"}
     assert "PD, stock" not in text.split("## Before")[0] and "pd-stock, pd-patched" in text
     assert "run worth --fleet fleet.yaml --trace trace.jsonl --requests" in text
     numbers = json.loads((out / "summary.json").read_text())["loads"]
     assert numbers["4"]["pd"]["failed"] == 0 and len(numbers["4"]["pd"]["rounds"]) == 3
-    assert (out / "load.svg").exists() and kept.trace["source"] == "trace.jsonl"
+    assert (out / "load.svg").exists() and loaded.trace["source"] == "trace.jsonl"
     assert all(cell.samples and not cell.unflushed for cell in of_arm["pd"])
-    assert any(len({cell.outcomes[0].session_id for cell in of}) > 1 for of in of_arm.values())
+    assert any(
+        len({cell.outcomes[0].session_id for cell in cells}) > 1 for cells in of_arm.values()
+    )
 
     assert cli.run([*words, "--out", str(out), "--resume", "--sessions", "5"]) == 2
-    told = Path(file).read_text()
-    Path(file).write_text(told.replace("max_answer_tokens: 20", "max_answer_tokens: 30"))
-    assert cli.run([*words, "--out", str(out), "--resume"]) == 2, "its answers are longer"
-    Path(file).write_text(told)
-    kept.cells.pop()
-    kept.environment["commit"] = "earlier"
-    record.save(out, kept)
+    fleet_text = Path(file).read_text()
+    Path(file).write_text(fleet_text.replace("max_answer_tokens: 20", "max_answer_tokens: 30"))
+    assert cli.run([*words, "--out", str(out), "--resume"]) == 2, "answers would be longer"
+    Path(file).write_text(fleet_text)
+    loaded.cells.pop()
+    loaded.environment["commit"] = "earlier"
+    record.save(out, loaded)
     assert cli.run([*words, "--out", str(out), "--resume"]) == 0  # one load is sent again
     assert record.load(out).environment["commit"] == f"earlier and {commit()}"
     before = (out / "requests.jsonl").read_bytes()
-    assert cli.run([*words, "--out", str(out), "--resume"]) == 0  # nothing is left to send
+    assert cli.run([*words, "--out", str(out), "--resume"]) == 0  # no load is left to send
     assert (out / "requests.jsonl").read_bytes() == before
     text = (out / "page.md").read_text()
     assert cli.report([str(out), "--page", str(tmp_path / "again")]) == 0
@@ -106,7 +108,7 @@ def test_three_urls_and_a_trace_give_a_page(
 def test_several_urls_get_a_router_and_openai_endpoints_are_counted(
     urls: list[str], trace: str, tmp_path: Path
 ) -> None:
-    """Guards fleets that speak OpenAI's API, and policies that are compared on one setup."""
+    """Guards fleets with OpenAI's API, and a comparison of policies on one setup."""
     file = fleet(tmp_path, f"endpoint: chat\naggregated: [{urls[0]}, {urls[1]}]\n")
     out = tmp_path / "run"
     words = ["linear_lmetric", "--fleet", file, "--trace", trace, "--out", str(out)]
@@ -138,8 +140,8 @@ claims:
 
 
 def test_a_steady_grid_gives_a_page_and_a_picture(tmp_path: Path) -> None:
-    """Guards the load that stays the same, from the file to the page: whoever reads it gets what
-    counts, the claim, equal answers, and a cell a load; and it goes on where it was stopped."""
+    """Guards steady loads from the file to the page: cells for each load, the claim, equal answers,
+    only counted requests in the numbers; and a stopped run that resumes."""
     study, out = tmp_path / "study.yaml", tmp_path / "run"
     study.write_text(STUDY)
     with (
@@ -161,19 +163,23 @@ def test_a_steady_grid_gives_a_page_and_a_picture(tmp_path: Path) -> None:
         counted = cell.counted
         assert len(counted) >= 20 and len(cell.outcomes) > len(counted)
         assert all(opened <= o.started_s < closed and o.error is None for o in counted)
-    told = json.loads((out / "summary.json").read_text())
-    assert list(told["loads"]) == [
+    summary = json.loads((out / "summary.json").read_text())
+    assert list(summary["loads"]) == [
         f"{many}, cold_share {share}" for share in ("0", "0.3") for many in (1, 4)
     ]
-    assert set(told["loads"]["4, cold_share 0.3"]["fast"]["classes"]) == {"FIRST", "LATER", "COLD"}
-    for load, arms in told["loads"].items():
-        for of in arms.values():
-            at_once = of["numbers"]["at_once"][0] / float(load.partition(",")[0])
-            assert 0.5 < at_once <= 1.01, "sessions that end are replaced"
-    compared, different = told["answers"]
+    assert set(summary["loads"]["4, cold_share 0.3"]["fast"]["classes"]) == {
+        "FIRST",
+        "LATER",
+        "COLD",
+    }
+    for load, arms in summary["loads"].items():
+        for arm in arms.values():
+            at_once = arm["numbers"]["at_once"][0] / float(load.partition(",")[0])
+            assert 0.5 < at_once <= 1.01, "ended sessions are replaced"
+    compared, different = summary["answers"]
     assert compared > 50 and different == 0
     text = (out / "page.md").read_text()
-    # How sure that is on a busy machine is not for this test to say.
+    # The test does not check the certainty, because the machine may be busy.
     assert "Of 4 loads, against slow: **fast** is better in TTFT at " in text
     assert re.search(
         r"\| fast is faster \| 4, cold_share 0.3 \| 0\.5, paper; .* \| (agrees|no verdict) \|",

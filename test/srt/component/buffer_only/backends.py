@@ -1,8 +1,8 @@
-"""SGLang's host pools of every kind, small, in CPU memory, with content that tells pages apart; and
+"""SGLang's host pools of every kind, small, in CPU memory, with different content in each page; and
 the storage backends of this release on clients that keep everything in this process.
 
-Each maker of a backend builds SGLang's own class with our mixin. Clients have ``calls``: what they
-were asked.
+Each function that makes a backend builds SGLang's own class with the mixin of this package. Clients
+record their calls in ``calls``.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConf
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 from sglang.srt.patchset.combine import combine, mismatches
 
-LAYERS, PAGES = 3, 6
-#: The only page size that NSA's pool takes.
+LAYERS = 3
+PAGES = 6
+#: The only page size that NSA's pool supports.
 PAGE = 64
 
 KINDS = ("mha", "mla", "nsa")
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
-#: What goes through a real store: kind, layout and page size. Others differ in bytes alone.
+#: Kind, layout and page size for tests with a real store. Others differ only in bytes.
 THROUGH_MOONCAKE = [
     ("nsa", "page_first", PAGE),
     ("nsa", "page_first_direct", PAGE),
@@ -38,7 +39,7 @@ THROUGH_MOONCAKE = [
 
 
 def host_pool(kind: str, layout: str, stage: bool = True, heads: int = 2, page: int = PAGE) -> Any:
-    """A host pool of at least 6 pages for a device pool of half of them."""
+    """Return a host pool of at least 6 pages for a device pool of half the size."""
     size = PAGES // 2 * page
     if kind == "mha":
         device = MHATokenToKVPool(size, page, torch.float16, heads, 8, LAYERS, "cpu", False)
@@ -57,7 +58,7 @@ def host_pool(kind: str, layout: str, stage: bool = True, heads: int = 2, page: 
 
 
 def fill(pool: Any, seed: int = 0) -> None:
-    """Random bytes everywhere."""
+    """Fill all tensors of a pool with random bytes."""
     rng = np.random.default_rng(seed)
     for tensor in page_parts.tensors(pool):
         content = rng.integers(0, 256, tensor.numel() * tensor.element_size(), np.uint8)
@@ -65,18 +66,18 @@ def fill(pool: Any, seed: int = 0) -> None:
 
 
 def slots(*pages: int, page: int = PAGE) -> torch.Tensor:
-    """Host slots of pages, as HiCache passes them."""
+    """Return the host slots of pages, as HiCache passes them."""
     return torch.cat([torch.arange(p * page, (p + 1) * page) for p in pages])
 
 
 def content(pool: Any, page: int) -> bytes:
-    """All bytes of a page, of all its parts."""
+    """Return all bytes of a page, with all its parts."""
     parts = page_parts.describe(pool)
     return b"".join(part.gather(page).numpy().tobytes() for part in parts)
 
 
 def hashes(count: int) -> list[str]:
-    """Page keys."""
+    """Return page keys."""
     return [f"{number:064x}" for number in range(1, count + 1)]
 
 
@@ -84,7 +85,7 @@ def hashes(count: int) -> list[str]:
 
 
 def combined(base: type, mixin: type) -> Any:
-    """SGLang's class with our mixin; the replacement table may have made it already."""
+    """Return SGLang's class with the mixin, which the replacement table may have added already."""
     if issubclass(base, mixin):
         return base
     assert mismatches(base, mixin) == []
@@ -92,14 +93,14 @@ def combined(base: type, mixin: type) -> Any:
 
 
 def config(pool: Any, rank: int = 0, ranks: int = 1, **changes: Any) -> Any:
-    """What HiCache's controller tells a backend."""
-    found = {
+    """Return the configuration that HiCache's controller passes to a backend."""
+    defaults = {
         "tp_rank": rank, "tp_size": ranks, "pp_rank": 0, "pp_size": 1,
         "is_mla_model": not hasattr(pool, "head_num"), "enable_storage_metrics": True,
         "is_page_first_layout": pool.layout == "page_first", "model_name": "org/model",
         "extra_config": {},
     }  # fmt: skip
-    return HiCacheStorageConfig(**(found | changes))
+    return HiCacheStorageConfig(**(defaults | changes))
 
 
 def _load(address: int, size: int) -> bytes:
@@ -114,7 +115,7 @@ def _store(address: int, content: bytes) -> None:
 
 
 class MooncakeClient:
-    """``MooncakeDistributedStore`` as far as SGLang calls it."""
+    """The part of ``MooncakeDistributedStore`` that SGLang calls."""
 
     def __init__(self) -> None:
         self.content: dict[str, bytes] = {}
@@ -151,19 +152,19 @@ class MooncakeClient:
 
     def batch_get_into(self, keys: list[str], addresses: Any, sizes: Any) -> list[int]:
         self.calls.append(("get", keys, addresses, sizes))
-        found = []
+        results = []
         for key, address, size in zip(keys, addresses, sizes, strict=True):
             content = self.content.get(key)
             if content is None or len(content) > size:
-                found.append(-704)
+                results.append(-704)
                 continue
             _store(address, content)
-            found.append(len(content))
-        return found
+            results.append(len(content))
+        return results
 
 
 def mooncake(pool: Any, client: MooncakeClient, **changes: Any) -> Any:
-    """A Mooncake backend on ``client``."""
+    """Return a Mooncake backend on ``client``."""
     from sglang.srt.mem_cache.storage.mooncake_store import mooncake_store
 
     cls = combined(mooncake_store.MooncakeStore, MooncakeParts)
@@ -179,21 +180,21 @@ def mooncake(pool: Any, client: MooncakeClient, **changes: Any) -> Any:
 
 
 def file(pool: Any, folder: Path, **changes: Any) -> Any:
-    """A file backend in ``folder``."""
+    """Return a file backend in ``folder``."""
     store = combined(HiCacheFile, FileParts)(config(pool, **changes), str(folder))
     store.register_mem_pool_host(pool)
     return store
 
 
 def relative(calls: list[tuple[Any, ...]], pool: Any) -> list[Any]:
-    """A Mooncake client's calls with addresses counted from the start of the pool's memory."""
+    """Return a Mooncake client's calls with addresses relative to the pool's memory."""
     base = pool.kv_buffer.data_ptr()
     return [
-        (name, keys, [[at - base for at in rest[0]], rest[1]] if rest else [])
+        (name, keys, [[address - base for address in rest[0]], rest[1]] if rest else [])
         for name, keys, *rest in calls
     ]
 
 
 def address_of(view: torch.Tensor) -> tuple[int, int]:
-    """Where a view lies, and its bytes."""
+    """Return the address and the size in bytes of a view."""
     return view.data_ptr(), view.numel() * view.element_size()

@@ -1,4 +1,4 @@
-"""The books of a stage, against what is allocated."""
+"""Check of a stage's page counts against its allocations."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from sglang.srt.mem_cache.buffer_only.stage import Direction, Stage
 
 
 def check_books(stage: Stage) -> None:
-    """Every page is free or lent once, and the sums are those of what is lent."""
-    numbers = [*stage.free, *(page for one in stage.allocated for page in one.pages)]
+    """Check that every page is free or lent once, and that the sums match the allocations."""
+    numbers = [*stage.free, *(page for staging in stage.allocated for page in staging.pages)]
     assert sorted(numbers) == list(range(stage.pages)), "staging pages lost or allocated twice"
     for direction in Direction:
-        mine = [one for one in stage.allocated if one.direction is direction]
-        assert stage.lent[direction] == sum(len(one.pages) for one in mine)
-        assert stage.kept[direction] == sum(len(one.pages) for one in mine if one.stranded)
+        lent = [staging for staging in stage.allocated if staging.direction is direction]
+        assert stage.lent[direction] == sum(len(staging.pages) for staging in lent)
+        assert stage.kept[direction] == sum(
+            len(staging.pages) for staging in lent if staging.stranded
+        )

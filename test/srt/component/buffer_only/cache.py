@@ -1,7 +1,7 @@
 """One rank's cache with a stage: SGLang's tree, controller and pools, and a scheduler's calls.
 
-Every KV slot holds a number that is a function of the tokens up to it and of the namespace, so that
-a page at a wrong position, of a wrong request or half copied shows wherever it turns up.
+Every KV slot holds a number that depends on the namespace and on all tokens up to it, so that a
+page at a wrong position, of a wrong request or half copied is detected anywhere.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
-PAGE, LAYERS = 4, 2
+PAGE = 4
+LAYERS = 2
 
 
 def server_arguments(**changes: Any) -> Any:
-    """What the tree reads of ``ServerArgs``."""
+    """Return ``ServerArgs`` with the fields that the tree reads."""
     args = arguments.ServerArgs(
         model_path="dummy", page_size=PAGE, device="cpu", attention_backend="torch_native"
     )
@@ -68,11 +69,11 @@ def server_arguments(**changes: Any) -> Any:
 
 
 class Cache:
-    """A cache whose store, threads and clock belong to the test, which leaves it idle at its end
-    (``checks.end``)."""
+    """A cache with a store, threads and a clock that the test controls. Every test must leave it
+    idle (``checks.end``)."""
 
-    #: Of the test that runs, and its ``Ranks``.
-    made: ClassVar[list[Any]] = []
+    #: Caches and ``Ranks`` of the running test.
+    instances: ClassVar[list[Any]] = []
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class Cache:
         self.store = ScriptedStore() if store is None else store
         self.now = 0.0
         self._given_up: list[Gate] = []
-        #: Seconds that each call of the store was given.
+        #: Timeouts of the calls of the store, in seconds.
         self.waits: list[float] = []
         args = server_arguments(hicache_buffer_pages=pages, **changes)
         self.device = MHATokenToKVPool(tokens, PAGE, torch.float32, 1, 4, LAYERS, "cpu", False)
@@ -119,16 +120,16 @@ class Cache:
         fresh["copier"] = SlowCopier(self, context.copier)
         self.buffer = self.tree.buffer = Pipelines(Context(**fresh), reduce_min, lambda: self.now)
         self.stage = self.buffer.context.stage
-        #: Staging pages that the test itself holds, and whether its copies last.
+        #: Staging pages that the test itself holds, and whether copies are delayed.
         self.hogs: list[StagingPages] = []
         self.slow = False
-        #: Copies to the device, of which those may be under way that were made while it was.
+        #: Copies to the device; those made while ``slow`` may still be running.
         self.loads: list[Later] = []
         if reduce_min is list:  # one of several ranks cannot step alone
-            self.made.append(self)
+            self.instances.append(self)
 
     def build_tree(self, args: Any, rank: int = 0) -> Any:
-        """The tree as SGLang makes it."""
+        """Build the tree as SGLang does."""
         names = {
             "get_tensor_model_parallel_rank": lambda: rank,
             "get_tensor_model_parallel_world_size": lambda: 1,
@@ -149,7 +150,7 @@ class Cache:
             return hiradix_cache.HiRadixCache(params, args)
 
     def _wait(self, calls: Any, seconds: float) -> None:
-        """The deadline of a call is over as soon as it hangs at one of the store's gates."""
+        """Let a call's deadline expire as soon as it hangs at one of the store's gates."""
         self.waits.append(seconds)
         while not all(call.done() for call in calls):
             concurrent.futures.wait(calls, timeout=0.001)
@@ -159,16 +160,16 @@ class Cache:
                 return
 
     def calm(self) -> None:
-        """Every call of the store, probes among them, has returned or hangs at a gate."""
+        """Wait until every call of the store, including probes, has returned or hangs at a gate."""
         until(lambda: self.client.under_way <= len(self.store.hanging()), pause=0.0001)
 
-    def let_go(self) -> None:
-        """Every call that hangs returns."""
+    def open_gates(self) -> None:
+        """Let every hanging call return."""
         self.store.open_all()
         self.calm()
 
     def revive(self) -> None:
-        """A store that was silent answers a probe, and so is used again."""
+        """Let a silent store answer a probe, so that it is used again."""
         self.now += 100.0
         self.client.query(["f" * 64])
         self.calm()
@@ -177,20 +178,20 @@ class Cache:
     # ---- threads ----
 
     def work(self) -> int:
-        """Do all that the threads have to do."""
-        manual = [each for each in self.threads.values() if isinstance(each, ManualThreads)]
+        """Run all jobs of the threads. Return their number."""
+        manual = [thread for thread in self.threads.values() if isinstance(thread, ManualThreads)]
         done = sum(thread.run() for thread in manual)
         self.calm()
         return done
 
     def step(self, work: bool = True) -> None:
-        """A scheduler step, after the threads have done their work."""
+        """Run a scheduler step, after the threads have done their work."""
         if work:
             self.work()
         self.tree.check_hicache_events()
 
     def settle(self, steps: int = 200) -> None:
-        """Steps until nothing is under way."""
+        """Step until the cache is idle."""
         for _ in range(steps):
             self.step()
             if not self.buffer.busy and not self.stage.used():
@@ -198,17 +199,17 @@ class Cache:
         raise AssertionError(f"still busy: {self.describe()}")
 
     def hog(self) -> None:
-        """Somebody else has all of the stage that reads may have, until ``unhog``."""
+        """Take all staging pages that reads may have, until ``unhog``."""
         room = self.stage.capacity(Direction.PREFETCH)
         self.hogs.append(self.stage.allocate(Direction.PREFETCH, room))
 
     def unhog(self) -> None:
-        """What ``hog`` took is free again."""
+        """Free the pages that ``hog`` took."""
         while self.hogs:
             self.hogs.pop().release()
 
     def describe(self) -> str:
-        states = [(one.rid, one.state.name) for one in self.buffer.prefetches.line]
+        states = [(prefetch.rid, prefetch.state.name) for prefetch in self.buffer.prefetches.line]
         return (
             f"pending {len(self.buffer.backups.queue)}, "
             f"backups {len(self.buffer.backups.running)}, prefetches {states}, "
@@ -235,7 +236,7 @@ class Cache:
         return len(self.match(tokens, extra_key).device_indices)
 
     def keys(self, tokens: Sequence[int], extra_key: str | None = None) -> list[str]:
-        """Keys of all whole pages of a prompt that the tree has."""
+        """Return the keys of all whole pages of a prompt that the tree has."""
         node = self.match([*tokens, 0], extra_key).last_device_node
         hashes, extra_key = list[str](), node.key.extra_key
         while node.parent is not None:
@@ -246,8 +247,9 @@ class Cache:
     def admit(
         self, rid: str | None, tokens: Sequence[int], extra_key: str | None = None
     ) -> tuple[torch.Tensor, Any]:
-        """A request enters a batch as in SGLang's ``PrefillAdder``; slots of its prefix, and their
-        node. ``rid`` is None for one that never asked the store.
+        """Admit a request as SGLang's ``PrefillAdder`` does; return its prefix's slots and node.
+
+        ``rid`` is None for a request that never queried the store.
 
         Raises:
             MemoryError: the device has no room for it.
@@ -275,7 +277,7 @@ class Cache:
             self.tree.dec_lock_ref(req.last_node)
         if self.tree.ready_to_load_host_cache() >= 0:
             while self.loads:
-                self.loads.pop().synchronize()  # a batch waits for the layers that are being loaded
+                self.loads.pop().synchronize()  # a batch waits for its layers to be loaded
         if rid is not None:
             self.buffer.prefetches.cancel(rid)
         return req.prefix_indices, node
@@ -287,7 +289,8 @@ class Cache:
         chunked: bool = False,
         rid: str | None = None,
     ) -> int:
-        """A request runs, computes what the tree has not, and is finished; tokens that it hit.
+        """Run a request to its end, computing the tokens that the tree lacks. Return its hit
+        tokens.
 
         Raises:
             MemoryError: the device has no room for it.
@@ -308,12 +311,12 @@ class Cache:
         return hit
 
     def serve(self, rid: str, tokens: Sequence[int], extra_key: str | None = None) -> int:
-        """The whole life of a request: prefetch, admission, run; tokens that it hit."""
+        """Prefetch, admit and run a request. Return its hit tokens."""
         self.want(rid, tokens, extra_key)
         return self.run(rid, tokens, extra_key)
 
     def run(self, rid: str, tokens: Sequence[int], extra_key: str | None = None) -> int:
-        """Steps until a request may be admitted, and runs; tokens that it hit."""
+        """Step until a request may be admitted, and run it. Return its hit tokens."""
         for _ in range(200):
             self.step()
             if self.tree.check_prefetch_progress(rid):
@@ -324,7 +327,7 @@ class Cache:
         return int(self.tree.evict(EvictParams(num_tokens=tokens)).num_tokens_evicted)
 
     def flush(self) -> None:
-        """``/flush_cache`` as the scheduler does it."""
+        """Flush the cache, as the scheduler does for ``/flush_cache``."""
         self.tree.reset()
         self.allocator.clear()
 
@@ -350,7 +353,7 @@ class Cache:
             )
 
     def verify(self, tokens: Sequence[int], slots: Any, extra_key: str | None = None) -> None:
-        """The KV in ``slots`` is that of the first tokens."""
+        """Check that the KV in ``slots`` is that of the first tokens."""
         values = tags(tokens, extra_key)[: len(slots)]
         for layer in range(LAYERS):
             k, v = self.device.k_buffer[layer][slots], self.device.v_buffer[layer][slots]
@@ -359,7 +362,7 @@ class Cache:
 
 
 class Later:
-    """A copy that is made, and has ended, when the copies of its cache are not slow any more."""
+    """A copy that is made, and ends, as soon as its cache is not ``slow``."""
 
     def __init__(self, cache: Cache, copy: Callable[[], Any]) -> None:
         self._cache = cache
@@ -377,8 +380,8 @@ class Later:
 
 
 class SlowCopier:
-    """Copies at once, or, while ``cache.slow``, later: what it reads or writes must still be there
-    then."""
+    """Copies at once, or, while ``cache.slow``, later, so that a source or target that was reused
+    too early is detected."""
 
     def __init__(self, cache: Cache, copier: Copier) -> None:
         self._cache, self._copier = cache, copier
@@ -397,19 +400,19 @@ class SlowCopier:
 
 
 def tags(tokens: Sequence[int], extra_key: str | None = None) -> torch.Tensor:
-    """What the KV of each token must hold: a function of everything before it."""
+    """Return the content of each token's KV: a function of the token and everything before it."""
     return _tags(tuple(tokens), extra_key)
 
 
 @functools.cache
 def _tags(tokens: tuple[int, ...], extra_key: str | None) -> torch.Tensor:
-    crc, found = zlib.crc32((extra_key or "").encode()), []
+    crc, values = zlib.crc32((extra_key or "").encode()), []
     for token in tokens:
         crc = zlib.crc32(int(token).to_bytes(8, "little"), crc)
-        found.append(float(crc % 100003))
-    return torch.tensor(found)
+        values.append(float(crc % 100003))
+    return torch.tensor(values)
 
 
 def prompt(seed: int, pages: int, base: Sequence[int] = ()) -> list[int]:
-    """``base`` and ``pages`` more pages of tokens of its own."""
+    """Return ``base`` and ``pages`` more pages of tokens that depend on ``seed``."""
     return [*base, *(seed * 1000 + number for number in range(pages * PAGE))]

@@ -1,4 +1,4 @@
-"""What must hold after every step, and what must be empty when nothing is under way."""
+"""Checks after every step, and checks of an idle cache."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from sglang.srt.mem_cache.buffer_only.transfer_vote import BACKUP_SLOTS, FETCH_S
 
 
 def nodes(tree: Any) -> list[Any]:
-    """All nodes but the root."""
-    stack, found = [tree.root_node], []
+    """Return all nodes but the root."""
+    stack, visited = [tree.root_node], []
     while stack:
         node = stack.pop()
-        found.append(node)
+        visited.append(node)
         stack.extend(node.children.values())
-    return found[1:]
+    return visited[1:]
 
 
 def path(node: Any) -> list[Any]:
-    """From the first node below the root down to ``node``."""
-    found = []
+    """Return the nodes from the first one below the root down to ``node``."""
+    ancestors = []
     while node.parent is not None:
-        found.append(node)
+        ancestors.append(node)
         node = node.parent
-    return found[::-1]
+    return ancestors[::-1]
 
 
 def check(cache: Cache, content: bool = True) -> None:
-    """Tree, device pool, locks, stage and queues agree with each other."""
+    """Check that tree, device pool, locks, stage and queues agree with each other."""
     _check_tree(cache)
     _check_locks(cache)
     _check_stage(cache)
@@ -40,7 +40,7 @@ def check(cache: Cache, content: bool = True) -> None:
 
 
 def check_idle(cache: Cache) -> None:
-    """Nothing is held by anybody."""
+    """Check that no page, lock or call is left."""
     check(cache)
     assert not cache.buffer.busy
     prefetches = cache.buffer.prefetches
@@ -54,26 +54,26 @@ def check_idle(cache: Cache) -> None:
 
 
 def _check_tree(cache: Cache) -> None:
-    tree, found = cache.tree, nodes(cache.tree)
-    for node in found:
+    tree, tree_nodes = cache.tree, nodes(cache.tree)
+    for node in tree_nodes:
         assert node.value is not None and node.host_value is None
         assert len(node.value) == len(node.key) > 0 and len(node.key) % PAGE == 0
         assert len(node.hash_value) == len(node.key) // PAGE
         assert node.parent.children[tree.get_child_key_fn(node.key)] is node
         assert 0 <= node.stored <= node.launched <= len(node.key)
-    evictable = sum(len(node.key) for node in found if node.lock_ref == 0)
-    protected = sum(len(node.key) for node in found if node.lock_ref > 0)
+    evictable = sum(len(node.key) for node in tree_nodes if node.lock_ref == 0)
+    protected = sum(len(node.key) for node in tree_nodes if node.lock_ref > 0)
     assert (tree.evictable_size(), tree.protected_size()) == (evictable, protected)
     assert cache.allocator.available_size() + evictable + protected == cache.device.size
-    slots = [slot for node in found for slot in node.value.tolist()]
+    slots = [slot for node in tree_nodes for slot in node.value.tolist()]
     assert len(slots) == len(set(slots)), "a device slot in two nodes"
 
 
 def loading_back(cache: Cache) -> list[Any]:
-    """Copies to the device that have not been seen to end."""
-    all_of_them = cache.buffer.prefetches.load_backs
-    launched = [load_back for _, copied in all_of_them.copies.launches for load_back in copied]
-    return [*launched, *(load_back for load_back, _ in all_of_them.queued)]
+    """Return the copies to the device that have not ended, as far as the cache knows."""
+    load_backs = cache.buffer.prefetches.load_backs
+    launched = [load_back for _, copied in load_backs.copies.launches for load_back in copied]
+    return [*launched, *(load_back for load_back, _ in load_backs.queued)]
 
 
 def _check_locks(cache: Cache) -> None:
@@ -96,7 +96,7 @@ def _check_stage(cache: Cache) -> None:
     pieces = {piece for prefetch in prefetches.line for piece in prefetch.pieces}
     assert all(piece.staged or piece in calls.fetches for piece in pieces)
     staging = [piece.staging for piece in pieces.union(calls.fetches)] + cache.hogs
-    staging += [one for load_back in loading_back(cache) for one in load_back.staging]
+    staging += [staging for load_back in loading_back(cache) for staging in load_back.staging]
     staging += [backup.staging for backup in backups.running]
     assert len(staging) == len(set(staging)) and set(staging) == stage.allocated
     for direction, share in stage.shares.items():
@@ -135,9 +135,9 @@ def _check_content(cache: Cache) -> None:
 
 
 def end(cache: Cache) -> None:
-    """Everybody's client leaves, and the store answers: then nothing is held by anybody."""
+    """Disconnect all clients and let the store answer; check that the cache is idle."""
     cache.slow = False
-    cache.let_go()
+    cache.open_gates()
     cache.unhog()
     cache.buffer.prefetches.in_line([])
     cache.settle()

@@ -1,4 +1,4 @@
-"""The real HiRadixCache, controller and pools on the CPU; a store in this process."""
+"""The real HiRadixCache, controller and pools on the CPU; and a store in this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang.srt.mem_cache import memory_pool_host
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """These build CPU pools under the stand-in, which is refused beside a GPU."""
+    """Skip these tests beside a GPU, where the CPU stand-in of their pools is refused."""
     if gpu_device_node() is None:
         return
     for item in items:
@@ -26,8 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_rank() -> Iterator[None]:
-    """The process group of a server with one rank, on a machine with memory enough: SGLang's host
-    pools, also of a few pages, are refused where less than ten gigabytes are free."""
+    """The process group of a server with one rank, on a machine that seems to have enough memory:
+    SGLang refuses host pools, however small, with less than ten gigabytes free."""
     memory = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=1 << 40))
     with one_rank(), mock.patch.object(memory_pool_host, "psutil", memory):
         yield
@@ -35,8 +35,8 @@ def _one_rank() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _all_end_idle() -> Iterator[None]:
-    """Of every cache that a test made nothing is held by anybody when its requests are gone."""
-    Cache.made.clear()
+    """Check after each test that its caches are idle once their requests are gone."""
+    Cache.instances.clear()
     yield
-    for made in list(Cache.made):
-        end(made) if isinstance(made, Cache) else made.end()
+    for cache in list(Cache.instances):
+        end(cache) if isinstance(cache, Cache) else cache.end()

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmark.harness.ports import allocate_ports
 
-#: Beside the interpreter, where Mooncake's package puts it.
+#: Mooncake's package installs it beside the interpreter.
 PROGRAM = Path(sys.executable).with_name("mooncake_master")
 
 SEGMENT = 32 << 20
@@ -21,7 +21,7 @@ SEGMENT = 32 << 20
 
 
 class Master:
-    """One master with its metadata server; its ports stay the same over restarts."""
+    """One master with its metadata server; restarts keep its ports."""
 
     def __init__(self) -> None:
         self.rpc, self.http, self.metrics = allocate_ports(3)
@@ -30,7 +30,7 @@ class Master:
 
     @property
     def extra_config(self) -> dict[str, Any]:
-        """What ``--hicache-storage-backend-extra-config`` says of it."""
+        """Value of ``--hicache-storage-backend-extra-config`` for this master."""
         return {
             "master_server_address": f"127.0.0.1:{self.rpc}",
             "metadata_server": f"http://127.0.0.1:{self.http}/metadata",
@@ -41,7 +41,7 @@ class Master:
         }
 
     def start(self) -> None:
-        """Start it, and wait until it can be reached."""
+        """Start the master, and wait until it can be reached."""
         self._process = subprocess.Popen(
             [
                 str(PROGRAM), f"--rpc_port={self.rpc}", "--rpc_address=127.0.0.1",
@@ -56,17 +56,17 @@ class Master:
             _reachable(port)
 
     def freeze(self) -> None:
-        """From now on it answers nothing."""
+        """Stop the master, so that it answers nothing."""
         assert self._process is not None
         freeze(self._process)
 
     def thaw(self) -> None:
-        """It goes on."""
+        """Continue the master."""
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it at once; harmless when it has ended."""
+        """Kill the master, if it runs."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(60)
@@ -74,7 +74,7 @@ class Master:
 
 
 def freeze(process: subprocess.Popen[Any]) -> None:
-    """Stop all threads of a process, and come back when they have stopped."""
+    """Stop all threads of a process, and wait until they have stopped."""
     process.send_signal(signal.SIGSTOP)
     tasks = Path(f"/proc/{process.pid}/task")
     while any(_state(task) != "T" for task in tasks.iterdir()):
@@ -86,7 +86,7 @@ def _state(task: Path) -> str:
 
 
 def end_with_parent() -> None:
-    """For a child process: end when the parent does, whatever ends that."""
+    """Make this child process end when its parent ends, for any reason."""
     import ctypes
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)

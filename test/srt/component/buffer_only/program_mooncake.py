@@ -1,8 +1,8 @@
 """Pages through a real Mooncake master and store on loopback; prints a line for each scenario.
 
-Run by ``test_storage_mooncake.py``, whose tests say what each scenario guards against. With the
-arguments ``hold PORTS`` it is another server instead: it writes two pages into its own memory and
-stays.
+Run by ``test_storage_mooncake.py``, whose tests document the scenarios. With the arguments
+``hold PORTS`` it is another server instead: it writes two pages into its own memory and keeps
+running.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import (  # noqa
 )
 
 PAGE_BYTES = 12 << 10
-"""Of a page of the multi-head pool."""
+"""Size of a page of the multi-head pool."""
 DEADLINE = 3.0
-"""Seconds that a call may take."""
+"""Deadline of a call, in seconds."""
 
 
 def backend(pool: Any, extra: dict[str, Any], tag: str = "") -> Any:
-    """A server's backend with a client of its own; ``tag`` keeps the pages of scenarios apart."""
+    """Return a server's backend with its own client; ``tag`` separates the pages of scenarios."""
     settings = extra | ({"extra_backend_tag": tag} if tag else {})
     store = combined(MooncakeStore, MooncakeParts)(config(pool, extra_config=settings), pool)
     store.register_mem_pool_host(pool)
@@ -55,40 +55,40 @@ def backend(pool: Any, extra: dict[str, Any], tag: str = "") -> Any:
 
 
 def client_of(store: Any, deadline: float = DEADLINE) -> StoreClient:
-    """The store behind a client with short times."""
+    """Return a client of ``store`` with short timeouts."""
     settings = StoreClientSettings(deadline=deadline, first_retry=0.1, longest_retry=0.5)
     return StoreClient(store, "mooncake", settings)
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float = 40.0) -> None:
-    """Wait for another process."""
+def until(condition: Callable[[], bool], description: str, seconds: float = 40.0) -> None:
+    """Wait until another process makes ``condition`` true."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"not {what}"
+        assert time.monotonic() < end, f"not {description}"
         time.sleep(0.05)
 
 
 def pages(master: Master, kind: str, layout: str, page: int) -> None:
-    """What one server writes, another reads, from its own memory; a missing page is missing."""
+    """Check that a server reads another one's pages, and misses a missing page."""
     ours, theirs = (host_pool(kind, layout, page=page) for _ in range(2))
     fill(theirs, seed=3)
     tag = f"{kind}-{layout}-{page}"
-    at = partial(slots, page=page)
+    slots_of = partial(slots, page=page)
     writer, reader = (backend(pool, master.extra_config, tag) for pool in (ours, theirs))
     first, gone, last = hashes(3)
-    assert writer.batch_set_v1([first, last], at(4, 1)) == [True, True]
+    assert writer.batch_set_v1([first, last], slots_of(4, 1)) == [True, True]
     assert reader.batch_exists([first, last, gone]) == 2
     untouched = content(theirs, 0)
-    assert reader.batch_get_v1([first, gone, last], at(2, 3, 5)) == [True, False, True]
+    assert reader.batch_get_v1([first, gone, last], slots_of(2, 3, 5)) == [True, False, True]
     assert [content(theirs, 2), content(theirs, 5)] == [content(ours, 4), content(ours, 1)]
     assert content(theirs, 0) == untouched
-    assert reader.batch_set_v1([first, gone], at(0, 3)) == [True, True]
-    assert writer.batch_get_v1([first], at(0)) == [True]
-    assert content(ours, 0) == content(ours, 4), "what is stored is not written again"
+    assert reader.batch_set_v1([first, gone], slots_of(0, 3)) == [True, True]
+    assert writer.batch_get_v1([first], slots_of(0)) == [True]
+    assert content(ours, 0) == content(ours, 4), "a stored page is not written again"
 
 
 def holder_hangs(master: Master) -> None:
-    """The server whose memory has the pages hangs: a read is given up, and writes late."""
+    """Check that a read from a hung server's memory is abandoned, and writes late."""
     other = subprocess.Popen(
         [sys.executable, __file__, "hold", json.dumps(master.extra_config)],
         stdout=subprocess.PIPE, text=True, preexec_fn=end_with_parent,
@@ -108,7 +108,7 @@ def holder_hangs(master: Master) -> None:
         before = content(pool, 2)
         other.send_signal(signal.SIGCONT)
         outcome.overdue.result(30)
-        assert content(pool, 2) == expected != before, "this is why the pages stay out of use"
+        assert content(pool, 2) == expected != before, "the late read writes into its pages"
         until(lambda: client.query(keys).fault is None, "up again")
         other.kill()
         other.wait(60)
@@ -120,16 +120,16 @@ def holder_hangs(master: Master) -> None:
 
 
 def full(master: Master) -> None:
-    """Three times what the store holds is written to it: what it refuses is a failure and nothing
-    else, and a page that is looked up now and then is not among those that it evicts."""
+    """Write three times the store's capacity. Refused pages must be failures and nothing else, and
+    a page that is looked up now and then must not be evicted."""
     pool = host_pool("mha", "page_first_direct")
     client = client_of(backend(pool, master.extra_config, "full"), deadline=60.0)
     hot, cold, *others = (f"{number:064x}" for number in range(1, 3 * SEGMENT // PAGE_BYTES))
     assert client.write([hot, cold], slots(0, 1)).pages == 2
     written = content(pool, 0)
-    for at in range(0, len(others), 6):
-        assert client.query([hot]).pages == 1, "what is used was evicted"
-        batch = others[at : at + 6]
+    for start in range(0, len(others), 6):
+        assert client.query([hot]).pages == 1, "a page in use was evicted"
+        batch = others[start : start + 6]
         outcome = client.write(batch, slots(*range(len(batch))))
         assert outcome.fault in (None, Fault.MISSING), outcome
     assert client.up and client.query([cold]).pages == 0
@@ -138,9 +138,9 @@ def full(master: Master) -> None:
 
 
 def hold(extra: dict[str, Any]) -> None:
-    """Be the other server."""
+    """Run the other server of ``holder_hangs``."""
     pool = host_pool("mha", "page_first_direct")
-    store = backend(pool, extra, "held")  # its memory leaves the store with it
+    store = backend(pool, extra, "held")  # its memory is in the store while this process runs
     assert store.batch_set_v1(hashes(2), slots(1, 2)) == [True, True]
     print("HOLDING", flush=True)
     time.sleep(150)
@@ -148,7 +148,7 @@ def hold(extra: dict[str, Any]) -> None:
 
 
 SCENARIOS: dict[str, Callable[[Master], None]] = {
-    # First: with no other server's memory in the store, the pages lie with the one that hangs.
+    # First, while the store has no other memory than that of the server that hangs.
     "holder_hangs": holder_hangs,
     "full": full,
 }
@@ -159,13 +159,14 @@ SCENARIOS |= {
 
 
 def main() -> None:
-    """Run every scenario on a master of its own, whatever becomes of the others."""
+    """Run every scenario on its own master, even if another one fails."""
     for name, scenario in SCENARIOS.items():
         master = Master()
         start = time.monotonic()
         try:
             scenario(master)
-            print(f"\nPASSED {name}\n", end="", flush=True)  # one write: libraries log between
+            # One write, because libraries log in between.
+            print(f"\nPASSED {name}\n", end="", flush=True)
         except Exception:
             print("FAILED", name, traceback.format_exc(), flush=True)
         finally:

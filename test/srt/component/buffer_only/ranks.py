@@ -1,4 +1,4 @@
-"""The ranks of one server: each a cache of its own, that agree in each step."""
+"""The ranks of one server: each has its own cache, and all agree in each step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATIENCE_S = 20.0
 
 
 class Group:
-    """MIN over vectors, one from each rank; remembers how long they were."""
+    """MIN over one vector from each rank; records the vectors' lengths."""
 
     def __init__(self, ranks: int) -> None:
         self._barrier = threading.Barrier(ranks, action=self._reduce)
@@ -37,7 +37,7 @@ class Group:
 
 
 class Ranks:
-    """What the scheduler of each rank does, it does on all of them."""
+    """The caches of all ranks, with the calls of their schedulers."""
 
     def __init__(self, ranks: int, **changes: Any) -> None:
         self.group = Group(ranks)
@@ -45,21 +45,21 @@ class Ranks:
             Cache(reduce_min=self.group.of(rank), rank=rank, **changes) for rank in range(ranks)
         ]
         self._threads = ThreadPoolExecutor(ranks)
-        Cache.made.append(self)
+        Cache.instances.append(self)
 
-    def each(self, action: Callable[[Cache], Any]) -> Any:
-        """The same on all ranks, with the same outcome."""
-        found = [action(cache) for cache in self.caches]
-        assert all(one == found[0] for one in found), f"the ranks differ: {found}"
-        return found[0]
+    def on_all(self, action: Callable[[Cache], Any]) -> Any:
+        """Run ``action`` on all ranks; return their common result."""
+        results = [action(cache) for cache in self.caches]
+        assert all(result == results[0] for result in results), f"the ranks differ: {results}"
+        return results[0]
 
     def step(self) -> None:
-        """One scheduler step of all ranks at the same time."""
+        """Run one scheduler step of all ranks at the same time."""
         for future in [self._threads.submit(cache.step, False) for cache in self.caches]:
             future.result()
 
     def live(self, steps: int = 1) -> None:
-        """Steps after the threads of all ranks have done their work."""
+        """Run steps, each after the threads of all ranks have done their work."""
         for _ in range(steps):
             for cache in self.caches:
                 cache.work()
@@ -69,21 +69,21 @@ class Ranks:
     def check(self, content: bool = True) -> None:
         for cache in self.caches:
             check(cache, content)
-        self.each(shape)
+        self.on_all(shape)
 
     def store(self, tokens: list[int]) -> None:
-        """All stores have a prompt, and no tree."""
-        self.each(lambda cache: cache.compute(tokens))
+        """Put a prompt into all stores and into no tree."""
+        self.on_all(lambda cache: cache.compute(tokens))
         self.live(6)
-        self.each(lambda cache: cache.flush())
+        self.on_all(lambda cache: cache.flush())
 
     def end(self) -> None:
-        """As ``checks.end``, for all ranks."""
-        Cache.made.remove(self)
+        """Disconnect all clients, let all stores answer, and check that all ranks are idle."""
+        Cache.instances.remove(self)
         for cache in self.caches:
             cache.slow = False
-            cache.let_go()
-        self.each(lambda cache: cache.buffer.prefetches.in_line([]))
+            cache.open_gates()
+        self.on_all(lambda cache: cache.buffer.prefetches.in_line([]))
         for _ in range(200):
             self.live()
             if not self.caches[0].buffer.busy and not self.caches[0].stage.used():
@@ -97,7 +97,7 @@ class Ranks:
 
 
 def shape(cache: Cache) -> Any:
-    """Everything in which ranks must not differ."""
+    """Return everything in which ranks must not differ."""
     tree = sorted(
         ([t for above in path(node) for t in above.key.token_ids], str(node.key.extra_key),
          node.stored, node.launched, node.lock_ref, node.host_ref_counter)
@@ -105,9 +105,10 @@ def shape(cache: Cache) -> Any:
     )  # fmt: skip
     prefetches = cache.buffer.prefetches
     states = [
-        (one.rid, one.state.name, one.place, one.begin, len(one.keys), one.waited_ms,
-         [(piece.start, piece.staged, piece.staging.pages) for piece in one.pieces])
-        for one in prefetches.line
+        (prefetch.rid, prefetch.state.name, prefetch.place, prefetch.begin, len(prefetch.keys),
+         prefetch.waited_ms,
+         [(piece.start, piece.staged, piece.staging.pages) for piece in prefetch.pieces])
+        for prefetch in prefetches.line
     ]  # fmt: skip
     return (
         tree,

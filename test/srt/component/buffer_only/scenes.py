@@ -1,4 +1,4 @@
-"""What many tests begin with, and bring to an end."""
+"""Common starts and ends of tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.buffer_only.prefetch import State
 
 
 def stored(*prompts: Sequence[int], **changes: Any) -> Cache:
-    """A cache with an empty tree, and a store that has all of ``prompts``."""
+    """Return a cache with an empty tree, and a store with all of ``prompts``."""
     cache = Cache(**changes)
     for tokens in prompts:
         cache.compute(tokens)
@@ -23,16 +23,16 @@ def stored(*prompts: Sequence[int], **changes: Any) -> Cache:
 
 
 def measured(cache: Cache, call_seconds: float) -> None:
-    """A store whose calls take so long, and a model that computes 1,000 tokens a second."""
+    """Set the measured speeds: ``call_seconds`` a store call, 1,000 computed tokens a second."""
     cache.buffer.ran(1.0, 1000)
     cache.buffer.prefetches.calls.call_seconds.add(call_seconds)
     cache.buffer.prefetches.calls.call_bytes.add(1e6)
 
 
 def reach(cache: Cache, state: State, rid: str = "r") -> None:
-    """Steps, with as little work as it takes, until the prefetch is in ``state``.
+    """Step, with as little work as possible, until the prefetch is in ``state``.
 
-    What holds it in a state that is usually over in a step goes when it is there.
+    A state that usually ends within a step is held by a full stage, which is freed on return.
     """
     if state is State.FOUND:
         cache.hog()
@@ -45,7 +45,7 @@ def reach(cache: Cache, state: State, rid: str = "r") -> None:
 
 
 def steps(cache: Cache, count: int, work: bool = True) -> None:
-    """So many scheduler steps; all is in order after each."""
+    """Run ``count`` scheduler steps, with a check after each."""
     for _ in range(count):
         cache.step(work)
         check(cache, content=False)
@@ -54,7 +54,7 @@ def steps(cache: Cache, count: int, work: bool = True) -> None:
 def admit_in_line(
     cache: Cache, line: dict[str, list[int]], after: Callable[[Cache], Any] = check
 ) -> int:
-    """Steps of a scheduler that admits all that are ready, first in line first; tokens of hits."""
+    """Step and admit all ready requests in the order of ``line``. Return their hit tokens."""
     hits, line = 0, dict(line)
     for _ in range(200):
         if not line:

@@ -1,20 +1,21 @@
-"""An in-memory store that does what a test tells it: fail, hang, lose, shorten, answer nonsense.
+"""An in-memory store controlled by a test: calls fail, hang, lose or shorten pages, answer
+nonsense.
 
-It is a ``HiCacheStorage`` with the ``_v1`` calls: the host pool's own memory is read and written,
-as with Mooncake::
+It is a ``HiCacheStorage`` with the ``_v1`` calls: it reads and writes the host pool's own memory,
+as Mooncake does::
 
     store = ScriptedStore(pool)              # or ScriptedStore(other_pool, content=store.content):
                                              # another server on the same store
     store.fail("batch_set_v1", call=2)       # the 2nd such call from now raises OSError
     gate = store.hang("batch_get_v1")        # the next one waits
-    ... gate.entered.wait(60) ...             # until then it has not touched any memory
+    ... gate.entered.wait(60) ...            # until now it has not accessed any memory
     gate.open()                              # now it moves its bytes and returns
-    store.answer("batch_set_v1", lambda results: results[:-1])   # nonsense of the next call
-    store.drop(key), store.shorten(key)      # what is in the store changes
+    store.answer("batch_set_v1", lambda results: results[:-1])   # nonsense from the next call
+    store.drop(key), store.shorten(key)      # changes the store's content
 
-What it saw: ``store.calls`` (method, keys), ``store.disturbed`` (keys of writes whose memory was
-changed by somebody while the call was under way), ``store.written`` (host pages that a read wrote
-to, in order, at the time it did). ``open_all`` in a fixture's end lets every hanging call return.
+Records: ``store.calls`` (method, keys), ``store.disturbed`` (keys of writes with memory that
+changed during the call), ``store.written`` (host pages that reads wrote to, in order). ``open_all``
+at the end of a fixture lets every hanging call return.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from sglang.srt.mem_cache.buffer_only.jobs import Job
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 PATIENCE = 60.0
-"""Seconds after which a gate that nobody opened lets its call fail, so that no test hangs."""
+"""Seconds after which a closed gate lets its call fail, so that no test hangs."""
 
 
 def until(condition: Callable[[], bool], pause: float = 0.005) -> None:
-    """Wait for other threads to bring ``condition`` about; looks every ``pause`` seconds."""
+    """Wait until other threads make ``condition`` true; check every ``pause`` seconds."""
     patience, end = threading.Event(), time.monotonic() + 20
     while not condition():
-        assert time.monotonic() < end, "it did not come to that"
+        assert time.monotonic() < end, "the condition did not become true"
         patience.wait(pause)
 
 
 class Gate:
-    """Where one call waits."""
+    """Holds one call until it is opened."""
 
     def __init__(self) -> None:
         self.entered = threading.Event()
@@ -52,22 +53,22 @@ class Gate:
 
     @property
     def waiting(self) -> bool:
-        """Whether the call waits now."""
+        """True if the call waits now."""
         return self.entered.is_set() and not self._open.is_set()
 
     def open(self) -> None:
-        """Let the call go on; harmless when it did."""
+        """Let the call continue, if it waits."""
         self._open.set()
 
     def pass_through(self) -> None:
-        """What the call does."""
+        """Wait at the gate; called by the call itself."""
         self.entered.set()
         if not self._open.wait(PATIENCE):
-            raise TimeoutError("nobody opened the gate of a scripted store")
+            raise TimeoutError("the gate of a scripted store was not opened")
 
 
 class ScriptedStore(HiCacheStorage):
-    """Keys are page keys; a page's content is the bytes of all its parts, one behind the other."""
+    """Keys are page keys; a page's content is the bytes of all its parts, one after the other."""
 
     def __init__(self, pool: Any = None, content: dict[str, bytes] | None = None) -> None:
         self.content: dict[str, bytes] = {} if content is None else content
@@ -79,9 +80,9 @@ class ScriptedStore(HiCacheStorage):
         self._before: dict[tuple[str, int], Callable[[], None]] = {}
         self._after: dict[tuple[str, int], Callable[[Any], Any]] = {}
         self._gates: list[Gate] = []
-        #: Whether writes are refused, by this error or by an answer.
+        #: True to refuse writes by their answer, or an error to raise.
         self.refusing: bool | BaseException = False
-        #: Leading pages that each write takes at most; None for all.
+        #: Maximum number of leading pages that a write stores; None for all.
         self.takes: int | None = None
         if pool is not None:
             self.register_mem_pool_host(pool)
@@ -89,7 +90,7 @@ class ScriptedStore(HiCacheStorage):
     # ---- the script ----
 
     def fail(self, method: str, call: int = 1, error: BaseException | None = None) -> None:
-        """The ``call``-th call of ``method`` from now raises, before it does anything."""
+        """Let the ``call``-th call of ``method`` from now raise before it does anything."""
 
         def raise_it() -> None:
             raise error or OSError(f"scripted failure of {method}")
@@ -97,41 +98,41 @@ class ScriptedStore(HiCacheStorage):
         self._before[method, self._count[method] + call] = raise_it
 
     def hang(self, method: str, call: int = 1) -> Gate:
-        """The ``call``-th call of ``method`` from now waits at the gate."""
+        """Let the ``call``-th call of ``method`` from now wait at the returned gate."""
         gate = Gate()
         self._gates.append(gate)
         self._before[method, self._count[method] + call] = gate.pass_through
         return gate
 
     def answer(self, method: str, change: Callable[[Any], Any], call: int = 1) -> None:
-        """The ``call``-th call of ``method`` from now does its work and answers ``change`` of what
-        it would have answered."""
+        """Let the ``call``-th call of ``method`` from now do its work and answer
+        ``change(answer)``."""
         self._after[method, self._count[method] + call] = change
 
     def drop(self, *keys: str) -> None:
-        """The store has lost them, as stores do that evict."""
+        """Remove pages from the store, as an eviction does."""
         for key in keys:
             del self.content[key]
 
     def shorten(self, *keys: str) -> None:
-        """The store has only half of their bytes, and does not know it."""
+        """Remove half of the pages' bytes without the store's knowledge."""
         for key in keys:
             self.content[key] = self.content[key][: len(self.content[key]) // 2]
 
     def asked(self, method: str) -> list[list[str]]:
-        """The keys of each call of ``method``."""
+        """Return the keys of each call of ``method``."""
         return [keys for name, keys in self.calls if name == method]
 
     def hanging(self) -> list[Gate]:
-        """The gates at which a call waits now."""
+        """Return the gates at which a call waits now."""
         return [gate for gate in self._gates if gate.waiting]
 
     def open_all(self) -> None:
-        """Every call that hangs returns, and none hangs any more."""
+        """Let every hanging call return, and no later one hang."""
         for gate in self._gates:
             gate.open()
 
-    # ---- what HiCache calls ----
+    # ---- calls of HiCache ----
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
@@ -166,13 +167,13 @@ class ScriptedStore(HiCacheStorage):
                 raise self.refusing
             if self.refusing:
                 return [False] * len(keys)
-            taken = len(keys) if self.takes is None else min(self.takes, len(keys))
-            for key, page, was in list(zip(keys, pages, before, strict=True))[:taken]:
+            stored = len(keys) if self.takes is None else min(self.takes, len(keys))
+            for key, page, was in list(zip(keys, pages, before, strict=True))[:stored]:
                 now = self._bytes(page)
                 if now != was:
                     self.disturbed.append(key)
                 self.content.setdefault(key, now)
-            return [at < taken for at in range(len(keys))]
+            return [index < stored for index in range(len(keys))]
 
         return self._scripted("batch_set_v1", keys, put)
 
@@ -184,7 +185,7 @@ class ScriptedStore(HiCacheStorage):
 
     get = batch_get = set = batch_set = exists = _not_called
 
-    # ---- inside ----
+    # ---- internals ----
 
     def _scripted(self, method: str, keys: list[str], work: Callable[[], Any]) -> Any:
         with self._lock:
@@ -207,7 +208,7 @@ class ScriptedStore(HiCacheStorage):
         if content is None:
             return False
         self.written.append(page)
-        # Short content still overwrites the page: a caller must not believe what lies in it.
+        # Short content also overwrites the page, so a caller must not use what the page holds.
         room = self.page.gather(page)
         room[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         self.page.scatter(page, room)
@@ -215,7 +216,7 @@ class ScriptedStore(HiCacheStorage):
 
 
 class ManualThreads:
-    """Like ``jobs.Threads``, but their jobs are done on the test's thread, when ``run`` says so."""
+    """Like ``jobs.Threads``, but ``run`` does the jobs on the test's thread."""
 
     def __init__(self, name: str, threads: int = 1) -> None:
         self.name = name
@@ -227,7 +228,7 @@ class ManualThreads:
         return job
 
     def run(self, jobs: int | None = None) -> int:
-        """Do the oldest ``jobs`` jobs, or all that are there; how many that were."""
+        """Do the oldest ``jobs`` jobs, or all. Return the number of jobs done."""
         count = len(self.jobs) if jobs is None else min(jobs, len(self.jobs))
         for _ in range(count):
             self.jobs.popleft().run()

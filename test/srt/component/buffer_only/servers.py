@@ -1,4 +1,4 @@
-"""SGLang's scheduler with the mode's part, over a real cache and without a model."""
+"""SGLang's scheduler with the mode's subclass, over a real cache and without a model."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.buffer_only.scheduler import BufferOnlyScheduler
 from sglang.srt.mem_cache.buffer_only.store_scheduler import StoreScheduler
 
-#: Requests that may run at the same time.
+#: Number of requests that may run at the same time.
 PLACES = 9
 
 
 class FormsABatch(Exception):
-    """SGLang begins to choose requests for a batch."""
+    """Raised when SGLang begins to choose requests for a batch."""
 
 
 class Stock(Scheduler):
-    """SGLang's own methods, but for those that need a model."""
+    """SGLang's scheduler with all methods that need no model."""
 
     chunked_req = last_batch = cur_batch = prefill_delayer = draft_worker = None
     enable_hierarchical_cache = is_generation = True
@@ -61,7 +61,7 @@ class Stock(Scheduler):
         self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=torch.nn.Linear(2, 2)))
         self.tp_cpu_group = dist.group.WORLD
         self.offload_tags: set[str] = set()
-        #: What the tokenizer is told, and the batch that SGLang forms next.
+        #: Messages to the tokenizer, and the batch that SGLang forms next.
         self.told: list[Any] = []
         self.send_to_tokenizer = SimpleNamespace(send_output=lambda out, _: self.told.append(out))
         self.batch: Any = None
@@ -109,7 +109,7 @@ class Stock(Scheduler):
     def init_req_max_new_tokens(self, req: Any) -> None: ...
 
     def update(self, recv_req: Any) -> Any:
-        """Every update of the weights."""
+        """Update the weights, in place of SGLang's four methods."""
         with torch.no_grad():
             self.tp_worker.model_runner.model.weight += 1
         return recv_req
@@ -119,11 +119,11 @@ class Stock(Scheduler):
 
 
 class Server(BufferOnlyScheduler, StoreScheduler, Stock):
-    """With the mode's part."""
+    """The scheduler with the mode's subclass."""
 
 
 def request(rid: str, tokens: Any = (), **changes: Any) -> Any:
-    """As much of SGLang's ``Req`` as the mode reads."""
+    """Return a request with the fields of SGLang's ``Req`` that the mode reads."""
     fields = {
         "rid": rid, "origin_input_ids": list(tokens), "output_ids": [], "extra_key": None,
         "lora_id": None, "return_logprob": False, "logprob_start_len": -1,

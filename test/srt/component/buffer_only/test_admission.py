@@ -1,4 +1,4 @@
-"""SGLang's own admission over a hit in the stage."""
+"""SGLang's own admission of a request with a hit in the stage."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LONG = prompt(3, 20)
 
 @pytest.fixture
 def cache() -> Cache:
-    """An empty tree, and the hit of request "r" in the stage."""
-    found = stored(PROMPT)
-    found.want("r", PROMPT)
-    steps(found, 4)
-    assert found.state("r") is State.STAGED
-    return found
+    """A cache with an empty tree, and the hit of request "r" in the stage."""
+    cache = stored(PROMPT)
+    cache.want("r", PROMPT)
+    steps(cache, 4)
+    assert cache.state("r") is State.STAGED
+    return cache
 
 
 def request(new_tokens: int = 4) -> Any:
@@ -34,7 +34,7 @@ def request(new_tokens: int = 4) -> Any:
 
 
 def add(cache: Cache, req: Any, chunk: int | None = None) -> AddReqResult:
-    """As the scheduler does for each request that waits."""
+    """Add a request to a batch, as the scheduler does for each waiting one."""
     assert cache.tree.check_prefetch_progress(req.rid)
     adder = PrefillAdder(
         PAGE, cache.tree, cache.allocator, None, 0.5, rem_input_tokens=1000, rem_chunk_tokens=chunk
@@ -45,10 +45,10 @@ def add(cache: Cache, req: Any, chunk: int | None = None) -> AddReqResult:
     return result
 
 
-def admitted(cache: Cache, req: Any, chunk: int | None = None, hit: int = 8) -> None:
-    """The request is added with so many pages, and nothing is left when it has ended."""
+def check_admitted(cache: Cache, req: Any, chunk: int | None = None, hit: int = 8) -> None:
+    """Check that the request is added with ``hit`` pages, and that nothing is left at its end."""
     assert add(cache, req, chunk) is AddReqResult.CONTINUE and len(req.prefix_indices) == hit * PAGE
-    assert req.last_node.lock_ref == 2, "the request's, and the copy's"
+    assert req.last_node.lock_ref == 2, "one lock of the request, one of the copy"
     assert cache.tree.ready_to_load_host_cache() >= 0 and req.host_hit_length == 0
     cache.slow = False
     cache.settle()
@@ -59,25 +59,26 @@ def admitted(cache: Cache, req: Any, chunk: int | None = None, hit: int = 8) -> 
 
 @pytest.mark.parametrize("chunk", [None, 2 * PAGE])
 def test_a_hit_is_loaded_when_its_request_is_admitted(cache: Cache, chunk: int | None):
-    """It is computed from the end of the hit on, and a chunk is filled with what is left."""
+    """Guards against a hit of which a part is computed again, and against a chunk that is not
+    filled with the rest of the prompt."""
     req = request()
-    admitted(cache, req, chunk)
+    check_admitted(cache, req, chunk)
     assert req.extend_input_len == PAGE
 
 
 def test_a_request_that_wants_logprobs_of_its_prompt(cache: Cache):
-    """It computes from there on; of the hit it takes what lies before."""
+    """Guards against a hit for tokens whose log probabilities are requested."""
     req = request()
     req.return_logprob, req.logprob_start_len = True, 3 * PAGE + 1
-    admitted(cache, req, hit=3)
+    check_admitted(cache, req, hit=3)
 
 
 @pytest.mark.hazard("back-pressure-deadlock")
 @pytest.mark.parametrize("free", [0, 8, 9])
 def test_a_request_that_has_no_room_for_its_hit(cache: Cache, free: int):
-    """It takes not a page: neither from those who run, who would be retracted for it, nor from the
-    tree; its hit stays in the stage, for as long as it takes."""
-    taken = cache.allocator.alloc(cache.allocator.available_size() - free * PAGE)
+    """Guards against pages taken from running requests, which would be retracted, or from the tree,
+    by a request without enough room. Its hit stays in the stage until there is room."""
+    others_slots = cache.allocator.alloc(cache.allocator.available_size() - free * PAGE)
     for _ in range(3):
         assert add(cache, request()) is AddReqResult.NO_TOKEN
         assert cache.tree.ready_to_load_host_cache() == -1
@@ -85,13 +86,13 @@ def test_a_request_that_has_no_room_for_its_hit(cache: Cache, free: int):
         cache.step()
         cache.now += 20.0
         assert cache.state("r") is State.STAGED and cache.tree.protected_size() == 0
-    cache.allocator.free(taken)
-    admitted(cache, request())
+    cache.allocator.free(others_slots)
+    check_admitted(cache, request())
 
 
 def test_a_hit_stays_in_the_stage_while_another_prompt_is_computed_in_chunks(cache: Cache):
-    """SGLang loads it as soon as it looks at the request, for which the chunk has no room: it would
-    wait on the device, where anybody may evict it, and the chunk would wait for its layers."""
+    """Guards against a hit that SGLang loads although the chunk has no room for its request: on the
+    device it could be evicted before its use, and the chunk would wait for its layers."""
     free = cache.allocator.available_size()
     for _ in range(3):
         cache.buffer.prefetches.in_line(["r"], True)
@@ -100,31 +101,30 @@ def test_a_hit_stays_in_the_stage_while_another_prompt_is_computed_in_chunks(cac
         assert cache.tree.ready_to_load_host_cache() == -1
         assert cache.state("r") is State.STAGED and cache.allocator.available_size() == free
     cache.buffer.prefetches.in_line(["r"], False)
-    admitted(cache, request())
+    check_admitted(cache, request())
 
 
 @pytest.mark.hazard("copy-not-ordered")
 def test_a_request_that_was_loaded_for_a_batch_without_it(cache: Cache):
-    """SGLang loads a hit and then finds less than a page left of the chunk (with
-    ``--enable-mixed-chunk`` it is no number of pages). The batch that is formed without the request
-    may read no KV at all, and so wait for none; the request's own batch waits, while the copy runs.
-    """
+    """Guards against a request's batch that does not wait for its copy: an earlier batch, formed
+    without the request, was to wait for it, but read no KV. SGLang loads a hit and then finds less
+    than a page left of the chunk (with ``--enable-mixed-chunk`` it is no whole number of pages)."""
     cache.slow = True
     assert add(cache, request(), chunk=PAGE - 1) is AddReqResult.OTHER
     assert cache.tree.ready_to_load_host_cache() >= 0
-    admitted(cache, request())
+    check_admitted(cache, request())
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_hit_that_is_loaded_ahead_takes_nothing_from_those_that_run(chunked: bool):
-    """One that is larger than the stage is copied in rounds, and each locks all that was loaded
-    before: those that run would be retracted for a request that cannot be admitted."""
+def test_a_hit_loaded_ahead_takes_no_memory_from_running_requests(chunked: bool):
+    """Guards against retractions for a request that cannot be admitted: a hit larger than the stage
+    is copied in rounds, and each round would lock all earlier ones."""
     cache = stored(LONG, pages=8)
-    running, taken = request(new_tokens=8 * PAGE), cache.allocator.alloc(15 * PAGE)
+    running, others_slots = request(new_tokens=8 * PAGE), cache.allocator.alloc(15 * PAGE)
     server = Server(cache)
     server.running_batch.reqs = [] if chunked else [running]
-    if chunked:  # seven pages of its prompt are to come
-        running.prefix_indices = taken[: 2 * PAGE]
+    if chunked:  # seven pages of its prompt are not computed yet
+        running.prefix_indices = others_slots[: 2 * PAGE]
         server.chunked_req = running
     server.run_event_loop()
     room = cache.tree.room()
@@ -137,27 +137,28 @@ def test_a_hit_that_is_loaded_ahead_takes_nothing_from_those_that_run(chunked: b
     server.running_batch.reqs, server.chunked_req = [], None
     while not cache.tree.check_prefetch_progress("r"):
         cache.step()
-    cache.allocator.free(taken)
+    cache.allocator.free(others_slots)
     assert cache.run("r", LONG) == 19 * PAGE
 
 
 @pytest.mark.parametrize("then", ["rounds", "slow", "full"])
 def test_a_hit_that_is_larger_than_the_stage_on_a_full_server(then: str):
-    """Its rounds cannot begin. It stands in line, where no request behind it takes each page that
-    others give back, and has its time when there is room: else it would compute all of it."""
+    """Guards against a request that computes its hit because its rounds cannot begin on a full
+    server. It blocks the queue, because requests behind it would take every freed page, and its
+    time limit starts when there is room."""
     cache = stored(LONG, pages=8)
-    taken = cache.allocator.alloc(30 * PAGE)
+    others_slots = cache.allocator.alloc(30 * PAGE)
     cache.want("r", LONG)
     for second in range(60):
-        # SGLang admits nobody behind a request that is ready and has no room.
+        # SGLang admits no request behind a ready one without room.
         assert cache.tree.check_prefetch_progress("r") is (second > 1)
         cache.step()
         cache.now += 1.0
     assert cache.buffer.context.counters["prefetch_timeouts"] == 0
-    cache.allocator.free(taken)
+    cache.allocator.free(others_slots)
     assert not cache.tree.check_prefetch_progress("r")
-    if then == "full":  # others were faster
-        taken = cache.allocator.alloc(30 * PAGE)
+    if then == "full":  # other requests were faster
+        others_slots = cache.allocator.alloc(30 * PAGE)
     for _ in range(40):
         if cache.tree.check_prefetch_progress("r"):
             break
@@ -166,5 +167,5 @@ def test_a_hit_that_is_larger_than_the_stage_on_a_full_server(then: str):
     assert cache.tree.check_prefetch_progress("r"), "it waits for ever"
     assert cache.buffer.context.counters["prefetch_timeouts"] == (then == "slow")
     if then == "full":
-        cache.allocator.free(taken)
+        cache.allocator.free(others_slots)
     assert (cache.compute(LONG, rid="r") == 19 * PAGE) is (then == "rounds")

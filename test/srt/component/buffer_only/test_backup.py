@@ -1,4 +1,4 @@
-"""The write pipeline: what is written, when, and what a store that fails does to it."""
+"""The write pipeline: what is written and when, and the effects of a failing store."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from sglang.srt.mem_cache.buffer_only.nodes import EVICTED, REFUSED, UNCOVERED
 from sglang.srt.mem_cache.buffer_only.stage import Direction
 
 PROMPT = prompt(1, 5)
-#: What the next step of a write is, after so many steps.
+#: States of a write; the index is the number of steps after its start.
 STATES = ("queued", "copying", "writing", "answered", "settled")
 
 
 def writing(state: str, pages: int = 16) -> Cache:
-    """A cache whose write of ``PROMPT`` is in ``state``."""
+    """Return a cache with a write of ``PROMPT`` in ``state``."""
     cache = Cache(pages=pages)
     cache.compute(PROMPT)
-    for at in range(STATES.index(state)):
-        cache.step(work=at == 3)
+    for index in range(STATES.index(state)):
+        cache.step(work=index == 3)
     return cache
 
 
 def stored(cache: Cache) -> list[int]:
-    """Stored tokens of every node."""
+    """Return the stored tokens of every node."""
     return [node.stored for node in nodes(cache.tree)]
 
 
@@ -37,7 +37,7 @@ def all_stored(cache: Cache) -> bool:
 
 
 def keys_written(cache: Cache) -> list[str]:
-    """In the order of the writes."""
+    """Return the written keys in the order of the writes."""
     return [key for keys in cache.store.asked("batch_set_v1") for key in keys]
 
 
@@ -46,10 +46,10 @@ def keys_written(cache: Cache) -> list[str]:
     ("state", "locked", "staged"),
     [("queued", 0, 0), ("copying", 5, 5), ("writing", 0, 5), ("answered", 0, 5), ("settled", 0, 0)],
 )
-def test_what_a_write_holds(state: str, locked: int, staged: int):
-    """The device is locked for the copy alone: a slow store must not pin it. Staging pages are free
-    when the store has answered: freed before, a zero-copy store would write what the next transfer
-    put there; freed at eviction of the node, they would starve the stage."""
+def test_locks_and_staging_pages_of_a_write(state: str, locked: int, staged: int):
+    """Guards against a slow store that pins the device, which is locked only for the copy; against
+    staging pages freed before the store's answer, which a zero-copy store would write with the next
+    transfer's content; and against staging pages kept until the node's eviction."""
     cache = writing(state)
     assert cache.tree.protected_size() == locked * PAGE
     assert cache.stage.used(Direction.BACKUP) == staged
@@ -63,9 +63,9 @@ def test_what_a_write_holds(state: str, locked: int, staged: int):
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("evicted", [False, True])
 def test_a_split_in_each_state(cut: int, state: str, evicted: bool):
-    """Whatever a split does to a node on its way, every page of the chain ends in the store, and
-    both halves know it; of a half that is evicted while it waits the front is still written, and
-    what was lost is not looked for."""
+    """Guards against a split that loses pages of a node that is being written, or their state. If a
+    half is evicted while it is queued, its front is still written, and the rest counts as
+    dropped."""
     cache = writing(state)
     cache.match(PROMPT[: cut * PAGE])
     assert len(nodes(cache.tree)) == 2
@@ -90,19 +90,19 @@ def test_what_a_flush_drops_is_counted(state: str, refusing: bool):
 
 @pytest.mark.hazard("pending-writes")
 def test_evicted_and_inserted_again_while_being_written():
-    """The acknowledgement of the first writing must not be taken for that of the second node."""
+    """Guards against a first write's acknowledgement that is taken for the second node's."""
     cache = writing("writing")
     assert cache.evict(100) == 5 * PAGE
     cache.store.fail("batch_set_v1", call=2)
     cache.compute(PROMPT)
     cache.settle()
-    assert stored(cache) == [0], "the second writing failed"
+    assert stored(cache) == [0], "the second write failed"
 
 
 @pytest.mark.hazard("pending-writes", "launch-per-node")
 def test_each_node_is_queued_once_and_many_take_one_copy():
-    """Each request that passes a node presents it, and all above it, again; a launch for each node
-    of each step would cost more than the copies."""
+    """Guards against a launch for each node of each step, which would cost more than the copies.
+    Each request that passes a node presents it again, with all nodes above it."""
     cache = Cache(pages=64)
     copies = count_copies(cache)
     for _ in range(2):
@@ -117,12 +117,12 @@ def test_each_node_is_queued_once_and_many_take_one_copy():
 
 @pytest.mark.hazard("children-without-parents", "back-pressure-deadlock")
 def test_parents_are_written_before_children():
-    """A page whose prefix is missing is out of reach of every query. A prompt larger than the stage
-    is cut: at the head of the queue, it would block everything behind it for ever."""
+    """Guards against pages that no query can reach because their prefix is missing, and against a
+    prompt larger than the stage that blocks the queue for ever: it is cut."""
     cache = Cache(pages=8)
     base = prompt(1, 20)
     tokens = prompt(2, 3, base=base)
-    cache.compute(base[: 3 * PAGE], chunked=True)  # a chunk: presented with the next insert only
+    cache.compute(base[: 3 * PAGE], chunked=True)  # a chunk, presented only with the next insert
     cache.compute(base)
     cache.compute(tokens)
     cache.settle()
@@ -130,9 +130,9 @@ def test_parents_are_written_before_children():
 
 
 @pytest.mark.hazard("children-without-parents")
-def test_a_failed_parent_cancels_what_waits_below_it():
-    """Written all the same, the child would be dead weight in the store; both are written when a
-    request comes by again."""
+def test_a_failed_parent_cancels_its_queued_children():
+    """Guards against a child that is stored without its parent, where no query can reach it. Both
+    are written when a request uses them again."""
     cache = Cache(pages=4)  # two pages of writes, one at a time
     base, tokens = prompt(1, 1), prompt(2, 8, base=prompt(1, 1))
     cache.store.fail("batch_set_v1")
@@ -140,7 +140,7 @@ def test_a_failed_parent_cancels_what_waits_below_it():
     cache.step()
     cache.compute(tokens)
     cache.settle()
-    cache.now += 2.0  # until then the store, which took nothing, is not tried again
+    cache.now += 2.0  # until then the store, which refused a write, is not retried
     cache.settle()
     assert cache.buffer.backups.queue.dropped[UNCOVERED] > 0
     assert not any(node.storage_backed for node in nodes(cache.tree) if len(node.key) > PAGE)
@@ -152,15 +152,15 @@ def test_a_failed_parent_cancels_what_waits_below_it():
 @pytest.mark.hazard("partial-write-counts")
 @pytest.mark.parametrize("good", [0, 1, 3])
 def test_only_leading_durable_pages_count(good: int):
-    """Page number ``good`` of five fails, the one after it is written: a node counts as stored
-    only up to the hole, and is written again from there."""
+    """Guards against a node that counts as stored beyond a hole: page number ``good`` of five
+    fails, later ones are written, and the node is written again from the hole."""
     cache = Cache()
-    cache.store.answer("batch_set_v1", lambda r: [at != good for at in range(len(r))])
+    cache.store.answer("batch_set_v1", lambda r: [index != good for index in range(len(r))])
     cache.compute(PROMPT)
     cache.settle()
     (node,) = nodes(cache.tree)
     assert node.stored == node.launched == good * PAGE and not node.storage_backed
-    # Of the first backup, which has four pages; the fifth page is in the store, out of reach.
+    # The first backup has four pages; the fifth page is in the store, but out of reach.
     assert cache.buffer.backups.queue.dropped[REFUSED] == (4 - good) * PAGE
     cache.now += 2.0
     cache.compute(PROMPT)
@@ -168,25 +168,25 @@ def test_only_leading_durable_pages_count(good: int):
     assert node.storage_backed and len(keys_written(cache)) == 5 + 5 - good
 
 
-def test_nodes_that_wait_to_be_written_are_evicted_last():
-    """A prefix seen for the first time would be lost if it went before those in the store."""
+def test_nodes_queued_for_a_write_are_evicted_last():
+    """Guards against the loss of a new prefix that is evicted before those in the store."""
     cache = Cache()
     cache.compute(prompt(1, 2))
     cache.settle()
     cache.compute(prompt(2, 2))
-    cache.compute(prompt(1, 2))  # newer than the one that waits
+    cache.compute(prompt(1, 2))  # newer than the queued one
     cache.evict(2 * PAGE)
     assert cache.held_tokens(prompt(2, 2)) == 2 * PAGE and cache.held_tokens(prompt(1, 2)) == 0
 
 
-# ---- whose keys ----
+# ---- keys of namespaces and weights ----
 
 
 @pytest.mark.hazard("tenants-meet-in-store")
-def test_namespaces_have_keys_of_their_own():
-    """Two tenants with the same prompt must never read each other's pages; nor may a request
-    without a namespace read what a stock server has written under SGLang's own key, which could be
-    that of an adapter or of a salted request."""
+def test_namespaces_have_separate_keys():
+    """Guards against tenants with the same prompt that read each other's pages, and against a
+    request without a namespace that reads a stock server's pages under SGLang's own key, which
+    could be those of an adapter or of a salted request."""
     cache, hits = Cache(), []
     tokens = prompt(1, 3)
     for extra_key in (None, "a", "b", "b", None, "a", "c"):
@@ -200,15 +200,15 @@ def test_namespaces_have_keys_of_their_own():
 
 @pytest.mark.hazard("tenants-meet-in-store")
 def test_new_weights_on_a_tree_that_was_not_emptied():
-    """KV below a prefix of the old weights is neither's: written under the new weights' keys, every
-    server that has them would read it. After a flush servers with the same weights meet."""
+    """Guards against KV below a prefix of the old weights that is written under the new weights'
+    keys: it belongs to neither. After a flush, servers with the same weights share pages."""
     old, new = Namespace.of({"weights": "old"}), Namespace.of({"weights": "new"})
     tokens = prompt(3, 2, base=prompt(1, 3))
     cache = Cache(pages=8)
     cache.buffer.use(old, "a")
     cache.compute(prompt(1, 3))
-    cache.step(work=False)  # one that is being copied is still the old weights'
-    cache.compute(prompt(2, 2))  # one that waits is not known to be
+    cache.step(work=False)  # a running copy still belongs to the old weights
+    cache.compute(prompt(2, 2))  # a queued write may belong to either
     cache.buffer.use(new, "b")
     cache.compute(tokens)
     cache.settle()
@@ -226,9 +226,9 @@ def test_new_weights_on_a_tree_that_was_not_emptied():
 @pytest.mark.hazard("stale-beliefs")
 @pytest.mark.parametrize("how", ["works", "fails", "hangs"])
 def test_the_store_is_cleared(how: str):
-    """What was stored is not any more; a write under way does not bring the belief back. Where the
-    store cannot be cleared the scheduler does not wait for it for ever, and what is known of it is
-    forgotten all the same: other ranks may have cleared theirs."""
+    """Guards against nodes that still count as stored, also because of a write that ends later. If
+    the store cannot be cleared, the scheduler does not wait for ever, and nodes still count as not
+    stored, because other ranks may have cleared their stores."""
     cache = Cache()
     cache.compute(prompt(1, 2))
     cache.settle()
@@ -239,7 +239,7 @@ def test_the_store_is_cleared(how: str):
         (cache.store.fail if how == "fails" else cache.store.hang)("clear")
     assert cache.tree.clear_storage_backend() is (how == "works")
     assert stored(cache) == [0, 0]
-    cache.let_go()
+    cache.open_gates()
     cache.settle()
     assert stored(cache) == [0, 0]
     cache.now += 2.0
@@ -250,30 +250,32 @@ def test_the_store_is_cleared(how: str):
     assert cache.match(prompt(1, 2)).last_device_node.storage_backed
 
 
-# ---- a store that takes little ----
+# ---- a store that refuses pages ----
 
 
 @pytest.mark.hazard("back-pressure-deadlock")
 @pytest.mark.parametrize("way", [True, OSError("full")], ids=["refuses", "raises"])
 def test_a_store_that_takes_nothing(way: bool | OSError):
-    """Retried in every step, a prompt larger than the stage would be copied over and over, keep
-    out all that is behind it, and the server from ever being idle; given up for good, nothing
-    would be stored when the store is well again."""
+    """Guards against writes that are retried in every step: a prompt larger than the stage would be
+    copied again and again, block those behind it, and keep the server busy; and against writes that
+    are given up for good, so that a recovered store gets nothing."""
     prompts = [prompt(1, 30), prompt(2, 2), prompt(3, 2)]
     cache = Cache(pages=8, tokens=80 * PAGE)
     cache.store.refusing = way
     copies = count_copies(cache)
     for tokens in prompts[:2]:
         cache.compute(tokens)
-    for _ in range(400):  # six seconds: one after 0, 1 and 3 s each
+    for _ in range(400):  # six seconds: one attempt after 0, 1 and 3 s each
         steps(cache, 1)
         cache.now += 0.015
     dropped = cache.buffer.backups.queue.dropped
     assert copies.call_count <= 4 and dropped[REFUSED] == 32 * PAGE, "each token once"
-    for number in (3, 4):  # the first of them is the next that is tried
+    for number in (3, 4):  # the first of them is tried next
         cache.compute(prompt(number, 2))
         steps(cache, 5)
-    assert len(cache.buffer.backups.queue) == 1 and not cache.buffer.busy, "it is in nobody's way"
+    assert len(cache.buffer.backups.queue) == 1 and not cache.buffer.busy, (
+        "it does not block the idle state"
+    )
     cache.store.refusing = False
     for _ in range(2):
         cache.now += 100.0
@@ -285,27 +287,27 @@ def test_a_store_that_takes_nothing(way: bool | OSError):
 
 
 def test_a_store_that_takes_a_part_of_each_backup():
-    """Tried in every step, half of what is copied would be copied for nothing; what it takes is
-    stored, and it has all again as soon as it takes all again."""
+    """Guards against attempts in every step, which would copy half of the pages for nothing. Stored
+    pages count, and the store gets everything as soon as it accepts everything again."""
     cache = Cache(pages=8, tokens=2000 * PAGE)
     cache.store.takes = 1
     copies = count_copies(cache)
-    for number in range(200):  # three seconds, one prompt of two pages each
+    for number in range(200):  # three seconds, one prompt of two pages a step
         cache.compute(prompt(number, 2))
         cache.step()
         cache.now += 0.015
-    # Once in a second.
+    # One attempt a second.
     assert 3 <= copies.call_count <= 4 and len(cache.store.content) == copies.call_count
     assert cache.buffer.backups.queue.dropped[REFUSED] == copies.call_count * PAGE
     cache.store.takes = None
     cache.now += 1.0
     before = copies.call_count
     cache.settle(1000)
-    assert copies.call_count - before > 50 and cache.now < 5, "it is not waited for any more"
+    assert copies.call_count - before > 50 and cache.now < 5, "the store is not throttled any more"
 
 
 def test_no_copy_for_a_store_that_is_down():
-    """What waits stays until the store answers a probe, which comes without any request."""
+    """Guards against copies for a store that is down. Writes stay queued until a probe succeeds."""
     cache = Cache()
     cache.store.hang("batch_exists")
     cache.client.query(["f" * 64])
@@ -313,7 +315,7 @@ def test_no_copy_for_a_store_that_is_down():
     cache.compute(prompt(1, 3))
     steps(cache, 20)
     assert not cache.client.up and copies.call_count == 0 and not cache.buffer.busy
-    cache.let_go()
+    cache.open_gates()
     cache.now += 2.0
     steps(cache, 3)
     cache.settle()
@@ -321,7 +323,7 @@ def test_no_copy_for_a_store_that_is_down():
 
 
 def count_copies(cache: Cache) -> mock.Mock:
-    """Is called instead of each copy to the stage from now on, and makes it."""
+    """Return a mock that counts, and makes, each copy to the stage from now on."""
     copier = cache.buffer.context.copier
     copier.to_stage = mock.Mock(side_effect=copier.to_stage)
     return copier.to_stage

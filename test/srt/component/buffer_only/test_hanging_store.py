@@ -1,4 +1,5 @@
-"""A store that does not return: hits are lost, and the pages that it may still use are kept."""
+"""A store that does not return: hits are lost, and pages that its calls may still access are
+kept."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from sglang.srt.mem_cache.buffer_only.nodes import STUCK
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 from sglang.srt.mem_cache.buffer_only.stage import Direction
 
-PROMPT, OTHER = prompt(1, 5), prompt(2, 4)
+PROMPT = prompt(1, 5)
+OTHER = prompt(2, 4)
 
 
 @pytest.mark.hazard("staging-pages")
@@ -32,9 +34,9 @@ PROMPT, OTHER = prompt(1, 5), prompt(2, 4)
     ],
 )
 def test_a_call_that_hangs(method: str, batch_pages: int, call: int, good: int):
-    """The request computes, or the node is not taken for stored, beyond what came before. The
-    pages of the rest are kept until the call returns, also by a flush, for which the server counts
-    as idle; what it then writes lands in nobody's pages."""
+    """Guards against pages that are reused while a hung call may still access them, also after a
+    flush. The request computes the rest, or the node counts as stored only up to there, and the
+    server counts as idle for a flush."""
     cache = stored(PROMPT, batch_pages=batch_pages)
     cache.store.hang(method, call)
     if method == "batch_set_v1":
@@ -46,12 +48,12 @@ def test_a_call_that_hangs(method: str, batch_pages: int, call: int, good: int):
         steps(cache, 4)
     kept = {page for staging in cache.stage.allocated for page in staging.pages}
     assert len(kept) == cache.stage.stranded == (0 if method == "batch_exists" else 4 - good)
-    assert cache.serve("s", PROMPT) <= 4 * PAGE, "the store is down, and not asked"
+    assert cache.serve("s", PROMPT) <= 4 * PAGE, "the store is down, and not queried"
     assert not cache.buffer.busy
     cache.flush()
     assert cache.stage.used() == len(kept)
     cache.store.written.clear()
-    cache.let_go()
+    cache.open_gates()
     cache.settle()
     assert set(cache.store.written) <= kept
 
@@ -59,35 +61,35 @@ def test_a_call_that_hangs(method: str, batch_pages: int, call: int, good: int):
 @pytest.mark.hazard("staging-pages")
 @pytest.mark.parametrize("method", ["batch_get_v1", "batch_set_v1"])
 def test_a_store_that_hangs_on_one_rank(method: str):
-    """The other rank's call has ended, and its pages are kept all the same: given back, its stage
-    would have room for what the first one's has not, and the ranks do different things."""
+    """Guards against ranks with different stages: the other rank's call has ended, but its pages
+    are kept too. Otherwise its stage would have room that the first rank's has not."""
     ranks = Ranks(2, tokens=80 * PAGE)
     ranks.store(PROMPT)
     first, second = ranks.caches
     gate = first.store.hang(method)
     if method == "batch_get_v1":
-        ranks.each(lambda cache: cache.want("r", PROMPT))
+        ranks.on_all(lambda cache: cache.want("r", PROMPT))
     else:
-        ranks.each(lambda cache: cache.compute(OTHER))
+        ranks.on_all(lambda cache: cache.compute(OTHER))
     ranks.live(6)
     assert gate.waiting and second.client.under_way == 0
-    assert ranks.each(lambda cache: cache.stage.stranded) == 4
-    assert ranks.each(lambda cache: cache.tree.check_prefetch_progress("r"))
+    assert ranks.on_all(lambda cache: cache.stage.stranded) == 4
+    assert ranks.on_all(lambda cache: cache.tree.check_prefetch_progress("r"))
     assert not any(node.stored for node in nodes(second.tree)), "durable on one rank is not durable"
 
 
 @pytest.mark.hazard("back-pressure-deadlock")
 def test_reads_that_hang_for_ever(caplog: pytest.LogCaptureFixture):
-    """They have all that reads may have of the stage. Requests compute at once: waiting for pages
-    that nobody gives back, each would lose all the time that it may wait, also one that was there
-    before the store was known to hang. The pages are counted, and the log says where they are."""
+    """Guards against requests that wait for staging pages that hung reads keep for ever, also one
+    that was queued before the store was known to hang: they compute at once. The pages are counted
+    and logged."""
     prompts = [prompt(number, 9) for number in range(1, 5)]
     cache = stored(*prompts, tokens=80 * PAGE)
     cache.store.hang("batch_get_v1")
     assert cache.serve("first", prompts[0]) == 0
     steps(cache, 1)
     cache.revive()
-    steps(cache, 8)  # what was computed meanwhile is written now
+    steps(cache, 8)  # the KV computed so far is written now
     cache.store.hang("batch_get_v1")
     cache.want("second", prompts[1])
     cache.want("third", prompts[2])
@@ -109,15 +111,15 @@ def test_reads_that_hang_for_ever(caplog: pytest.LogCaptureFixture):
     steps(cache, 5)
     assert cache.match(prompt(8, 3)).last_device_node.storage_backed, "writes go on"
     assert cache.stage.used() == kept and not cache.buffer.busy
-    cache.let_go()
+    cache.open_gates()
     cache.settle()
     assert cache.stage.stranded == 0 and cache.serve("again", prompts[3]) == 8 * PAGE
 
 
 @pytest.mark.hazard("back-pressure-deadlock")
 def test_writes_that_hang_for_ever():
-    """They have all that writes may have of the stage. What waits to be written is dropped and
-    counted: a server that keeps it would never be idle again, and its queue only grow."""
+    """Guards against a server that is never idle again, and a queue that only grows, because hung
+    writes keep all staging pages for writes: queued writes are dropped and counted."""
     cache = Cache(tokens=80 * PAGE)
     for number in range(2):
         cache.store.hang("batch_set_v1")
@@ -129,9 +131,9 @@ def test_writes_that_hang_for_ever():
     cache.compute(prompt(7, 5))
     steps(cache, 1)
     assert cache.buffer.backups.queue.dropped[STUCK] == 5 * PAGE and not cache.buffer.busy
-    assert cache.evict(1000) == 13 * PAGE, "and it keeps nothing from eviction"
+    assert cache.evict(1000) == 13 * PAGE, "and no page is kept from eviction"
     check(cache)
-    cache.let_go()
+    cache.open_gates()
     steps(cache, 2)
     cache.compute(prompt(7, 5))
     cache.settle()
@@ -139,8 +141,8 @@ def test_writes_that_hang_for_ever():
 
 
 def test_a_store_that_answers_probes_alone():
-    """Guards against a gauge, and with it an alert, that takes a store for used although all calls
-    that it may have hang, so that each further one is refused."""
+    """Guards against a gauge (and its alert) that reports a store as in use although all permitted
+    calls hang, so that every further one is refused."""
     cache = Cache()
     cache.client.settings = dataclasses.replace(cache.client.settings, max_calls=2)
     for used in (1, 0):
@@ -153,10 +155,10 @@ def test_a_store_that_answers_probes_alone():
 
 
 @pytest.mark.parametrize("left_s", [0.0, 2.0])
-def test_the_end_of_a_server_waits_for_all_at_once(left_s: float, monkeypatch: pytest.MonkeyPatch):
-    """Not for one thread after the other: eight of them could take 80 s, and whoever ends servers
-    kills one that takes so long. A store that does not close has what is left of that time,
-    whatever its deadline."""
+def test_a_shutdown_waits_for_all_threads_together(left_s: float, monkeypatch: pytest.MonkeyPatch):
+    """Guards against a shutdown that waits for one thread after the other: eight could take 80 s,
+    and a supervisor kills a server that takes so long. The store's close gets the rest of the
+    common time, whatever its deadline."""
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
 
     class Slow(ManualThreads):
@@ -175,8 +177,8 @@ def test_the_end_of_a_server_waits_for_all_at_once(left_s: float, monkeypatch: p
     assert clock.now == 100.0 + pipelines.CLOSE_S - left_s
 
 
-def test_the_end_of_a_server_asks_nothing_more():
-    """What waits for its turn at a slow store would keep the threads for as long as they may."""
+def test_a_shutdown_drops_queued_calls():
+    """Guards against queued calls of a slow store that use up the shutdown's time."""
     cache = Cache()
     for number in range(5):
         cache.want(f"r{number}", prompt(number, 4))

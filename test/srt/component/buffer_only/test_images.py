@@ -1,5 +1,5 @@
-"""Two images that SGLang takes for one: the 30 bits of their hashes that stand in a prompt are the
-same. In the store their pages must not meet."""
+"""Two images that SGLang takes for one, because the 30 bits of their hashes in a prompt are equal.
+In the store their pages must not collide."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CACHES = pytest.mark.parametrize(
 
 
 def request(*images: int, extra_key: str | None = None) -> Any:
-    """Two pages of text, six tokens of each image, and text to the end of the seventh page."""
+    """Return a request of two pages of text, six tokens an image, and text up to seven pages."""
     items = [MultimodalDataItem(Modality.IMAGE, hash=image) for image in images]
     for item in items:
         item.set_pad_value()
@@ -39,7 +39,7 @@ def request(*images: int, extra_key: str | None = None) -> Any:
 
 
 def serve(cache: Cache, rid: str, req: Any, more: tuple[int, ...] = ()) -> int:
-    """Tokens that were fetched or found for a request."""
+    """Serve a request; return its hit tokens."""
     hit = cache.serve(rid, [*req.origin_input_ids, *more], req.extra_key)
     cache.settle()
     return hit
@@ -48,7 +48,8 @@ def serve(cache: Cache, rid: str, req: Any, more: tuple[int, ...] = ()) -> int:
 @pytest.mark.hazard("tenants-meet-in-store")
 @CACHES
 def test_images_with_one_placeholder_do_not_meet_in_the_store(changes: dict[str, Any]):
-    """The text before them does, and so do requests with the same images, and with none."""
+    """Guards against a hit on another image's pages. The text before images is shared, and so are
+    requests with equal images, or with none."""
     cache = Cache(tokens=100 * PAGE, **changes)
     mine, theirs, text = request(ONE), request(OTHER), request()
     assert mine.origin_input_ids == theirs.origin_input_ids
@@ -63,7 +64,7 @@ def test_images_with_one_placeholder_do_not_meet_in_the_store(changes: dict[str,
 @pytest.mark.hazard("tenants-meet-in-store")
 @CACHES
 def test_what_was_computed_behind_another_image_is_not_written(changes: dict[str, Any]):
-    """One server's own tree knows the placeholder alone, as SGLang's does."""
+    """Guards against stored KV of a wrong image: a server's tree knows only the placeholder."""
     cache = Cache(tokens=100 * PAGE, **changes)
     mine, theirs, more = request(ONE), request(OTHER), tuple(range(500, 500 + 3 * PAGE))
     serve(cache, "mine", mine)
@@ -77,7 +78,7 @@ def test_what_was_computed_behind_another_image_is_not_written(changes: dict[str
 
 @CACHES
 def test_an_image_that_is_shown_again_leaves_its_pages(changes: dict[str, Any]):
-    """In the next turn of a conversation: what was written for the first one is found."""
+    """Guards against pages that are lost when the next turn shows the image again."""
     cache = Cache(tokens=100 * PAGE, **changes)
     serve(cache, "a turn", request(ONE))
     cache.flush()
@@ -85,8 +86,8 @@ def test_an_image_that_is_shown_again_leaves_its_pages(changes: dict[str, Any]):
     assert serve(cache, "the next turn", request(ONE, ONE)) == 3 * PAGE
 
 
-def test_what_is_used_is_looked_up_under_its_keys():
-    """Or all of it would count as lost."""
+def test_pages_in_use_are_looked_up_under_their_own_keys():
+    """Guards against look-ups under plain keys, which would count all pages as lost."""
     cache = Cache(tokens=100 * PAGE)
     req = request(ONE)
     serve(cache, "r", req)
@@ -98,21 +99,24 @@ def test_what_is_used_is_looked_up_under_its_keys():
     for _ in range(3):
         cache.step()
     looked_up = cache.store.asked("batch_exists")
-    own = cache.keys(req.origin_input_ids, req.extra_key)
-    assert looked_up and all(keys == own for keys in looked_up)
+    keys_of_request = cache.keys(req.origin_input_ids, req.extra_key)
+    assert looked_up and all(keys == keys_of_request for keys in looked_up)
     assert not cache.buffer.context.counters["store_lost_pages"]
 
 
-def test_where_images_begin():
-    """In the order of the prompt, also those of one placeholder; what is not in it counts from its
-    start. The key is equal to the plain one: the tree shares what it shared."""
+def test_image_keys_name_images_by_position():
+    """Guards against keys that do not tell images apart: they are named in the order of the prompt,
+    also with equal placeholders; one that is not in the prompt is placed at its start. The tree
+    still shares prefixes, because the key equals the plain one."""
     req = request(ONE, 5, OTHER, extra_key="tenant")
     assert req.extra_key == "tenant" and hash(req.extra_key) == hash("tenant")
     assert req.extra_key.images == ((8, ONE), (8, OTHER), (14, 5))
-    assert request(ONE, 5, ONE).extra_key.images == ((8, ONE), (14, 5)), "shown twice, it is one"
-    # Of one placeholder nobody knows where each of several images is: all of them are named.
+    assert request(ONE, 5, ONE).extra_key.images == ((8, ONE), (14, 5)), (
+        "an image shown twice is named once"
+    )
+    # With equal placeholders the position of each image is unknown, so all are named.
     twice = request(ONE, ONE, OTHER), request(ONE, OTHER, ONE)
-    assert len({each.extra_key.images for each in twice}) == 2
+    assert len({req_of_order.extra_key.images for req_of_order in twice}) == 2
     req.multimodal_inputs.mm_items[1].pad_value = 3_000_000
     assert image_key(req).images[0] == (0, 5)
     assert image_key(request()) == "" and image_key(request()).images == ()

@@ -23,10 +23,16 @@ from sglang.srt.mem_cache.buffer_only.host_pool import staging_buffer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
-BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-PAGE, PAGES, STAGED = 64, 6, 4
+BF16 = torch.bfloat16
+FP8 = torch.float8_e4m3fn
+PAGE = 64
+PAGES = 6
+#: Pages of the staging buffer.
+STAGED = 4
 TOKENS = PAGE * PAGES
-LATENT, ROPE = 16, 4
+#: Elements of a token's latent, and of its rotary part.
+LATENT = 16
+ROPE = 4
 #: DSA stores a latent in fp8 with a scale for 128 of its elements, and the rotary part in bf16.
 PACKED = LATENT + 4 + 2 * ROPE
 
@@ -57,7 +63,7 @@ def pools(kind: str, dtype: torch.dtype, layout: str, seed: int) -> tuple[Any, A
 
 
 def buffers(device: Any) -> list[torch.Tensor]:
-    """All tensors of a device pool: of KV, and of the index."""
+    """Return all tensors of a device pool: of KV, and of the index."""
     index = getattr(device, "index_k_with_scale_buffer", [])
     if hasattr(device, "kv_buffer"):
         return [*device.kv_buffer, *index]
@@ -65,7 +71,7 @@ def buffers(device: Any) -> list[torch.Tensor]:
 
 
 def page_bytes(device: Any, page: int) -> list[torch.Tensor]:
-    """The bytes of ``page`` in each tensor; the rows of an index are pages, others are slots."""
+    """Return the bytes of ``page`` in each tensor. Rows are pages in an index, slots elsewhere."""
     return [
         buffer[page : page + 1].view(torch.uint8)
         if buffer.shape[0] < TOKENS
@@ -80,9 +86,9 @@ def page_bytes(device: Any, page: int) -> list[torch.Tensor]:
 def test_the_other_server_has_every_byte(
     tmp_path: Path, kind: str, dtype: torch.dtype, layout: str
 ) -> None:
-    """Guards against a latent, an index or scales that a copy or the store leaves out or puts into
-    another page: what one server has on the device, the other one has there, and nothing else
-    changes."""
+    """Guards against a latent, an index or scales that a copy or the store omits or puts into
+    another page: the second server's device must get every byte of the first one's, and no other
+    change."""
     ours, stage = pools(kind, dtype, layout, seed=1)
     theirs, their_stage = pools(kind, dtype, layout, seed=2)
     assert len(buffers(ours)) == LAYERS * (1 if kind == "mla" else 2)
@@ -90,7 +96,7 @@ def test_the_other_server_has_every_byte(
 
     stage.backup_from_device_all_layer(ours, slots(2, 0), slots(3, 6), "direct")
     keys = hashes(2)
-    # Of a latent the first rank writes, and all ranks read.
+    # The first rank writes a latent, and all ranks read it.
     writer = backends.file(stage, tmp_path, rank=0, ranks=2)
     reader = backends.file(their_stage, tmp_path, rank=int(kind != "mha"), ranks=2)
     assert writer.batch_set_v1(keys, slots(2, 0)) == [True, True]
@@ -114,9 +120,9 @@ def test_the_other_server_has_every_byte(
 def test_one_rank_of_an_attention_group_writes_a_latent(
     kind: str, ranks: tuple[int, int], attention: tuple[int, int] | None, writes: bool
 ) -> None:
-    """Guards against a latent that no rank writes, or each one: of the ranks that hold the same
-    latent the first one does, also in each group of data parallel attention (``attention``: its
-    rank and ranks). Heads are written by all ranks."""
+    """Guards against a latent that no rank writes, or that each one writes: the first of the ranks
+    that hold the same latent does, also in each group of data parallel attention (``attention``:
+    its rank and ranks). Heads are written by all ranks."""
     device, host = pools(kind, BF16, "page_first_direct", seed=1)
     rank, size = attention or (0, 1)
     names = {

@@ -1,4 +1,4 @@
-"""A prompt through both pipelines, and what copies wait for."""
+"""A prompt through both pipelines, and the order of copies and forward passes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
 @pytest.mark.hazard("node-nowhere")
 def test_evicted_node_by_node_and_read_back():
-    """A node without device KV is gone, a leaf as well as what is above it: nothing can match,
-    load or count what neither device nor host has. The store has it, and a request gets it all."""
+    """Guards against nodes without device KV that can be matched, loaded or counted: an evicted
+    node is gone, a leaf as well as its ancestors. The store has the KV, and a request gets all of
+    it."""
     cache = Cache(pages=32)
     base, tokens = prompt(1, 4), prompt(2, 3, base=prompt(1, 4))
     cache.compute(base)
     cache.compute(tokens)
     cache.settle()
-    for gone, held in [(3, 4), (4, 0)]:
-        assert cache.evict(1) == gone * PAGE
+    for evicted, held in [(3, 4), (4, 0)]:
+        assert cache.evict(1) == evicted * PAGE
         match = cache.match(tokens)
         assert len(match.device_indices) == held * PAGE and match.host_hit_length == 0
         check(cache)
@@ -32,11 +33,11 @@ def test_evicted_node_by_node_and_read_back():
     assert cache.serve("r", tokens) == 6 * PAGE
 
 
-# ---- what copies wait for ----
+# ---- order of copies and forward passes ----
 
 
 def launches(cache: Cache, forward_stream: str | None = "forward") -> list[str]:
-    """Launches of SGLang's controller from now on, and what each one waits for."""
+    """Return a log of the controller's launches from now on, and of their waits."""
     log: list[str] = []
     controller = cache.tree.cache_controller
     cache.tree.forward_stream = forward_stream
@@ -52,8 +53,8 @@ def launches(cache: Cache, forward_stream: str | None = "forward") -> list[str]:
 @pytest.mark.hazard("copy-not-ordered")
 @pytest.mark.parametrize("forward_stream", ["forward", None])
 def test_copies_wait_for_the_forward_pass(forward_stream: str | None):
-    """Launched beside it, a write would store KV that is not computed yet, and a load overwrite
-    slots that a batch which still runs writes to."""
+    """Guards against copies beside a forward pass: a write would store KV that is not computed yet,
+    and a load would overwrite slots that the running batch writes to."""
     cache = Cache()
     log = launches(cache, forward_stream)
     cache.compute(prompt(1, 3))
@@ -68,16 +69,18 @@ def test_copies_wait_for_the_forward_pass(forward_stream: str | None):
 
 @pytest.mark.hazard("copy-not-ordered")
 @pytest.mark.parametrize(
-    ("written", "waits"), [("unknown", 1), ("nothing", 0), ("another's slot", 0), ("its own", 1)]
+    ("written", "waits"),
+    [("unknown", 1), ("nothing", 0), ("another slot", 0), ("the loaded slot", 1)],
 )
 def test_a_load_runs_beside_the_batch_that_runs(written: str, waits: bool):
-    """Unless that writes to a slot which a finished request gave back, and the load has now; after
-    the load, it would be the running batch's KV there."""
+    """Guards against a load that always waits for the running batch, and against one that does not
+    wait although the batch writes to a slot that a finished request freed and the load got: the
+    batch's KV would end up there."""
     cache = stored(prompt(1, 3))
     cache.compute(prompt(2, 4))
     held = cache.match(prompt(2, 4)).device_indices
     others = [slot for slot in range(len(cache.device.k_buffer[0])) if slot not in held.tolist()]
-    slots = {"nothing": held[:0], "another's slot": held, "its own": torch.tensor(others)}
+    slots = {"nothing": held[:0], "another slot": held, "the loaded slot": torch.tensor(others)}
     cache.want("r", prompt(1, 3))
     steps(cache, 4)
     log, cache.tree.written = launches(cache), slots.get(written)
@@ -87,24 +90,26 @@ def test_a_load_runs_beside_the_batch_that_runs(written: str, waits: bool):
 
 @pytest.mark.parametrize("another_was_faster", [False, True])
 def test_a_load_into_slots_that_the_running_batch_still_reads(another_was_faster: bool):
-    """A request whose prefix another one has brought meanwhile gives its own slots back, which the
-    batch that was launched before reads all the same: a load that gets them waits for that."""
+    """Guards against a load into slots that the running batch reads: a request frees its own slots
+    when another one has loaded the same prefix, and a load that gets them must wait."""
     cache = Cache()
     tokens = prompt(1, 4)
-    own, table = cache.allocator.alloc(len(tokens)), ReqToTokenPool(2, 64, "cpu", False)
-    cache.fill(tokens, own, 0, None)
-    table.write((0, slice(0, len(tokens))), own)
+    private_slots, table = cache.allocator.alloc(len(tokens)), ReqToTokenPool(2, 64, "cpu", False)
+    cache.fill(tokens, private_slots, 0, None)
+    table.write((0, slice(0, len(tokens))), private_slots)
     cache.tree.req_to_token_pool = table
     req = SimpleNamespace(
         fill_ids=tokens, req_pool_idx=0, extra_key=None, priority=0, cache_protected_len=0,
-        last_node=cache.tree.root_node, prefix_indices=own[:0],
+        last_node=cache.tree.root_node, prefix_indices=private_slots[:0],
     )  # fmt: skip
     if another_was_faster:
         cache.compute(tokens)
     cache.tree.written = torch.tensor([len(cache.device.k_buffer[0]) - 1])
     free = cache.allocator.available_size()
     cache.tree.cache_unfinished_req(req)
-    given_back = cache.allocator.available_size() - free
+    freed = cache.allocator.available_size() - free
     cache.tree.dec_lock_ref(req.last_node)
-    assert given_back == (len(tokens) if another_was_faster else 0)
-    assert (cache.tree.written is None) is another_was_faster, "a load waits where it is not known"
+    assert freed == (len(tokens) if another_was_faster else 0)
+    assert (cache.tree.written is None) is another_was_faster, (
+        "a load waits if the written slots are not known"
+    )

@@ -1,5 +1,5 @@
-"""One request's prefix on its way from the store: what is asked for, what may happen on the way,
-and how long the request waits."""
+"""One request's prefix on its way from the store: how much is queried, interruptions in each state,
+and the time that the request waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.buffer_only.stage import Direction
 
 PROMPT = prompt(1, 9)
 STATES = list(State)[:5]
-#: Staging pages in each of them.
+#: Number of staging pages in each state.
 HELD = dict(zip(STATES, (0, 0, 0, 8, 8), strict=True))
 
 
@@ -25,19 +25,19 @@ def pages_fetched(cache: Cache) -> list[str]:
     return [key for keys in cache.store.asked("batch_get_v1") for key in keys]
 
 
-# ---- what is asked for ----
+# ---- how much is queried ----
 
 
 @pytest.mark.hazard("host-pool-size", "worthless-prefetch")
 @pytest.mark.parametrize(
-    ("in_store", "in_tree", "tokens", "threshold", "asked", "hit"),
+    ("in_store", "in_tree", "tokens", "threshold", "queried", "hit"),
     [
         (9, 0, PROMPT[: 8 * PAGE], 1, [1, 6], 7),  # at least one token is computed
         (9, 0, PROMPT[: 8 * PAGE + 1], 1, [1, 7], 8),
         (9, 0, PROMPT[: 9 * PAGE - 1], 1, [1, 7], 8),
         (9, 0, PROMPT, 1, [1, 7], 8),
-        (3, 0, [*PROMPT[: 3 * PAGE], *prompt(7, 100)], 1, [1, 101], 3),  # pages for the hit alone
-        (9, 0, prompt(7, 9), 3, [3], 0),  # of a miss no more than the smallest hit is hashed
+        (3, 0, [*PROMPT[: 3 * PAGE], *prompt(7, 100)], 1, [1, 101], 3),  # pages only for the hit
+        (9, 0, prompt(7, 9), 3, [3], 0),  # for a miss, only the smallest hit is hashed
         (9, 0, PROMPT, 3, [3, 5], 8),
         (3, 0, PROMPT[: 3 * PAGE], 4, [], 0),  # a prompt, a hit and a rest below the threshold
         (3, 0, PROMPT, 4, [4], 0),
@@ -45,24 +45,24 @@ def pages_fetched(cache: Cache) -> list[str]:
         (9, 4, PROMPT, 1, [1, 3], 8),
     ],
 )
-def test_how_much_is_asked_for(
-    in_store: int, in_tree: int, tokens: list[int], threshold: int, asked: list[int], hit: int
+def test_how_much_is_queried(
+    in_store: int, in_tree: int, tokens: list[int], threshold: int, queried: list[int], hit: int
 ):
-    """Guards against a stage that is taken by a miss, and against pages that nobody needs."""
+    """Guards against staging pages for a miss, and against queries for pages without use."""
     settings = {"prefetch_threshold": threshold * PAGE}
     cache = stored(PROMPT[: in_store * PAGE], tokens=120 * PAGE, settings=settings)
     cache.compute(PROMPT[: in_tree * PAGE])
     cache.want("r", tokens)
-    if len(asked) == 2:
+    if len(queried) == 2:
         reach(cache, State.FETCHING)
         assert cache.stage.used(Direction.PREFETCH) == hit - in_tree
     assert cache.run("r", tokens) == hit * PAGE
-    assert list(map(len, cache.store.asked("batch_exists"))) == asked
+    assert list(map(len, cache.store.asked("batch_exists"))) == queried
     assert len(pages_fetched(cache)) == hit - in_tree
 
 
 def test_a_hit_larger_than_the_stage_comes_in_rounds():
-    """Or a small stage would cut every long prefix."""
+    """Guards against a small stage that cuts every long prefix."""
     tokens = prompt(3, 30)
     cache = stored(tokens, pages=4, tokens=80 * PAGE)
     assert cache.serve("r", tokens) == 29 * PAGE and cache.stage.peak <= 4
@@ -72,8 +72,8 @@ def test_a_hit_larger_than_the_stage_comes_in_rounds():
 @pytest.mark.hazard("back-pressure-deadlock")
 @pytest.mark.parametrize("step", range(2, 10))
 def test_a_round_that_is_evicted_is_fetched_again(step: int):
-    """Guards against a staging buffer full of pages that continue what is gone: nothing could be
-    fetched, and the request and all behind it waited for as long as the time limit allows."""
+    """Guards against a staging buffer full of pages whose prefix was evicted: nothing could be
+    fetched, and all requests would wait until the time limit."""
     tokens = prompt(3, 30)
     cache = stored(tokens, pages=8, tokens=80 * PAGE)
     cache.want("r", tokens)
@@ -86,37 +86,37 @@ def test_a_round_that_is_evicted_is_fetched_again(step: int):
 
 @pytest.mark.hazard("back-pressure-deadlock")
 def test_a_round_that_is_evicted_while_the_device_has_no_room():
-    """It stands in line, as a request without a store would: before, requests behind it took each
-    page that others gave back, for as long as the time limit allows. Its round is fetched again
-    when there is room, although nothing else happens then."""
+    """Guards against a request without room whose evicted round lets others pass: requests behind
+    it would take every freed page until the time limit. It blocks the queue, and its round is
+    fetched again when there is room, even without another event."""
     tokens = prompt(3, 30)
     cache = stored(tokens, pages=8, tokens=80 * PAGE)
     cache.want("r", tokens)
     while not cache.held_tokens(tokens):
         assert not cache.tree.check_prefetch_progress("r")
         cache.step()
-    taken = cache.allocator.alloc(cache.allocator.available_size() - 4 * PAGE)
+    others_slots = cache.allocator.alloc(cache.allocator.available_size() - 4 * PAGE)
     for _ in range(8):
         assert cache.tree.check_prefetch_progress("r")
         cache.step()
     assert cache.evict(1000) and cache.compute(prompt(4, 4)) == 0
-    cache.allocator.free(taken)
+    cache.allocator.free(others_slots)
     assert cache.run("r", tokens) == 29 * PAGE
 
 
-# ---- what may happen on the way ----
+# ---- interruptions in each state ----
 
 
-def happen(cache: Cache, what: str) -> None:
-    """To the prefetch of ``r``, of eight pages."""
-    match what:
+def interrupt(cache: Cache, event: str) -> None:
+    """Interrupt the prefetch of ``r``, of eight pages."""
+    match event:
         case "the client leaves":
             cache.tree.release_aborted_request("r")
         case "flush":
             cache.flush()
         case "the store is cleared":
             assert cache.tree.clear_storage_backend() and not cache.store.content
-        case "the request asks again":
+        case "the request is sent again":
             cache.want("r", PROMPT)
         case "its time is over":
             cache.tree.check_prefetch_progress("r")
@@ -135,20 +135,20 @@ def happen(cache: Cache, what: str) -> None:
 @pytest.mark.parametrize("answered", [False, True], ids=["before the answer", "after the answer"])
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize(
-    ("what", "hit"),
+    ("event", "hit"),
     [
         ("nothing", 8),
         ("the client leaves", None),
         ("flush", None),
         ("the store is cleared", None),
-        ("the request asks again", 8),
+        ("the request is sent again", 8),
         ("its time is over", 0),
         ("another computes half of it", 8),
     ],
 )
-def test_what_may_happen_in_each_state(state: State, what: str, hit: int | None, answered: bool):
-    """Staging pages go when the store has let go of them, nothing of the device is held, an answer
-    that comes too late changes nothing, and a new tree has nothing of the old one."""
+def test_interruptions_in_each_state(state: State, event: str, hit: int | None, answered: bool):
+    """Guards against staging pages reused while a store call may access them, device pages that
+    stay locked, late answers that change something, and KV of the old tree in a new one."""
     cache = stored(PROMPT, tokens=80 * PAGE)
     cache.want("r", PROMPT)
     cache.want("other", prompt(8, 4))
@@ -156,7 +156,7 @@ def test_what_may_happen_in_each_state(state: State, what: str, hit: int | None,
     assert cache.stage.used() == HELD[state] and cache.tree.protected_size() == 0
     if answered:
         cache.work()
-    happen(cache, what)
+    interrupt(cache, event)
     check(cache)
     if hit is None:
         assert cache.prefetch("r") is None and nodes(cache.tree) == []
@@ -165,16 +165,16 @@ def test_what_may_happen_in_each_state(state: State, what: str, hit: int | None,
         cache.settle()
         assert len(cache.store.content) == 9 and all(n.storage_backed for n in nodes(cache.tree))
         return
-    late = what == "its time is over" and (state is State.STAGED or answered)
+    late = event == "its time is over" and (state is State.STAGED or answered)
     assert late or cache.run("r", PROMPT) == hit * PAGE
 
 
 @pytest.mark.hazard("prefix-under-prefetch")
 @pytest.mark.parametrize("state", STATES[1:])
 @pytest.mark.parametrize(("how", "evicted"), [("split", 0), ("half evicted", 2), ("evicted", 4)])
-def test_what_the_tree_held_may_go_or_be_split(state: State, how: str, evicted: int):
-    """Nothing keeps it, so that nobody's hit is in the way of those who run. It comes from the
-    store then, like the rest, and what is in the stage already is not fetched again."""
+def test_the_prefix_in_the_tree_may_be_evicted_or_split(state: State, how: str, evicted: int):
+    """Guards against a waiting request that locks its prefix in the tree, in the way of running
+    ones. An evicted prefix is fetched like the rest, and staged pages are not fetched again."""
     cache = stored(PROMPT)
     cache.compute(PROMPT[: 2 * PAGE])
     cache.compute(PROMPT[: 4 * PAGE])
@@ -195,9 +195,9 @@ def test_what_the_tree_held_may_go_or_be_split(state: State, how: str, evicted: 
 @pytest.mark.hazard("prefix-under-prefetch")
 @pytest.mark.parametrize("in_tree", [4, 9])
 @pytest.mark.parametrize("left", [0, 2])
-def test_what_the_tree_held_may_go_where_the_store_had_no_more(in_tree: int, left: int):
-    """Guards against requests that wait, as on a prefill server for their decode server, while
-    others evict what they would have hit: they computed it although the store has it."""
+def test_an_evicted_prefix_is_fetched_if_the_store_added_nothing(in_tree: int, left: int):
+    """Guards against a prefix that is computed although the store has it: requests wait (on a
+    prefill server for their decode server) while other requests evict their hit."""
     cache = stored(PROMPT[: in_tree * PAGE])
     cache.compute(PROMPT[: 2 * PAGE])
     cache.compute(PROMPT[: in_tree * PAGE])
@@ -209,9 +209,9 @@ def test_what_the_tree_held_may_go_where_the_store_had_no_more(in_tree: int, lef
     assert cache.run("r", PROMPT) == min(in_tree, 8) * PAGE
 
 
-def test_what_the_tree_held_goes_again_and_again():
-    """The store is asked for it anew a few times, and then the request computes: it would wait for
-    ever on a server on which others evict its prefix each time that somebody has brought it."""
+def test_a_prefix_that_is_evicted_again_and_again():
+    """Guards against a request that waits for ever because other requests evict its prefix each
+    time that it was computed: after a few new queries it computes."""
     cache = stored(PROMPT)
     ready = []
     while True not in ready and len(ready) < 20:
@@ -228,9 +228,9 @@ def test_what_the_tree_held_goes_again_and_again():
 
 @pytest.mark.hazard("slots-freed-under-copy")
 @pytest.mark.parametrize("pages", [1, 4, 6, 9])
-def test_another_request_computes_it_meanwhile(pages: int):
-    """Its pages would be in the tree twice, or those of the copy be freed under it; only what is
-    still missing is loaded."""
+def test_another_request_computes_the_prefix_first(pages: int):
+    """Guards against pages that are in the tree twice, and against a copy's pages that are freed
+    under it: only the missing pages are loaded."""
     cache = stored(PROMPT, pages=32, tokens=80 * PAGE)
     cache.want("r", PROMPT)
     reach(cache, State.FETCHING)
@@ -242,8 +242,8 @@ def test_another_request_computes_it_meanwhile(pages: int):
 
 @pytest.mark.hazard("slots-freed-under-copy")
 def test_pages_on_their_way_to_the_device_are_kept():
-    """Evicted before the copy has ended, the slots would be another request's when it lands; given
-    back, the staging pages would be filled with something else while they are read."""
+    """Guards against slots evicted before their copy has ended, which would overwrite another
+    request's KV, and against staging pages that are reused while they are read."""
     cache = stored(PROMPT, pages=32, tokens=80 * PAGE)
     cache.want("r", PROMPT)
     reach(cache, State.STAGED)
@@ -263,10 +263,10 @@ def test_pages_on_their_way_to_the_device_are_kept():
 @pytest.mark.hazard("copy-not-ordered")
 @pytest.mark.parametrize("with_batch", [True, False])
 def test_batches_wait_for_the_copy(with_batch: bool):
-    """The batch that a request is loaded for gets the layer counter of its own copy to wait for;
-    so do those after it while the copy runs, also where the request found no place in a batch, and
-    none when it has ended. The first one need not have waited: of a batch without a prefix
-    FlashInfer reads nothing."""
+    """Guards against a batch that does not wait for a running copy: the request's own batch waits,
+    and so do later ones, even if the request found no place in a batch; none waits after the copy.
+    The first batch's wait alone is not enough, because FlashInfer reads nothing for a batch without
+    a prefix."""
     cache = stored(PROMPT)
     cache.want("r", PROMPT)
     assert cache.tree.ready_to_load_host_cache() == -1
@@ -284,17 +284,17 @@ def test_batches_wait_for_the_copy(with_batch: bool):
     assert cache.tree.ready_to_load_host_cache() == -1 and cache.held_tokens(PROMPT) == 8 * PAGE
 
 
-# ---- what the store answers ----
+# ---- answers of the store ----
 
 
 @pytest.mark.hazard("store-exception")
-@pytest.mark.parametrize("method", ["batch_exists", "batch_get_v1", "nonsense", "our mistake"])
+@pytest.mark.parametrize("method", ["batch_exists", "batch_get_v1", "nonsense", "internal error"])
 def test_a_store_that_fails_costs_a_hit(method: str):
-    """And neither a thread nor a request, also where it is none of the store's."""
+    """Guards against an exception, of the store or internal, that costs more than a hit."""
     cache = stored(PROMPT)
     if method == "nonsense":
         cache.store.answer("batch_get_v1", lambda _: method)
-    elif method == "our mistake":
+    elif method == "internal error":
         cache.client.read = mock.Mock(side_effect=KeyError(method))
     else:
         cache.store.fail(method)
@@ -309,8 +309,8 @@ def test_a_store_that_fails_costs_a_hit(method: str):
 @pytest.mark.parametrize("lost", range(8))
 @pytest.mark.parametrize("how", ["drop", "shorten", "hole"])
 def test_only_leading_pages_count(lost: int, how: str):
-    """Page number ``lost`` is gone since the query, or short, or reported missing with others
-    behind it."""
+    """Guards against pages that count behind a missing one: page number ``lost`` is gone since the
+    query, or short, or reported missing."""
     cache = stored(PROMPT, pages=32, tokens=80 * PAGE)
     cache.want("r", PROMPT)
     reach(cache, State.QUERYING)
@@ -321,12 +321,12 @@ def test_only_leading_pages_count(lost: int, how: str):
     elif how == "shorten":
         cache.store.shorten(key)
     else:
-        cache.store.answer("batch_get_v1", lambda r: [at != lost for at in range(len(r))])
+        cache.store.answer("batch_get_v1", lambda r: [index != lost for index in range(len(r))])
     assert cache.run("r", PROMPT) == lost * PAGE
     assert cache.buffer.context.counters["prefetch_unfulfilled_tokens"] == (8 - lost) * PAGE
     check(cache)
     cache.settle()
-    assert key in cache.store.content, "what was lost is written again"
+    assert key in cache.store.content, "the lost page is written again"
 
 
 # ---- how long a request waits ----
@@ -337,16 +337,16 @@ def test_only_leading_pages_count(lost: int, how: str):
     [
         ({}, 10.0),
         ({"prefetch_timeout_ms": 1000}, 1.0),
-        # As SGLang's: a base and so much for each of its eight pages.
+        # As in SGLang: a base, plus an amount for each of its eight pages.
         ({"policy": "timeout", "timeout_base_ms": 100, "timeout_page_ms": 10}, 0.18),
         ({"policy": "best_effort"}, None),
     ],
-    ids=["by default", "as set", "by length", "never"],
+    ids=["default", "set", "by length", "no wait"],
 )
 def test_how_long_a_request_waits_for_a_silent_store(
     settings: dict[str, Any], limit_s: float | None
 ):
-    """And the staging pages stay with the store until it answers."""
+    """Guards against a wrong time limit, and against staging pages freed before the answer."""
     cache = stored(PROMPT, settings=settings)
     cache.want("r", PROMPT)
     reach(cache, State.FETCHING)
@@ -381,9 +381,9 @@ def test_the_time_of_a_full_server_does_not_count():
 
 @pytest.mark.parametrize("policy", ["wait_complete", "timeout", "best_effort"])
 @pytest.mark.parametrize("first", [True, False])
-def test_what_had_arrived_is_used(policy: str, first: bool):
-    """When the time is over, or the request does not wait at all. Pages behind a gap are of no
-    use."""
+def test_pages_that_have_arrived_are_used(policy: str, first: bool):
+    """Guards against a lost partial hit at the time limit, or for a request that does not wait.
+    Pages behind a gap are not usable."""
     cache = stored(PROMPT, settings={"policy": policy})
     cache.want("r", PROMPT)
     reach(cache, State.FETCHING)
@@ -399,14 +399,14 @@ def test_what_had_arrived_is_used(policy: str, first: bool):
     assert cache.compute(PROMPT, rid="r") == (6 * PAGE if first else 0)
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_a_parked_prefix_does_not_expire(asked: bool):
-    """A request may wait for minutes; what was fetched for it is still there then, also where the
-    scheduler has waited for it before it was there."""
+@pytest.mark.parametrize("checked_early", [False, True])
+def test_a_parked_prefix_does_not_expire(checked_early: bool):
+    """Guards against a staged prefix that expires: a request may wait for minutes, even if the
+    scheduler checked it before the prefix arrived."""
     cache = stored(PROMPT)
     cache.want("r", PROMPT)
     reach(cache, State.FETCHING)
-    assert not (asked and cache.tree.check_prefetch_progress("r"))
+    assert not (checked_early and cache.tree.check_prefetch_progress("r"))
     for _ in range(5):
         cache.step()
         cache.now += 60.0

@@ -1,5 +1,5 @@
-"""Many requests in line: who is fetched first, who gives pages back, and that nobody is in the way
-of the others."""
+"""Many queued requests: the order of their fetches, the return of staging pages, and requests that
+must not block others."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from component.buffer_only.test_prefetch import pages_fetched
 from sglang.srt.mem_cache.buffer_only.prefetch import State
 from sglang.srt.mem_cache.buffer_only.stage import Direction
 
-#: More in front than are looked at in a step.
+#: More requests in front than a step checks.
 SKIPPED = [f"skipped {number}" for number in range(20)]
 
 
 def in_line(cache: Cache, prompts: list[list[int]]) -> dict[str, list[int]]:
-    """Requests r0, r1 and so on, which have just arrived."""
+    """Start prefetches of new requests r0, r1 and so on. Return their prompts by id."""
     line = {f"r{number}": tokens for number, tokens in enumerate(prompts)}
     for rid, tokens in line.items():
         cache.want(rid, tokens)
@@ -25,16 +25,16 @@ def in_line(cache: Cache, prompts: list[list[int]]) -> dict[str, list[int]]:
 
 
 def states(cache: Cache, rids: object) -> list[str | None]:
-    """The name of each one's state."""
-    found = [cache.state(rid) for rid in rids]
-    return [state and state.name for state in found]
+    """Return the names of the requests' states."""
+    of_requests = [cache.state(rid) for rid in rids]
+    return [state and state.name for state in of_requests]
 
 
 @pytest.mark.hazard("back-pressure-deadlock")
 @pytest.mark.parametrize("stage", [16, 200])
 def test_many_requests_with_long_prefixes_on_the_device(stage: int):
-    """Thirty with ten pages in the tree and nineteen in the store each, where the device has room
-    for two thirds of it: no clock moves, nobody waits for pins, and no hit is lost."""
+    """Guards against hits that are lost, or wait for locks, on a full device: thirty requests with
+    ten pages in the tree and nineteen in the store each, and room for two thirds of them."""
     anchors = [prompt(number, 10) for number in range(30)]
     prompts = [prompt(100 + number, 20, base=anchors[number]) for number in range(30)]
     cache = stored(*prompts, pages=stage, tokens=600 * PAGE)
@@ -51,8 +51,8 @@ def test_many_requests_with_long_prefixes_on_the_device(stage: int):
 @pytest.mark.hazard("back-pressure-deadlock")
 @pytest.mark.parametrize("late", [False, True])
 def test_first_in_line_is_fetched_first(late: bool):
-    """The order is the scheduler's, not that of arrival. Where it comes late, the last in line
-    gives its pages back to the one for which the scheduler waits, and is fetched anew."""
+    """Guards against fetches in the order of arrival instead of the scheduler's. If that order
+    comes late, the last queued request gives its pages to the first one, and is fetched again."""
     prompts = [prompt(number, 5) for number in range(4)]
     cache = stored(*prompts)
     line = in_line(cache, prompts)
@@ -64,15 +64,15 @@ def test_first_in_line_is_fetched_first(late: bool):
     assert not cache.tree.check_prefetch_progress("r3")
     steps(cache, 1, work=not late)
     steps(cache, 0 if late else 5)
-    there = "FETCHING" if late else "STAGED"
-    assert states(cache, order) == [there, "STAGED", "STAGED", "FOUND"]
+    first_state = "FETCHING" if late else "STAGED"
+    assert states(cache, order) == [first_state, "STAGED", "STAGED", "FOUND"]
     assert cache.stage.used(Direction.PREFETCH) == 12
     assert admit_in_line(cache, order) == 4 * 4 * PAGE
 
 
 def test_a_burst_with_one_prefix_reads_it_once():
-    """Each on its own, sixteen requests would read the prefix sixteen times, through a stage that
-    is too small for one."""
+    """Guards against a prefix that each of sixteen requests reads, through a stage that is too
+    small for one."""
     base = prompt(1, 9)
     cache = stored(base, pages=8, tokens=80 * PAGE)
     admit_in_line(cache, in_line(cache, [prompt(50 + n, 1, base=base) for n in range(16)]))
@@ -81,7 +81,7 @@ def test_a_burst_with_one_prefix_reads_it_once():
 
 
 def test_a_burst_whose_first_read_fails():
-    """Those who waited for it fetch for themselves."""
+    """Guards against requests that miss because they waited for another one's failed fetch."""
     base = prompt(1, 9)
     cache = stored(base, tokens=80 * PAGE)
     line = in_line(cache, [prompt(50 + number, 1, base=base) for number in range(3)])
@@ -89,15 +89,16 @@ def test_a_burst_whose_first_read_fails():
     cache.store.fail("batch_get_v1")
     steps(cache, 8)
     assert cache.state("r0") is State.MISSED and cache.tree.check_prefetch_progress("r1")
-    assert not cache.tree.check_prefetch_progress("r2"), "it waits for the one before it"
+    assert not cache.tree.check_prefetch_progress("r2"), "r2 waits for the fetch of r1"
     for rid in ("r1", "r2"):
         assert cache.tree.check_prefetch_progress(rid)
         assert cache.compute(line[rid], rid=rid) == 9 * PAGE
 
 
-def test_who_waits_for_the_stage_uses_what_the_tree_has_of_it():
-    """It is matched when the tree has more for it, and not in each step: what it hangs below would
-    be the oldest of all, and go first."""
+def test_a_request_that_waits_for_the_stage_uses_the_tree():
+    """Guards against a prefix that is evicted because it looks old: a waiting request is matched
+    only when the tree has more of its prompt, not in each step, and that must mark its prefix as
+    used."""
     base = prompt(1, 4)
     tokens = prompt(2, 6, base=base)
     cache = stored(tokens, tokens=200 * PAGE)
@@ -112,19 +113,19 @@ def test_who_waits_for_the_stage_uses_what_the_tree_has_of_it():
     cache.compute(prompt(99, 4))
     assert not cache.tree.check_prefetch_progress("r") and shared.last_access_time > used
     cache.compute(tokens[:-1])  # by another request
-    for _ in range(2):  # SGLang may have found no place for it
+    for _ in range(2):  # SGLang may have had no place for the request
         assert cache.tree.check_prefetch_progress("r")
-    cache.evict(1000)  # and gone again, with what it hangs below
+    cache.evict(1000)  # evicts it again, with its ancestors
     assert not cache.tree.check_prefetch_progress("r")
     cache.unhog()
     assert cache.run("r", tokens) == 9 * PAGE
 
 
-# ---- what a step costs, and what is told ----
+# ---- metrics ----
 
 
 def test_times_of_the_states():
-    """Histograms say where the time of a request went."""
+    """Guards against histograms that attribute a request's time to the wrong state."""
     tokens = prompt(1, 5)
     cache = stored(tokens)
     spent: dict[str, float] = {}
@@ -145,12 +146,12 @@ def test_times_of_the_states():
     }
 
 
-# ---- who is passed over, as where a LoRA adapter has no slot ----
+# ---- requests that SGLang skips, for example without a slot for their LoRA adapter ----
 
 
 def loop(cache: Cache, line: dict[str, list[int]], skipped: list[str]) -> str | None:
-    """Steps of SGLang's scheduler, which asks for no prefetch of a request that it passes over; the
-    first request that it could run, which hits all its pages but the last."""
+    """Run steps of SGLang's scheduler, which does not poll the prefetches of skipped requests.
+    Return the first request that it could run, which must hit all its pages but the last."""
     for _ in range(20):
         cache.buffer.prefetches.in_line(line)
         steps(cache, 1)
@@ -164,9 +165,10 @@ def loop(cache: Cache, line: dict[str, list[int]], skipped: list[str]) -> str | 
 
 @pytest.mark.hazard("back-pressure-deadlock")
 @pytest.mark.parametrize(("skipped", "pages"), [(SKIPPED, 12), (SKIPPED[:1], 20)])
-def test_who_is_passed_over_keeps_nobody_waiting(skipped: list[str], pages: int):
-    """Each of those behind would wait for as long as it may, and then compute: twenty whose pages
-    fill the stage, or one whose hit is larger than the stage and which was asked for once."""
+def test_skipped_requests_delay_no_other(skipped: list[str], pages: int):
+    """Guards against requests that wait until their time limit, and then compute, behind skipped
+    ones: twenty whose pages fill the stage, or one with a hit larger than the stage, polled
+    once."""
     rids = [*skipped, "r1", "r2"]
     prompts = {rid: prompt(number, pages) for number, rid in enumerate(rids)}
     cache = stored(*prompts.values(), tokens=400 * PAGE)
@@ -185,13 +187,15 @@ def test_who_is_passed_over_keeps_nobody_waiting(skipped: list[str], pages: int)
         line[rid] = prompts[rid]
         cache.want(rid, line[rid])
         assert loop(cache, line, skipped) == rid
-    assert loop(cache, line, skipped[1:]) == skipped[0], "when it can run, its pages come anew"
+    assert loop(cache, line, skipped[1:]) == skipped[0], (
+        "when it can run, its pages are fetched again"
+    )
     assert cache.now == 0 and not cache.buffer.context.counters["prefetch_timeouts"]
 
 
-def test_who_is_asked_for_keeps_what_it_has():
-    """One in front, half of whose hit is in the stage while the rest is on its way: those behind it
-    are asked for too, and would have its pages fetched twice."""
+def test_a_polled_request_keeps_its_staged_pages():
+    """Guards against pages that are fetched twice: the first request has half of its hit in the
+    stage, the rest is being fetched, and requests behind it are polled too."""
     prompts = [prompt(number, 13) for number in range(2)]
     cache = stored(*prompts, tokens=100 * PAGE)
     line = in_line(cache, prompts)
@@ -207,8 +211,8 @@ def test_who_is_asked_for_keeps_what_it_has():
 
 @pytest.mark.hazard("back-pressure-deadlock")
 @pytest.mark.parametrize("how", ["aborted", "gone", "out of time"])
-def test_who_waited_for_the_stage_waits_no_more(how: str):
-    """Nobody behind it was looked at. Now the next one is."""
+def test_the_next_request_follows_one_that_leaves_the_queue(how: str):
+    """Guards against requests that are not checked because the one before them waited and left."""
     prompts = [prompt(3, 9), prompt(1, 9)]
     cache = stored(*prompts)
     cache.hog()

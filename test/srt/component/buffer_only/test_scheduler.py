@@ -1,5 +1,5 @@
-"""The scheduler's part: who is idle, what is prefetched, in which namespace, what is reported, and
-that each iteration of SGLang's loops is a step."""
+"""The scheduler's subclass: idleness, prefetches, namespaces, metrics; and each iteration of
+SGLang's loops is a step."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ UPDATES = [f"update_weights_from_{where}" for where in ("disk", "distributed", "
 
 
 def busy_server() -> tuple[Cache, Server]:
-    """A write waits for its turn."""
+    """Return a cache and a server with a queued write."""
     cache = Cache(tokens=80 * PAGE)
     cache.compute(PROMPT)
     return cache, Server(cache)
 
 
 def keys_of(server: Server, cache: Cache) -> frozenset[str]:
-    """Under which keys a prompt is written after a flush."""
+    """Return the keys under which a prompt is written after a flush."""
     assert server.flush_cache()
     cache.store.content.clear()
     cache.compute(PROMPT)
@@ -40,14 +40,14 @@ def keys_of(server: Server, cache: Cache) -> frozenset[str]:
     return frozenset(cache.store.content)
 
 
-# ---- who is idle ----
+# ---- idleness ----
 
 
 @pytest.mark.hazard("flush-or-detach-under-way", "idle-server")
 def test_busy_pipelines_are_not_idle_and_do_not_sleep(monkeypatch: pytest.MonkeyPatch):
-    """Idle checks of memory would find the locks of a copy, and a sleeping scheduler would not see
-    that it has ended. One that looks without a pause would keep the interpreter from the threads
-    that work for it."""
+    """Guards against an idle memory check that finds the locks of a copy, a sleeping scheduler that
+    does not see the copy's end, and a scheduler that polls without a pause and so keeps the
+    interpreter from the threads."""
     naps: list[float] = []
     monkeypatch.setattr("time.sleep", naps.append)
     cache, server = busy_server()
@@ -55,35 +55,33 @@ def test_busy_pipelines_are_not_idle_and_do_not_sleep(monkeypatch: pytest.Monkey
         assert server.is_fully_idle() is idle and server.is_fully_idle(for_health_check=True)
         server.maybe_sleep_on_idle()
         assert (naps, server.calls["sleep"]) == ([NAP_S], idle)
-        assert cache.buffer.is_idle is idle, "how long it sleeps is no step's time"
+        assert cache.buffer.is_idle is idle, "its sleep does not count as a step's time"
         cache.settle()
     assert NAP_S < 0.001
 
 
-@pytest.mark.parametrize("then", ["its time is over", "all is written", "the engine is paused"])
-def test_a_flush_that_may_wait_lets_the_store_have_what_it_takes(
-    then: str, monkeypatch: pytest.MonkeyPatch
-):
-    """``/flush_cache?timeout=``: refused when the time is over, it would be for ever. Its time is
-    the ranks' agreed one: each by its own clock, they would empty their trees in different steps.
-    """
+@pytest.mark.parametrize("then", ["timeout", "all written", "engine paused"])
+def test_a_flush_with_a_timeout_waits_for_writes(then: str, monkeypatch: pytest.MonkeyPatch):
+    """Guards against ``/flush_cache?timeout=`` that is refused at its timeout, after which it would
+    always be refused; and against ranks that empty their trees in different steps, by their own
+    clocks: the time is the agreed one."""
     cache, server = busy_server()
     assert server.flush_cache_wrapped(SimpleNamespace(timeout_s=60.0)) is None
-    monkeypatch.setattr("time.monotonic", lambda: 1e9)  # this rank's own clock
+    monkeypatch.setattr("time.monotonic", lambda: 1e9)  # the clock of this rank
     for now in (1.0, 60.999):
         cache.now = now
         cache.step(work=False)
         server.process_input_requests([])
         assert not server.told and nodes(cache.tree)
-    if then == "its time is over":
+    if then == "timeout":
         cache.now = 61.001
         cache.step(work=False)
-    elif then == "all is written":
+    elif then == "all written":
         cache.settle()
     else:
         server.pause_generation(SimpleNamespace(mode="in_place"))
     server.process_input_requests([])
-    assert [told.success for told in server.told] == [True] and not nodes(cache.tree)
+    assert [output.success for output in server.told] == [True] and not nodes(cache.tree)
 
 
 @pytest.mark.hazard("flush-or-detach-under-way")
@@ -91,9 +89,9 @@ def test_a_flush_that_may_wait_lets_the_store_have_what_it_takes(
     ("tags", "flushed"), [(None, True), (["kv_cache"], True), (["weights"], False)]
 )
 def test_a_flush_waits_for_no_store(tags: list[str] | None, flushed: bool):
-    """A store that takes nothing would keep a server from being flushed for ever; an update of the
-    weights, which asserts that the flush was done, would end it. Before memory is released SGLang
-    unmaps the pool, and asserts that the server is idle."""
+    """Guards against a store that refuses writes and so blocks flushes for ever: a weight update
+    asserts that the flush succeeded, and before a release of memory SGLang unmaps the pool and
+    asserts that the server is idle."""
     cache, server = busy_server()
     server.release_memory_occupation(SimpleNamespace(tags=tags))
     assert server.calls["released"] == 1 and bool(nodes(cache.tree)) is not flushed
@@ -105,8 +103,8 @@ def test_a_flush_waits_for_no_store(tags: list[str] | None, flushed: bool):
 @pytest.mark.parametrize("prefill_server", [False, True])
 @pytest.mark.parametrize("full", [False, True])
 def test_every_iteration_is_a_step(prefill_server: bool, full: bool):
-    """With nothing to run, and with no room for another request, copies and answers of the store
-    still have to be seen: what waits for them would wait for ever."""
+    """Guards against copies and store answers that are never noticed on a server with nothing to
+    run, or without room for another request."""
     cache = stored(PROMPT[: 3 * PAGE])
     server = Server(cache)
     cache.compute(prompt(2, 12))
@@ -120,33 +118,33 @@ def test_every_iteration_is_a_step(prefill_server: bool, full: bool):
     assert cache.state("r") is State.STAGED and len(cache.store.content) == 15
 
 
-# ---- whose keys ----
+# ---- keys of weights and namespaces ----
 
 
 @pytest.mark.parametrize("update", UPDATES)
-def test_new_weights_have_keys_of_their_own(update: str):
-    """Or the store would serve the old weights' KV after an update, unless it is cleared. Weights
-    that come in many pieces are named once, when the cache is flushed at the end and they are in
-    memory: until then the keys are this server's alone."""
+def test_new_weights_have_their_own_keys(update: str):
+    """Guards against the old weights' KV after an update, unless the store is cleared. Weights that
+    arrive in many pieces are hashed once, at the flush in the end; until then keys are private to
+    this server."""
     cache, server = busy_server()
     server.name_keys()
-    found = [keys_of(server, cache)]
+    keys = [keys_of(server, cache)]
     change, done = getattr(server, update), SimpleNamespace(flush_cache=True)
     assert change(done) is done
-    found.append(keys_of(server, cache))
+    keys.append(keys_of(server, cache))
     server.offload_tags = {"weights"}
     for _ in range(2):
         cache.want("r", PROMPT)
         change(SimpleNamespace(flush_cache=False))
-        assert cache.prefetch("r") is None, "it would load KV of the old weights"
-        found.append(keys_of(server, cache))
+        assert cache.prefetch("r") is None, "the prefetch would load KV of the old weights"
+        keys.append(keys_of(server, cache))
     server.offload_tags = set()
-    found.append(keys_of(server, cache))
-    assert len(set(found)) == 5 and all(len(keys) == 9 for keys in found)
+    keys.append(keys_of(server, cache))
+    assert len(set(keys)) == 5 and all(len(page_keys) == 9 for page_keys in keys)
     other = Cache(tokens=80 * PAGE)
     twin = Server(other, tp_worker=server.tp_worker)
     twin.name_keys()
-    assert keys_of(twin, other) == found[-1], "servers with the same weights meet"
+    assert keys_of(twin, other) == keys[-1], "servers with the same weights share pages"
 
 
 @pytest.mark.hazard("tenants-meet-in-store")
@@ -155,19 +153,21 @@ def test_new_weights_have_keys_of_their_own(update: str):
     [(None, None, None), ("t", None, "t"), ("t", "lora", "tlora"), (None, "lora", "lora"),
      ("\ud800", "lora", "\ud800lora"), (["a"], "lora", "['a']lora"), (["a"], None, "['a']")],
 )  # fmt: skip
-def test_namespaces_reach_the_request(extra_key: Any, lora_id: str | None, expected: str | None):
-    """This release drops the tenant's key when it builds its request: tenants would share KV. The
-    next request has none, whatever the one before had."""
+def test_namespaces_are_passed_to_the_request(
+    extra_key: Any, lora_id: str | None, expected: str | None
+):
+    """Guards against tenants that share KV: this release drops the tenant's key when it builds its
+    request. The key must not leak into the next request either."""
     server = Server(Cache())
-    for given, built in ((extra_key, expected), (None, lora_id)):
+    for extra_key_sent, built in ((extra_key, expected), (None, lora_id)):
         req = request("r", lora_id=lora_id, extra_key=lora_id)
-        server.handle_generate_request(SimpleNamespace(extra_key=given, req=req))
+        server.handle_generate_request(SimpleNamespace(extra_key=extra_key_sent, req=req))
         assert req.extra_key == built
 
 
 @pytest.mark.hazard("tenants-meet-in-store")
-def test_the_images_of_a_request_reach_its_keys():
-    """Of a model that takes images; of others the key stays as it is, also where there is none."""
+def test_images_are_part_of_a_requests_keys():
+    """Guards against keys without images for a multimodal model, or changed keys for others."""
     item = SimpleNamespace(pad_value=1_000_005, hash=5)
     req = request("r", [1, 1_000_005, 2], multimodal_inputs=SimpleNamespace(mm_items=[item]))
     server = Server(Cache())
@@ -178,7 +178,7 @@ def test_the_images_of_a_request_reach_its_keys():
     assert req.extra_key.images == ((1, 5),)
 
 
-# ---- what is asked for, and what is reported ----
+# ---- queries and metrics ----
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_the_images_of_a_request_reach_its_keys():
     [(True, 12, 3), (True, 11, 2), (True, 0, 0), (True, -1, 9), (False, 12, 9)],
 )
 def test_a_request_waits_for_no_hit_that_it_cannot_use(wanted: bool, start: int, pages: int):
-    """With logprobs of its prompt it computes from there on, whatever the store has of that."""
+    """Guards against a fetched hit for tokens whose log probabilities are requested."""
     cache = stored(PROMPT)
     req = request("r", PROMPT[:-1], return_logprob=wanted, logprob_start_len=start)
     req.output_ids = [*PROMPT[-1:], 0]
@@ -206,11 +206,11 @@ def test_a_request_waits_for_no_hit_that_it_cannot_use(wanted: bool, start: int,
         (12, 2, True, (12, 0)),
     ],
 )
-def test_storage_hits_are_reported_as_such(
+def test_storage_hits_are_reported_as_storage_hits(
     device: int, fetched: int, retracted: bool, expected: tuple[int, int]
 ):
-    """Never as host hits, for the host keeps nothing; no more than the request hit at all; and
-    once, though it runs in several chunks, and perhaps again after a retraction."""
+    """Guards against hits reported as host hits (the host keeps nothing), more hits than the
+    request has, and hits counted again in each chunk or after a retraction."""
     cache = stored(PROMPT[: fetched * PAGE])
     cache.serve("r", PROMPT)
     req = request("r", cached_tokens_device=device, retracted_stain=retracted)
@@ -221,23 +221,23 @@ def test_storage_hits_are_reported_as_such(
     assert req.cached_tokens_host == 0
 
 
-def test_prefetches_know_the_line_and_who_runs():
-    """They are fetched in the order of the queue, with those behind it that wait for their decode
-    server; what is kept for a request that runs, or has left, would never be given back."""
+def test_prefetches_follow_the_queue_and_end_with_their_request():
+    """Guards against fetches in another order than the queue's (with requests that wait for their
+    decode server at its end), and against pages that a running or gone request keeps for ever."""
     cache = Cache()
     for rid in "abcd":
         cache.want(rid, PROMPT)
     server = Server(cache, disagg_prefill_bootstrap_queue=SimpleNamespace(queue=[request("c")]))
     server.waiting_queue = [request("b"), request("a")]
     server.get_new_batch_prefill()
-    assert [one.rid for one in cache.buffer.prefetches.line] == ["b", "a", "c"]
+    assert [prefetch.rid for prefetch in cache.buffer.prefetches.line] == ["b", "a", "c"]
     server.batch = SimpleNamespace(reqs=[request("b")])
     server.get_new_batch_prefill()
-    assert [one.rid for one in cache.buffer.prefetches.line] == ["a", "c"]
+    assert [prefetch.rid for prefetch in cache.buffer.prefetches.line] == ["a", "c"]
 
 
 def chunked(left: int, **changes: Any) -> dict[str, Any]:
-    """A request of which ``left`` tokens are to be computed, in chunks of sixteen."""
+    """Return a server's settings with a request of ``left`` more tokens, in chunks of sixteen."""
     changes.setdefault("running", 1)
     req = request("long", [0] * (left + 19), prefix_indices=[0] * 20)
     req.output_ids = [0]
@@ -251,7 +251,7 @@ def chunked(left: int, **changes: Any) -> dict[str, Any]:
         ({"found_no_room": True}, True),
         ({"running": PLACES}, True),
         ({"running": PLACES, "enable_priority_preemption": True}, False),
-        # A place of its own, which is not among those that run.
+        # Its own place, which is not counted among the running requests.
         (chunked(1, running=PLACES - 1), True),
         (chunked(1, running=PLACES - 1, enable_priority_preemption=True), False),
         (chunked(100), True),
@@ -263,9 +263,9 @@ def chunked(left: int, **changes: Any) -> dict[str, Any]:
         (chunked(100) | {"chunked_prefill_size": None}, False),
     ],
 )
-def test_prefetches_know_whether_somebody_can_be_admitted(changes: dict[str, Any], full: bool):
-    """Behind one in chunks SGLang looks at one request all the same, and would load the hit of that
-    long before it can run: less than a page of this step is left to it."""
+def test_no_hit_is_loaded_while_no_request_can_be_admitted(changes: dict[str, Any], full: bool):
+    """Guards against a hit that is loaded long before its request can run: behind a request in
+    chunks SGLang still checks one request, with less than a page of this step left for it."""
     cache = stored(PROMPT)
     server = Server(cache, **changes)
     cache.want("r", PROMPT)
@@ -288,7 +288,7 @@ def sglang_request(rid: str, tokens: list[int], priority: int, max_new_tokens: i
 
 
 class Preempting(Server):
-    """SGLang chooses the batch itself, and all places are taken by requests of priority 0."""
+    """SGLang chooses the batch itself; requests of priority 0 have all places."""
 
     def __init__(self, cache: Cache) -> None:
         super().__init__(
@@ -314,26 +314,26 @@ class Preempting(Server):
         self.running_batch.filter_batch = self._keep
 
     def _keep(self, keep_indices: list[int]) -> None:
-        self.running_batch.reqs = [self.running[at] for at in keep_indices]
+        self.running_batch.reqs = [self.running[index] for index in keep_indices]
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
         self._prefetch_kvcache(req)
         self.waiting_queue.append(req)
 
     def admitted(self, *waiting: Req) -> list[str]:
-        """Requests of the batch that SGLang forms next."""
+        """Return the requests of the batch that SGLang forms next."""
         self.waiting_queue, formed = list(waiting), FormsABatch()
-        with mock.patch.object(ScheduleBatch, "init_new", side_effect=formed) as made:
+        with mock.patch.object(ScheduleBatch, "init_new", side_effect=formed) as init_new:
             self.get_new_batch_prefill()
-        return [req.rid for req in made.call_args.args[0]] if made.called else []
+        return [req.rid for req in init_new.call_args.args[0]] if init_new.called else []
 
 
 @pytest.mark.hazard("preempted-for-a-prefetch")
 @pytest.mark.parametrize("policy", ["wait_complete", "timeout"])
 def test_no_request_is_preempted_for_one_that_waits_for_the_store(policy: str):
-    """SGLang preempts first and checks the prefetch then: the preempted requests were neither
-    running nor waiting, and their clients waited for ever. A ready request behind it is admitted.
-    The time limit of a request that may preempt no other does not start."""
+    """Guards against preempted requests that are neither running nor waiting, with clients that
+    wait for ever: SGLang preempts first and checks the prefetch afterwards. A ready request behind
+    the waiting one is admitted. The time limit of a request that cannot preempt does not start."""
     cache = stored(PROMPT, settings={"policy": policy})
     server = Preempting(cache)
     ready, high = [sglang_request(rid, PROMPT, 10) for rid in ("ready", "high")]
@@ -362,9 +362,9 @@ def test_no_request_is_preempted_for_one_that_waits_for_the_store(policy: str):
 def test_a_request_for_which_preemption_makes_no_room(
     outranked: int, max_new_tokens: int, can_preempt: bool, low_first: bool
 ):
-    """Guards against a hit that is given up, and against smaller requests that take each free page:
-    SGLang preempts requests only if those that are outranked free enough, of four tokens each here.
-    Otherwise the time limit does not start, and the requests behind wait."""
+    """Guards against a hit that is given up, and against smaller requests that take each free page.
+    SGLang preempts only if the outranked requests, of four tokens each here, free enough. Otherwise
+    the time limit does not start, and the requests behind wait."""
     cache = stored(PROMPT, settings={"policy": "wait_complete"}, tokens=40 * PAGE)
     server, sign = Preempting(cache), -1 if low_first else 1
     server.server_args.schedule_low_priority_values_first = low_first
@@ -378,8 +378,8 @@ def test_a_request_for_which_preemption_makes_no_room(
 
 
 def test_a_priority_beyond_any_float():
-    """Guards against a scheduler that ends because of a client's number: where no request runs yet,
-    a burst takes all places, and one that is left over is compared with none."""
+    """Guards against a scheduler that ends because of a client's number. While no request runs, a
+    burst takes all places, and the request left over is compared with none."""
     server = Preempting(stored(PROMPT))
     server.running_batch.reqs = []
     burst = [sglang_request(f"r{n}", prompt(60 + n, 2), 0) for n in range(PLACES)]
@@ -387,8 +387,8 @@ def test_a_priority_beyond_any_float():
     assert server.admitted(*burst, last) == [req.rid for req in burst]
 
 
-def test_a_preempted_request_waits_again_where_no_other_is_admitted():
-    """SGLang forgot it where the request that it made room for did not fit after all."""
+def test_a_preempted_request_is_queued_again_if_no_other_is_admitted():
+    """Guards against a lost request that was preempted for one that did not fit after all."""
     cache = stored(PROMPT, tokens=20 * PAGE)
     server = Preempting(cache)
     large = sglang_request("large", prompt(7, 19), 10, max_new_tokens=4 * PAGE)
@@ -410,8 +410,8 @@ def batch(tokens: int, extend: bool = True) -> Any:
 
 
 def test_the_speed_of_prefill_is_measured(monkeypatch: pytest.MonkeyPatch):
-    """A batch that was launched under another one begins when that has ended; a decode batch that
-    still has the figures of its prefill computes none."""
+    """Guards against wrong times: a batch launched during another one begins at that one's end, and
+    a decode batch still carries its prefill's figures but computes no prompt."""
     cache, now = Cache(), 100.0
     server = Server(cache)
     monkeypatch.setattr("time.monotonic", lambda: now)
@@ -430,33 +430,32 @@ def test_the_speed_of_prefill_is_measured(monkeypatch: pytest.MonkeyPatch):
     assert server.calls["result"] == 3
 
 
-def test_what_a_server_begins_with():
-    """Copies wait for the forward stream, which is made after the cache. And a full collection that
-    looked through what the start left would stop the server for most of a second at some early
-    request."""
+def test_the_event_loop_freezes_objects_and_sets_the_forward_stream():
+    """Guards against copies that do not wait for the forward stream, which is created after the
+    cache; and against a full garbage collection of the start's objects, which would stall an early
+    request for most of a second."""
     cache, left = Cache(), [1]
     server = Server(cache, forward_stream="made later")
-    assert any(each is left for each in gc.get_objects())
+    assert any(tracked is left for tracked in gc.get_objects())
     server.run_event_loop()
-    assert not any(each is left for each in gc.get_objects())
+    assert not any(tracked is left for tracked in gc.get_objects())
     assert server.calls["ran"] == 1 and cache.tree.forward_stream == "made later"
 
 
 @pytest.mark.hazard("copy-not-ordered")
-@pytest.mark.parametrize(("generates", "told"), [(False, [2, -1]), (True, [])])
-def test_who_waits_for_what_is_loaded(generates: bool, told: list[int]):
-    """SGLang tells the layers which copy to wait for where a model generates, and nowhere else: an
-    embedding would be that of KV which is not there yet. A batch keeps the layer events of its
-    prefill: where decoding runs without CUDA graphs, it would wait for whatever copy was made with
-    them since. Slots that a draft model writes are not known: its verification writes to more than
-    the batch says."""
-    cache, heard = Cache(), []
+@pytest.mark.parametrize(("generates", "expected"), [(False, [2, -1]), (True, [])])
+def test_batches_wait_for_loaded_layers(generates: bool, expected: list[int]):
+    """Guards against an embedding computed before its KV is loaded: SGLang gives layers the
+    copy to wait for only if the model generates. Guards against a decode batch without CUDA graphs
+    that waits for a later copy, because it keeps the layer events of its prefill. Slots written by
+    a draft model are unknown, because its verification writes to more than the batch says."""
+    cache, indices = Cache(), []
     server = Server(cache, is_generation=generates)
     server.spec_algorithm = SimpleNamespace(is_none=lambda: generates)
-    server.tp_worker.set_hicache_consumer = heard.append
+    server.tp_worker.set_hicache_consumer = indices.append
     for extend, index, waits_for in [(True, 2, 2), (True, -1, -1), (False, 2, -1)]:
         if extend or generates:
             running = batch(1, extend)
             running.hicache_consumer_index = index
             assert server.run_batch(running).hicache_consumer_index == waits_for
-    assert heard == told and cache.tree.written == ("slots" if generates else None)
+    assert indices == expected and cache.tree.written == ("slots" if generates else None)

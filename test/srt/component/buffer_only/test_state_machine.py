@@ -1,4 +1,4 @@
-"""Any sequence of events in long random lives; everything is checked after each event."""
+"""Random sequences of events in long lives, with all checks after each event."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from component.buffer_only.cache import PAGE, Cache, prompt
 from component.buffer_only.ranks import Ranks
 from effort import tries
 
-#: Prompts that share prefixes in several ways, up to more pages than the smallest stage has.
+#: Prompts that share prefixes in several ways; some have more pages than the smallest stage.
 TRUNKS = [prompt(1, 5), prompt(2, 12)]
 BANK = [
     *TRUNKS,
@@ -21,11 +21,11 @@ BANK = [
 ]
 METHODS = ("batch_exists", "batch_get_v1", "batch_set_v1")
 
-#: Every event, as often as it is taken in a random life.
+#: Every event, with its relative frequency.
 WEIGHTS = {
     "arrive": 8, "admit": 12, "abort": 2, "retract": 1, "reorder": 2, "compute": 4, "evict": 4,
     "split": 3, "step": 6, "live": 14, "work": 8, "slow": 2, "fast": 4, "fail": 2, "partly": 2,
-    "lose": 1, "hang": 0.5, "let_go": 1, "time": 2, "flush": 1, "clear": 0.3,
+    "lose": 1, "hang": 0.5, "open_gates": 1, "time": 2, "flush": 1, "clear": 0.3,
 }  # fmt: skip
 
 
@@ -41,12 +41,12 @@ class Life:
             batch_pages=rng.choice((2, 100)),
         )
         self.requests: dict[str, tuple[list[int], str | None]] = {}
-        #: Events that really happened.
+        #: Events that really happened, as counts.
         self.taken: Counter[str] = Counter()
         self._count = 0
 
     def take(self, event: str, number: int) -> None:
-        """One event."""
+        """Carry out one event."""
         rng = random.Random(number)
         if event in ("admit", "abort", "retract") and not self.requests:
             return
@@ -56,10 +56,10 @@ class Life:
         self.taken["stranded"] += self.ranks.caches[0].stage.stranded > 0
 
     def finish(self) -> None:
-        """Every request ends, however much the store had to say, and nothing is left."""
+        """Let every request end, and check that the caches are idle."""
         for cache in self.ranks.caches:
             cache.slow = False
-            cache.let_go()
+            cache.open_gates()
         for _ in range(100):
             self._live_once()
             for cache in self.ranks.caches:
@@ -78,22 +78,24 @@ class Life:
         self._count += 1
         rid = f"r{self._count}"
         tokens, extra_key = self.requests[rid] = request(rng)
-        self.ranks.each(lambda cache: cache.want(rid, tokens, extra_key))
+        self.ranks.on_all(lambda cache: cache.want(rid, tokens, extra_key))
 
     def _admit(self, rng: random.Random) -> None:
         self._try(self._pick(rng))
 
     def _try(self, rid: str) -> None:
-        """The scheduler looks at a request, and runs it if it can."""
-        if self.ranks.each(lambda cache: cache.tree.check_prefetch_progress(rid)):
+        """Check a request, and run it if it is ready."""
+        if self.ranks.on_all(lambda cache: cache.tree.check_prefetch_progress(rid)):
             tokens, extra_key = self.requests[rid]
-            if self.ranks.each(lambda cache: run(cache, tokens, extra_key, rid)) < 0:
+            if self.ranks.on_all(lambda cache: run(cache, tokens, extra_key, rid)) < 0:
                 self.taken["no room"] += 1
                 if len(tokens) >= self.ranks.caches[0].device.size:
                     self._abort_one(rid)
                 return
             del self.requests[rid]
-            self.taken["from store"] += self.ranks.each(lambda c: c.tree.take_storage_hit(rid)) > 0
+            self.taken["from store"] += (
+                self.ranks.on_all(lambda c: c.tree.take_storage_hit(rid)) > 0
+            )
             self.taken["admitted"] += 1
 
     def _abort(self, rng: random.Random) -> None:
@@ -101,38 +103,38 @@ class Life:
 
     def _abort_one(self, rid: str) -> None:
         del self.requests[rid]
-        self.ranks.each(lambda cache: cache.tree.release_aborted_request(rid))
+        self.ranks.on_all(lambda cache: cache.tree.release_aborted_request(rid))
 
     def _reorder(self, rng: random.Random) -> None:
-        """The scheduler's policy has another order."""
+        """Change the order of the queue."""
         rids = list(self.requests)
         rng.shuffle(rids)
         self.requests = {rid: self.requests[rid] for rid in rids}
-        self.ranks.each(lambda cache: cache.buffer.prefetches.in_line(rids))
+        self.ranks.on_all(lambda cache: cache.buffer.prefetches.in_line(rids))
 
     def _retract(self, rng: random.Random) -> None:
-        """The same request asks again."""
+        """Send a prefetch for the same request again."""
         rid = self._pick(rng)
-        self.ranks.each(lambda cache: cache.want(rid, *self.requests[rid]))
+        self.ranks.on_all(lambda cache: cache.want(rid, *self.requests[rid]))
 
     def _compute(self, rng: random.Random) -> None:
-        """A request that did not wait for anything."""
+        """Run a request without a prefetch."""
         tokens, extra_key = request(rng)
-        self.ranks.each(lambda cache: run(cache, tokens, extra_key))
+        self.ranks.on_all(lambda cache: run(cache, tokens, extra_key))
 
     # ---- the tree ----
 
     def _evict(self, rng: random.Random) -> None:
         pages = rng.randint(1, 12)
-        self.ranks.each(lambda cache: cache.evict(pages * PAGE))
+        self.ranks.on_all(lambda cache: cache.evict(pages * PAGE))
 
     def _split(self, rng: random.Random) -> None:
         (tokens, extra_key), pages = request(rng), rng.randint(1, 12)
-        self.ranks.each(lambda cache: cache.held_tokens(tokens[: pages * PAGE], extra_key))
+        self.ranks.on_all(lambda cache: cache.held_tokens(tokens[: pages * PAGE], extra_key))
 
     def _flush(self, rng: random.Random) -> None:
-        """At any time: SGLang refuses it while something is under way, but others reset too."""
-        self.ranks.each(lambda cache: cache.flush())
+        """Flush at any time: SGLang refuses it while busy, but other code also resets the tree."""
+        self.ranks.on_all(lambda cache: cache.flush())
         self.requests.clear()
 
     # ---- time ----
@@ -141,7 +143,7 @@ class Life:
         self.ranks.step()
 
     def _live(self, rng: random.Random) -> None:
-        """The usual way of things, so that short sequences get far."""
+        """Run normal steps, so that short sequences make progress."""
         for _ in range(rng.randint(1, 5)):
             self._live_once()
 
@@ -173,27 +175,27 @@ class Life:
     def _hang(self, rng: random.Random) -> None:
         self._one(rng).store.hang(rng.choice(METHODS))
 
-    def _let_go(self, rng: random.Random) -> None:
-        self._one(rng).let_go()
+    def _open_gates(self, rng: random.Random) -> None:
+        self._one(rng).open_gates()
 
     def _partly(self, rng: random.Random) -> None:
-        """A hole behind the first good pages, or fewer pages found."""
+        """Let the next call miss a page behind some good ones, or report fewer pages."""
         method, good = rng.choice(METHODS), rng.randint(0, 3)
         change: Any = (
-            (lambda found: min(found, good))
+            (lambda pages: min(pages, good))
             if method == "batch_exists"
-            else (lambda results: [at != good for at in range(len(results))])
+            else (lambda results: [index != good for index in range(len(results))])
         )
         self._one(rng).store.answer(method, change)
 
     def _lose(self, rng: random.Random) -> None:
-        """The store evicts."""
+        """Evict pages from the store."""
         store = self._one(rng).store
         keys = list(store.content)
         store.drop(*rng.sample(keys, rng.randint(0, min(3, len(keys)))))
 
     def _clear(self, rng: random.Random) -> None:
-        """Where the store is down on one rank, it is not; what is known of it goes on all."""
+        """Clear the stores; all ranks forget the stored pages, even if one store is down."""
         for cache in self.ranks.caches:
             cache.tree.clear_storage_backend()
 
@@ -207,12 +209,12 @@ class Life:
 
 
 def request(rng: random.Random) -> tuple[list[int], str | None]:
-    """A prompt and its namespace."""
+    """Return a prompt and its namespace."""
     return rng.choice(BANK), rng.choice((None, None, "tenant"))
 
 
 def run(cache: Cache, tokens: list[int], extra_key: str | None, rid: str | None = None) -> int:
-    """The request runs; what it hit, or -1 where the device has no room now."""
+    """Run a request; return its hit tokens, or -1 if the device has no room."""
     try:
         return cache.compute(tokens, extra_key, rid=rid)
     except MemoryError:
@@ -224,10 +226,10 @@ def run(cache: Cache, tokens: list[int], extra_key: str | None, rid: str | None 
 @pytest.mark.hazard("ranks-part-in-collective")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_random_lives(ranks: int) -> None:
-    """Staging pages, device slots, locks and references balance after every event on every rank,
-    the content is right, every request ends, and nothing is left when nothing is under way. Much
-    has come from the store by then, and much has gone wrong."""
-    taken: Counter[str] = Counter()
+    """Guards against staging pages, device slots, locks or references that do not balance after
+    every event on every rank, wrong content, requests that never end, and leftovers of an idle
+    cache. The lives must include many hits and many faults."""
+    counts: Counter[str] = Counter()
     for seed in range(tries(25)):
         rng = random.Random(seed)
         life = Life(ranks, seed)
@@ -235,6 +237,6 @@ def test_random_lives(ranks: int) -> None:
             event = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
             life.take(event, rng.randrange(2**30))
         life.finish()
-        taken += life.taken
-    assert taken["admitted"] > 100 and taken["from store"] > 20 and taken["stranded"] > 20
-    assert all(taken[event] > 10 for event in WEIGHTS), taken
+        counts += life.taken
+    assert counts["admitted"] > 100 and counts["from store"] > 20 and counts["stranded"] > 20
+    assert all(counts[event] > 10 for event in WEIGHTS), counts

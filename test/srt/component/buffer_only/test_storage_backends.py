@@ -1,5 +1,5 @@
-"""Pages through the storage backends of this release: what they keep, and where; and which backends
-a stage gets from SGLang's factory."""
+"""Pages through the storage backends of this release: their content and keys; and the backends that
+SGLang's factory makes for a stage."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ COMBINATIONS += [
 
 @pytest.fixture
 def make(tmp_path: Path) -> Any:
-    """Backends by name, each on an empty store that all stores of one test share."""
+    """Return a function that makes a backend by name; those of one test share an empty store."""
     client = backends.MooncakeClient()
 
     def build(backend: str, pool: Any) -> Any:
@@ -64,9 +64,9 @@ def make(tmp_path: Path) -> Any:
 def test_every_byte_of_a_page_comes_back(
     make: Any, backend: str, kind: str, layout: str, page: int
 ) -> None:
-    """Guards against parts of a page that a backend forgets (the index of NSA), against pages that
-    come back at another page's place or in another order, and against a missing page that moves
-    later pages to wrong places, fails the whole batch, or is not noticed at all."""
+    """Guards against parts of a page that a backend omits (the index of NSA), against pages in
+    another page's place or in another order, and against a missing page that misplaces later pages,
+    fails the whole batch, or is not noticed at all."""
     pool = host_pool(kind, layout, page=page)
     store = make(backend, pool)
     first, gone, last = hashes(3)
@@ -74,8 +74,8 @@ def test_every_byte_of_a_page_comes_back(
     assert store.batch_set_v1([first, last], slots(4, 1, page=page)) == [True, True]
     fill(pool, seed=9)
     untouched = content(pool, 0)
-    found = [store.batch_exists(keys) for keys in ([first, last, gone], [first, gone, last])]
-    assert found == [2, 1]
+    counts = [store.batch_exists(keys) for keys in ([first, last, gone], [first, gone, last])]
+    assert counts == [2, 1]
     answers = store.batch_get_v1([first, gone, last], slots(5, 2, 3, page=page))
     assert answers == [True, False, True]
     assert [content(pool, number) for number in (5, 3)] == written
@@ -87,10 +87,12 @@ def test_every_byte_of_a_page_comes_back(
     [(kind, layout, {}) for kind in ("mha", "mla") for layout in ("page_first", DIRECT)]
     + [("mha", "page_head", {"tp_lcm_size": 4, "should_split_heads": True})],
 )
-def test_mooncake_asks_as_sglang_does(kind: str, layout: str, changes: dict[str, Any]) -> None:
-    """Guards against keys, addresses or orders other than stock, so that servers with and without
-    a stage would not find each other's pages; also where ranks store their heads apart, for servers
-    with other numbers of ranks."""
+def test_mooncake_calls_are_those_of_sglang(
+    kind: str, layout: str, changes: dict[str, Any]
+) -> None:
+    """Guards against keys, addresses or orders other than stock's, so that servers with and without
+    a stage would not share pages; also if ranks store their heads separately, for servers with
+    other numbers of ranks."""
     calls = {}
     for stage in (False, True):
         client, pool = backends.MooncakeClient(), host_pool(kind, layout, stage=stage)
@@ -110,29 +112,27 @@ def test_mooncake_asks_as_sglang_does(kind: str, layout: str, changes: dict[str,
 
 @pytest.mark.parametrize("kind", ["mha", "mla"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_files_of_a_stock_server_are_found_and_the_other_way(
-    make: Any, kind: str, layout: str
-) -> None:
-    """Guards against a page that is kept otherwise than SGLang's own backend keeps it."""
-    stock, ours = host_pool(kind, layout, stage=False), host_pool(kind, layout)
-    fill(ours, seed=7)
-    theirs, mine = make("file", stock), make("file", ours)
-    one, two = hashes(2)
-    assert theirs.batch_set([one], [stock.get_data_page(PAGE)])
-    assert mine.batch_get_v1([one], slots(2)) == [True]
-    assert content(ours, 2) == content(stock, 1)
-    assert mine.batch_set_v1([two], slots(5)) == [True]
-    (flat,) = theirs.batch_get([two], [stock.get_dummy_flat_data_page()])
+def test_files_are_shared_with_a_stock_server(make: Any, kind: str, layout: str) -> None:
+    """Guards against another file format than that of SGLang's own backend."""
+    stock, staged = host_pool(kind, layout, stage=False), host_pool(kind, layout)
+    fill(staged, seed=7)
+    stock_store, staged_store = make("file", stock), make("file", staged)
+    first, second = hashes(2)
+    assert stock_store.batch_set([first], [stock.get_data_page(PAGE)])
+    assert staged_store.batch_get_v1([first], slots(2)) == [True]
+    assert content(staged, 2) == content(stock, 1)
+    assert staged_store.batch_set_v1([second], slots(5)) == [True]
+    (flat,) = stock_store.batch_get([second], [stock.get_dummy_flat_data_page()])
     stock.set_from_flat_data_page(0, flat)
-    assert content(stock, 0) == content(ours, 5)
+    assert content(stock, 0) == content(staged, 5)
 
 
-# ---- what only one of them does ----
+# ---- specific to one backend ----
 
 
 @pytest.mark.parametrize("layout", ["page_first", DIRECT])
 def test_the_index_of_sparse_attention_in_mooncake(layout: str) -> None:
-    """Guards against an index buffer that is not registered, for zero-copy transfers of it fail,
+    """Guards against an index buffer that is not registered, with which zero-copy transfers fail,
     and against pages that a stock server stored without their index."""
     client, pool = backends.MooncakeClient(), host_pool("nsa", layout)
     store, keys = backends.mooncake(pool, client), hashes(2)
@@ -148,7 +148,7 @@ def test_the_index_of_sparse_attention_in_mooncake(layout: str) -> None:
 
 def test_short_values_are_misses_and_a_lost_master_is_not() -> None:
     """Guards against the positive byte count of a value that is shorter than the page, and against
-    a failed query that is taken for the news that nothing is stored."""
+    a failed query that counts as a miss."""
     client, pool = backends.MooncakeClient(), host_pool("mha", DIRECT)
     store = backends.mooncake(pool, client)
     store_client, keys = StoreClient(store, "mooncake"), hashes(3)
@@ -163,22 +163,22 @@ def test_short_values_are_misses_and_a_lost_master_is_not() -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Time that passes only while somebody sleeps."""
+    """Replaces ``time``: it passes only during ``sleep``."""
 
     def sleep(seconds: float) -> None:
-        found.now += seconds
+        fake_time.now += seconds
 
-    found: Any = SimpleNamespace(now=1.0, sleep=sleep, monotonic=lambda: found.now)
-    found.perf_counter = found.monotonic
-    monkeypatch.setattr(storage_backends, "time", found)
-    return found
+    fake_time: Any = SimpleNamespace(now=1.0, sleep=sleep, monotonic=lambda: fake_time.now)
+    fake_time.perf_counter = fake_time.monotonic
+    monkeypatch.setattr(storage_backends, "time", fake_time)
+    return fake_time
 
 
 @pytest.mark.parametrize("well_at", [10.0, 1e9])
 def test_memory_of_a_killed_server_is_waited_for(clock: Any, well_at: float) -> None:
-    """Guards against a server that cannot be started again for ten seconds after it was killed: the
-    master does not know of that yet, and may put the first write where the server was. For a store
-    that does not work no server waits for ever."""
+    """Guards against a server that cannot be restarted for ten seconds after it was killed: the
+    master may still place the first write in the dead server's memory. The wait is bounded, for a
+    store that does not recover."""
     client, stock = backends.MooncakeClient(), backends.MooncakeClient.put
     client.put = lambda *page: stock(client, *page) if clock.now >= well_at else -200  # type: ignore[method-assign]
     with nullcontext() if well_at < 20 else pytest.raises(AssertionError):
@@ -186,17 +186,17 @@ def test_memory_of_a_killed_server_is_waited_for(clock: Any, well_at: float) -> 
     assert min(well_at, storage_backends.WARMUP_S) <= clock.now < 2 + min(well_at, 21)
 
 
-def test_refused_writes_are_told_with_their_codes(
+def test_refused_writes_are_logged_with_their_codes(
     clock: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A full store, a lost master and a key that another writer left half-written all look alike in
-    the counters; the codes tell them apart. And a store that refuses everything must not fill the
-    log."""
+    """Guards against a log without error codes, which alone tell a full store, a lost master and a
+    key that another writer left half-written apart; and against a log that a store which refuses
+    everything fills."""
     client, pages = backends.MooncakeClient(), slots(0, 1, 2)
     store = backends.mooncake(host_pool("mha", DIRECT), client)
     for codes, lines in (([0] * 6, 0), ([0, 0, -200, -600, 0, -200], 1), ([-1] * 6, 1)):
         client.batch_put_from = lambda *_, codes=codes: codes  # type: ignore[method-assign]
-        good = [codes[at] == codes[at + 1] == 0 for at in (0, 2, 4)]
+        good = [codes[index] == codes[index + 1] == 0 for index in (0, 2, 4)]
         assert store.batch_set_v1(hashes(3), pages) == good and len(caplog.messages) == lines
     assert "3 of 6" in caplog.text and "[-600, -200]" in caplog.text
     clock.now += storage_backends.LOG_EVERY_S
@@ -204,17 +204,19 @@ def test_refused_writes_are_told_with_their_codes(
     assert len(caplog.messages) == 2
 
 
-def test_two_servers_that_make_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_servers_that_create_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards against a server that does not start because another one, started at the same time,
-    has just made the folder."""
+    has just created the folder."""
     exists = os.path.exists
 
-    def made_by_another(path: Any) -> bool:
-        found = exists(path)
+    def created_by_another(path: Any) -> bool:
+        existed = exists(path)
         os.makedirs(path, exist_ok=True)
-        return found
+        return existed
 
-    monkeypatch.setattr(os.path, "exists", made_by_another)
+    monkeypatch.setattr(os.path, "exists", created_by_another)
     store = backends.file(host_pool("mha", DIRECT), tmp_path / "new")
     assert store.batch_exists(hashes(1)) == 0
 
@@ -222,8 +224,8 @@ def test_two_servers_that_make_the_folder(tmp_path: Path, monkeypatch: pytest.Mo
 def test_temporary_files_of_killed_writers_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or each writer that is killed would leave some for ever. Those of writers that run stay, and
-    so does all that is not ours."""
+    """Guards against temporary files that killed writers leave for ever. Files of running writers,
+    and foreign ones, stay."""
 
     def killed(*_: Any) -> None:
         raise SystemExit
@@ -252,20 +254,20 @@ def test_temporary_files_of_killed_writers_are_removed(
     "name", ["m" * 150, "org/" + "m" * 400, "\u6a21" * 60], ids=["long", "longer", "not ASCII"]
 )
 def test_a_model_name_of_any_length(tmp_path: Path, name: str) -> None:
-    """Guards against file names that no file system takes: not a page would be stored."""
+    """Guards against file names that no file system accepts: no page would be stored."""
     pool = host_pool("mha", DIRECT)
     for rank in (0, 1):
         store = backends.file(pool, tmp_path, model_name=name, rank=rank, ranks=2)
-        assert store.batch_exists(hashes(1)) == 0  # not of another rank
+        assert store.batch_exists(hashes(1)) == 0  # not another rank's page
         assert store.batch_set_v1(hashes(1), slots(rank)) == [True]
     other = backends.file(pool, tmp_path, model_name=f"{name}-2", ranks=2)
     assert other.batch_exists(hashes(1)) == 0
 
 
 @pytest.mark.parametrize("how", ["cut short", "not readable"])
-def test_a_file_that_is_no_page_is_missing_alone(tmp_path: Path, how: str) -> None:
-    """Guards against a file whose writer died: found for ever, and read by nobody; and against one
-    whose folder was moved, for which the pages before it would count as missing too."""
+def test_an_unreadable_file_counts_as_one_missing_page(tmp_path: Path, how: str) -> None:
+    """Guards against a file of a dead writer that is found for ever but never read, and against an
+    unreadable file that makes the pages before it count as missing too."""
     pool = host_pool("mha", DIRECT)
     store, keys = backends.file(pool, tmp_path), hashes(3)
     assert store.batch_set_v1(keys, slots(0, 1, 2)) == [True] * 3
@@ -279,7 +281,7 @@ def test_a_file_that_is_no_page_is_missing_alone(tmp_path: Path, how: str) -> No
     assert store.batch_get_v1(keys, slots(3, 4, 5)) == [True, False, True]
     assert store.batch_set_v1(keys, slots(0, 1, 2)) == [True] * 3
     assert store.batch_exists(keys) == 3
-    assert len(list(tmp_path.iterdir())) == 3  # and nothing beside them
+    assert len(list(tmp_path.iterdir())) == 3  # without other files
     for path in tmp_path.iterdir():
         path.unlink()
         path.symlink_to(path)
@@ -291,8 +293,9 @@ def test_a_file_that_is_no_page_is_missing_alone(tmp_path: Path, how: str) -> No
 def test_a_file_that_comes_or_goes_while_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
-    """Another server has just written it: whatever the memory held before would be the page. Or a
-    clean-up has just removed it: that is one page that is not there, and no failed call."""
+    """Guards against a page that another server has just written, for which the memory's old
+    content would count; and against a page that a clean-up has just removed, which must count as
+    missing and not fail the call."""
     pool = host_pool("mha", DIRECT)
     store, keys = backends.file(pool, tmp_path), hashes(2)
     store.batch_set_v1(keys, slots(1, 2))
@@ -302,13 +305,13 @@ def test_a_file_that_comes_or_goes_while_it_is_read(
         os.rename(path, aside)
     size = os.path.getsize
 
-    def then(what: Any) -> int:
+    def then(file: Any) -> int:
         try:
-            return size(what)
-        finally:  # right after the first look
-            if what == path and change == "removed" and os.path.exists(path):
+            return size(file)
+        finally:  # right after the first check
+            if file == path and change == "removed" and os.path.exists(path):
                 os.unlink(path)
-            if what == path and change == "written" and os.path.exists(aside):
+            if file == path and change == "written" and os.path.exists(aside):
                 os.rename(aside, path)
 
     monkeypatch.setattr(os.path, "getsize", then)
@@ -318,37 +321,37 @@ def test_a_file_that_comes_or_goes_while_it_is_read(
     assert content(pool, 4) == (content(pool, 2) if good[1] else untouched)
 
 
-# ---- which backends a stage gets ----
+# ---- backends of a stage ----
 
 
 @pytest.fixture
 def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """SGLang's factory with our mixin."""
+    """SGLang's factory with the mixin."""
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path))
     return backends.combined(StorageBackendFactory, PartsFactory)
 
 
 class DynamicStore(ScriptedStore):
-    """A backend of somebody else."""
+    """A backend of another project."""
 
     def __init__(self, config: Any, options: Any) -> None:
         super().__init__()
 
 
 class OlderStore(DynamicStore):
-    """One that has only the calls which move flat pages, besides the empty ones of its base."""
+    """A backend with calls for flat pages only; the ``_v1`` calls of its base do nothing."""
 
     batch_set_v1 = HiCacheStorage.batch_set_v1
 
 
 def created(factory: Any, store: str, kind: str, stage: bool = True) -> Any:
-    """As HiCache's controller does it: ``file``, or a class of this module."""
+    """Create the backend ``file``, or a class of this module, as HiCache's controller does."""
     pool, dynamic = host_pool(kind, DIRECT, stage=stage), store != "file"
     names = {"backend_name": "scripted", "module_path": __name__, "class_name": store}
     config = backends.config(pool, extra_config=names if dynamic else {})
-    found = factory.create_backend("dynamic" if dynamic else store, config, pool)
-    found.register_mem_pool_host(pool)
-    return found
+    backend = factory.create_backend("dynamic" if dynamic else store, config, pool)
+    backend.register_mem_pool_host(pool)
+    return backend
 
 
 @pytest.mark.parametrize(
@@ -362,17 +365,17 @@ def created(factory: Any, store: str, kind: str, stage: bool = True) -> Any:
     ],
 )
 def test_backends_of_a_stage(factory: Any, store: str, kind: str, stage: bool) -> None:
-    """Guards against a backend that is made some other way than by its class, and so would silently
-    stay stock; against refusing backends of others that keep all there is to keep; and against any
-    change without our flag."""
-    found = created(factory, store, kind, stage)
+    """Guards against a backend that is created another way than by its class, and so stays stock;
+    against refusing other projects' backends that store all parts of a page; and against any change
+    without the flag."""
+    backend = created(factory, store, kind, stage)
     ours = store == "file" and stage
-    assert bool(getattr(found, "page_values", ())) is ours
-    assert type(found).__name__ == store or type(found) is HiCacheFile or ours
+    assert bool(getattr(backend, "page_values", ())) is ours
+    assert type(backend).__name__ == store or type(backend) is HiCacheFile or ours
     if stage:
-        pool = found.mem_pool_host
-        assert found.batch_set_v1(hashes(2), slots(1, 2)) == [True, True]
-        assert found.batch_get_v1(hashes(2), slots(3, 4)) == [True, True]
+        pool = backend.mem_pool_host
+        assert backend.batch_set_v1(hashes(2), slots(1, 2)) == [True, True]
+        assert backend.batch_get_v1(hashes(2), slots(3, 4)) == [True, True]
         assert content(pool, 3) == content(pool, 1)
 
 
@@ -380,22 +383,22 @@ def test_backends_of_a_stage(factory: Any, store: str, kind: str, stage: bool) -
     ("store", "kind", "message"),
     [
         ("DynamicStore", "nsa", "dynamic does not keep all parts .*index.*use one of"),
-        # SGLang's base class has these calls, without a body.
+        # SGLang's base class has these calls with an empty body.
         ("OlderStore", "mha", "--hicache-storage-backend dynamic: OlderStore does not implement "
          "batch_set_v1, with .*--hicache-host-memory-mode buffer_only"),
     ],
 )  # fmt: skip
 def test_backends_that_are_refused(factory: Any, store: str, kind: str, message: str) -> None:
-    """Guards against NSA pages that come back without their index, and against a store whose reads
-    and writes do nothing."""
+    """Guards against NSA pages that are loaded without their index, and against a store with reads
+    and writes that do nothing."""
     with pytest.raises(ValueError, match=message):
         created(factory, store, kind)
 
 
 @pytest.mark.parametrize("layout", ["page_first_kv_split", "unheard_of", None])
-def test_pools_that_are_not_known_are_refused(layout: str | None) -> None:
-    """Guards against pages that are guessed at: the message names the flag; and against state-space
-    models, whose pages are something else."""
+def test_unknown_pools_are_refused(layout: str | None) -> None:
+    """Guards against an unknown page layout: the message names the flag. State-space models, whose
+    state is not made of pages, are refused too."""
     pool: Any = object()
     if layout:
         pool = host_pool("mla", DIRECT)

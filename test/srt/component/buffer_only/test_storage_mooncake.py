@@ -1,4 +1,4 @@
-"""Pages through a real Mooncake master and store on loopback, and what happens when they fail."""
+"""Pages through a real Mooncake master and store on loopback, and their failures."""
 
 from __future__ import annotations
 
@@ -18,26 +18,24 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def output() -> str:
-    """What the program printed."""
+    """Output of the program."""
     return programs.run(__file__, "program_mooncake.py")
 
 
 @pytest.mark.parametrize(("kind", "layout", "page"), THROUGH_MOONCAKE)
-def test_another_server_reads_what_one_wrote(
-    output: str, kind: str, layout: str, page: int
-) -> None:
-    """Guards against host tensors that are not registered (NSA's index), against parts that change
-    places, and against a missing page that moves the others."""
+def test_a_server_reads_another_ones_pages(output: str, kind: str, layout: str, page: int) -> None:
+    """Guards against host tensors that are not registered (NSA's index), against swapped parts, and
+    against a missing page that misplaces the others."""
     programs.passed(output, f"pages_{kind}_{layout}_{page}")
 
 
-def test_the_server_that_has_the_pages_hangs(output: str) -> None:
-    """Guards against pages that are handed out again while a read may still write into them: this
-    one does, when the other server goes on."""
+def test_the_server_that_holds_the_pages_hangs(output: str) -> None:
+    """Guards against pages that are reused while a late read may still write into them: this read
+    does, when the other server continues."""
     programs.passed(output, "holder_hangs")
 
 
 def test_a_store_that_is_full(output: str) -> None:
-    """Guards against a full store that costs more than hits, and against losing first the prefixes
-    that are always on the device: a look-up is what keeps them (``touch``)."""
+    """Guards against a full store that costs more than hits, and against the eviction of prefixes
+    that are always on the device: look-ups keep them in the store (``touch``)."""
     programs.passed(output, "full")

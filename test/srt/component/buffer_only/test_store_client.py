@@ -1,4 +1,5 @@
-"""A store that fails in every way a store can, behind the client: misses and failures, no more."""
+"""A client of a store that fails in every possible way: the only effects are misses and
+failures."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ METHODS = ("batch_exists", "batch_get_v1", "batch_set_v1")
 
 
 class Scene:
-    """A store with three pages, its client, a clock, and deadlines that pass when a call hangs."""
+    """A store with three pages, its client, a clock, and deadlines that a hanging call reaches."""
 
     def __init__(self, **settings: Any) -> None:
         self.pool = host_pool("mha", "page_first_direct")
@@ -37,14 +38,14 @@ class Scene:
         self.store.calls.clear()
 
     def call(self, method: str) -> Any:
-        """What the client says of a call for all keys."""
+        """Return the client's outcome of a call for all keys."""
         if method == "batch_exists":
             return self.client.query(KEYS)
         move = self.client.read if method == "batch_get_v1" else self.client.write
         return move(KEYS, slots(3, 4, 5))
 
     def hang(self, method: str) -> Gate:
-        """The next call of ``method`` hangs, and its deadline passes once it does."""
+        """Let the next call of ``method`` hang, and its deadline expire."""
         gate = self.store.hang(method)
         self.gates.append(gate)
         return gate
@@ -58,29 +59,29 @@ class Scene:
                 return
 
     def up_again(self) -> None:
-        """A probe is answered."""
+        """Let the store answer a probe."""
         self.now += 10.0
         self.client.query(KEYS)
         until(self.client.poll)
 
     def calm(self) -> None:
-        """Every call has returned, or hangs at a gate."""
+        """Wait until every call has returned, or hangs at a gate."""
         until(lambda: self.client.under_way == len(self.store.hanging()))
 
     def settled(self) -> None:
-        """Every call has returned."""
+        """Wait until every call has returned."""
         self.store.open_all()
         until(lambda: self.client.under_way == self.client.overdue == 0)
 
 
 @pytest.fixture
 def scene() -> Iterator[Scene]:
-    made = Scene()
-    yield made
-    made.settled()
+    scene = Scene()
+    yield scene
+    scene.settled()
 
 
-#: Methods, answers of each, and the pages and the fault that they count for.
+#: Methods, their answers, and the resulting pages and fault.
 ANSWERS: list[tuple[tuple[str, ...], list[Any], int, Fault]] = [
     (METHODS, [OSError("gone"), SystemExit(1), MemoryError()], 0, Fault.ERROR),
     (METHODS, [None, True, [True] * 2, [True] * 4, []], 0, Fault.ERROR),
@@ -97,11 +98,11 @@ CELLS = [
 
 @pytest.mark.hazard("store-exception")
 @pytest.mark.parametrize(("method", "answer", "pages", "fault"), CELLS)
-def test_what_an_answer_counts_for(
+def test_pages_and_fault_of_each_answer(
     scene: Scene, method: str, answer: Any, pages: int, fault: Fault
 ) -> None:
-    """Guards against a storage thread that ends, results by key read as results by page, error
-    codes that are taken for success, and pages behind a hole that count. The store stays in use."""
+    """Guards against a storage thread that ends, results by key that are read as results by page,
+    error codes taken for success, and pages that count behind a hole. The store stays in use."""
     if isinstance(answer, BaseException):
         scene.store.fail(method, 1, answer)
     else:
@@ -114,7 +115,7 @@ def test_what_an_answer_counts_for(
 
 
 def test_lost_and_short_pages_end_the_run(scene: Scene) -> None:
-    """Guards against short pages that count at all."""
+    """Guards against short pages that count as read."""
     scene.store.shorten(KEYS[1])
     assert scene.call("batch_get_v1").pages == 1
     scene.store.drop(KEYS[0])
@@ -124,9 +125,9 @@ def test_lost_and_short_pages_end_the_run(scene: Scene) -> None:
 
 @pytest.mark.parametrize("method", METHODS[1:])
 def test_a_hung_call_keeps_its_pages_until_it_returns(scene: Scene, method: str) -> None:
-    """Guards against a late zero-copy read that writes into pages which somebody else has got, and
-    against a late write that stores what the pages hold by then: their owner hears that the call
-    may still use them, and again when it has returned. Its keys are its own meanwhile."""
+    """Guards against a late zero-copy read into pages with a new owner, and against a late write of
+    their new content: the caller is notified that the call may still use its pages, and again when
+    it has returned. The call keeps its own copy of the keys."""
     gate, keys = scene.hang(method), [*KEYS[:1], "9" * 64]
     call = scene.client.read if method == "batch_get_v1" else scene.client.write
     outcome = call(keys, slots(4, 5))
@@ -137,7 +138,7 @@ def test_a_hung_call_keeps_its_pages_until_it_returns(scene: Scene, method: str)
     gate.open()
     outcome.overdue.result(60)
     if method == "batch_get_v1":
-        # It did write, long after it was given up: this is why the pages had to stay out of use.
+        # The read wrote long after it was abandoned, so its pages had to stay out of use.
         assert scene.store.written == [4]
         assert content(scene.pool, 4) == content(scene.pool, 0) != before[0]
     else:
@@ -145,7 +146,7 @@ def test_a_hung_call_keeps_its_pages_until_it_returns(scene: Scene, method: str)
 
 
 def test_the_scripted_store_sees_pages_that_change_under_a_write(scene: Scene) -> None:
-    """The control for the tests that rely on it."""
+    """Guards against tests that cannot fail: they rely on ``disturbed``."""
     gate = scene.hang("batch_set_v1")
     outcome = scene.client.write(["9" * 64], slots(5))
     fill(scene.pool, seed=5)
@@ -157,8 +158,8 @@ def test_the_scripted_store_sees_pages_that_change_under_a_write(scene: Scene) -
 def test_a_store_that_hangs_is_down_until_it_answers_a_probe(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Guards against a deadline for every call of a dead store, against threads and messages
-    without number, and against a store that is never asked again."""
+    """Guards against a deadline for every call of a dead store, against an unbounded number of
+    threads and messages, and against a store that is never queried again."""
     caplog.set_level(logging.WARNING)
     scene.hang("batch_set_v1")
     assert scene.call("batch_set_v1").fault is Fault.DEADLINE
@@ -169,8 +170,8 @@ def test_a_store_that_hangs_is_down_until_it_answers_a_probe(
     assert scene.client.faults == {Fault.DEADLINE: 1, Fault.DOWN: 100}
     scene.store.fail("batch_exists")
     probe = scene.store.hang("batch_exists", call=2)
-    for seconds in (1.0, 3.0):  # a probe that fails or hangs holds up nobody, and is no answer
-        until(lambda: scene.client.under_way == 1)  # the write: the probe before has ended
+    for seconds in (1.0, 3.0):  # a probe that fails or hangs delays no call, and is no answer
+        until(lambda: scene.client.under_way == 1)  # only the write: the probe before has ended
         scene.now += seconds
         assert scene.call("batch_exists").fault is Fault.DOWN
     assert probe.entered.wait(60)
@@ -182,7 +183,7 @@ def test_a_store_that_hangs_is_down_until_it_answers_a_probe(
 
 
 def test_threads_are_bounded() -> None:
-    """Guards against a thread for every call of a store whose look-ups answer and whose writes
+    """Guards against a thread for every call of a store that answers look-ups while all its writes
     hang for ever."""
     scene = Scene(max_calls=3, longest_retry=1.0)
     for _ in range(10):
@@ -195,9 +196,9 @@ def test_threads_are_bounded() -> None:
     assert scene.client.query(KEYS).pages == 3
 
 
-def test_probes_that_hang_do_not_keep_a_store_from_being_asked_again() -> None:
-    """A connection that was cut without a word never answers: such probes used to take all calls
-    that may be under way, and after hours of it nobody asked a store that had recovered."""
+def test_hung_probes_do_not_block_the_recovery_of_a_store() -> None:
+    """Guards against probes that use up all permitted calls: over a connection that was cut
+    silently they never return, and after hours no recovered store was queried again."""
     scene = Scene(max_calls=3, longest_retry=1.0)
     scene.hang("batch_set_v1")
     scene.call("batch_set_v1")
@@ -209,13 +210,13 @@ def test_probes_that_hang_do_not_keep_a_store_from_being_asked_again() -> None:
     scene.now += 6.0
     scene.client.poll()
     until(lambda: scene.client.up)
-    assert scene.client.query(KEYS).pages == 3, "those that hang take nobody's place"
+    assert scene.client.query(KEYS).pages == 3, "hung probes do not count against max_calls"
     scene.settled()
 
 
-def waited(scene: Scene) -> float:
-    """A write hangs; how long after its deadline a probe is answered, with a look every half
-    second."""
+def seconds_down(scene: Scene) -> float:
+    """Let a write hang; return the seconds from its deadline until a probe is answered, with a
+    check every half second."""
     scene.hang("batch_set_v1")
     assert scene.call("batch_set_v1").fault is Fault.DEADLINE
     start = scene.now
@@ -226,26 +227,24 @@ def waited(scene: Scene) -> float:
     return scene.now - start
 
 
-def test_when_a_store_is_asked_again() -> None:
-    """A dead store is not asked over and over, and none is never asked again; nor has one whose
-    look-ups work and whose writes hang a deadline a second. An outage after it has worked is a new
-    one."""
+def test_intervals_of_probes() -> None:
+    """Guards against a dead store that is probed too often or never again, and against a store with
+    working look-ups and hanging writes that costs a deadline a second. After the store has worked,
+    intervals start anew."""
     scene = Scene(first_retry=1.0, longest_retry=8.0)
     for call in range(1, 6):
         scene.store.fail("batch_exists", call)
-    assert waited(scene) == 31.0, "the sixth: after 1, 3, 7, 15, 23 and 31 s"
-    assert waited(scene) == 8.0
+    assert seconds_down(scene) == 31.0, "the sixth: after 1, 3, 7, 15, 23 and 31 s"
+    assert seconds_down(scene) == 8.0
     assert scene.call("batch_get_v1").pages == 3
-    assert [waited(scene) for _ in range(4)] == [1.0, 4.0, 8.0, 8.0]
+    assert [seconds_down(scene) for _ in range(4)] == [1.0, 4.0, 8.0, 8.0]
     scene.settled()
 
 
-@pytest.mark.parametrize("hangs", [True, False], ids=["hang", "bring nothing, late"])
-def test_a_store_whose_lookups_answer_and_whose_reads_do_not_deliver(
-    scene: Scene, hangs: bool
-) -> None:
-    """Guards against reads that cost half of all requests their whole wait while no alert fires.
-    One read after each interval is the trial."""
+@pytest.mark.parametrize("hangs", [True, False], ids=["hang", "late and empty"])
+def test_a_store_with_working_lookups_and_failing_reads(scene: Scene, hangs: bool) -> None:
+    """Guards against reads that cost half of all requests their whole time limit while no alert
+    fires. After each interval one read is the trial."""
 
     def late(keys: Any) -> list[bool]:
         scene.now += 0.5 * scene.client.settings.deadline
@@ -257,7 +256,7 @@ def test_a_store_whose_lookups_answer_and_whose_reads_do_not_deliver(
         else:
             scene.store.answer("batch_get_v1", late)
         outcome = scene.call("batch_get_v1")
-        if hangs:  # the probe of all calls is answered
+        if hangs:  # so that the probe is answered
             scene.now += 0.5
         return outcome
 
@@ -270,12 +269,12 @@ def test_a_store_whose_lookups_answer_and_whose_reads_do_not_deliver(
         assert scene.call("batch_exists").pages == 3 and not scene.client.up
         assert scene.call("batch_get_v1").fault is Fault.DOWN
     scene.up_again()
-    assert scene.client.up, "no hit is needed"
+    assert scene.client.up, "up without a hit"
     assert scene.call("batch_get_v1").pages == scene.call("batch_get_v1").pages == 3
 
 
 def until_up(scene: Scene) -> float:
-    """Seconds until reads are tried again, with a look every half second."""
+    """Return the seconds until reads are tried again, with a check every half second."""
     scene.calm()
     start = scene.now
     while not scene.client.up and scene.now < start + 100.0:
@@ -284,12 +283,14 @@ def until_up(scene: Scene) -> float:
 
 
 def test_trials_of_a_store_that_does_not_deliver() -> None:
-    """Guards against pauses that grow by more than twice, and against other reads that wait with
-    the trial."""
-    scene, others = Scene(first_retry=1.0, longest_retry=8.0), list[Any]()
+    """Guards against pauses that grow by more than a factor of two, and against other reads that
+    wait during the trial."""
+    scene, concurrent = Scene(first_retry=1.0, longest_retry=8.0), list[Any]()
 
     def late(keys: Any) -> list[bool]:
-        others.append(scene.client.read(KEYS, slots(3, 4, 5)).fault if others else "not yet")
+        concurrent.append(
+            scene.client.read(KEYS, slots(3, 4, 5)).fault if concurrent else "not yet"
+        )
         scene.now += 0.5 * scene.client.settings.deadline
         return [False] * 3
 
@@ -297,13 +298,13 @@ def test_trials_of_a_store_that_does_not_deliver() -> None:
         scene.store.answer("batch_get_v1", late)
         assert scene.call("batch_get_v1").fault is Fault.MISSING
         assert until_up(scene) == pause
-    assert others[1:] == [Fault.DOWN] * 4
+    assert concurrent[1:] == [Fault.DOWN] * 4
     scene.settled()
 
 
 def test_trials_that_find_no_failure() -> None:
-    """Guards against a pause that is started or lengthened by a page that was evicted since its
-    lookup, or by a read that finds all calls taken."""
+    """Guards against a pause that starts or grows because of a page that was evicted since its
+    look-up, or because of a read without a free call."""
     scene = Scene(first_retry=1.0, max_calls=1)
 
     def late(keys: Any) -> list[bool]:
@@ -328,7 +329,7 @@ def test_trials_that_find_no_failure() -> None:
     scene.settled()
 
 
-def test_a_store_that_evicts_is_read_on(scene: Scene) -> None:
+def test_reads_go_on_after_evictions_of_the_store(scene: Scene) -> None:
     """Guards against hits that are lost because another prompt was evicted before its read."""
     for _ in range(5):
         scene.store.answer("batch_get_v1", lambda _: [False] * 3)
@@ -337,8 +338,7 @@ def test_a_store_that_evicts_is_read_on(scene: Scene) -> None:
 
 
 def test_a_store_that_hangs_while_its_reads_are_refused(scene: Scene) -> None:
-    """Guards against queries that all wait for a store that is dead, because its reads were found
-    to be dead before."""
+    """Guards against queries that all wait for a dead store whose reads were refused before."""
     scene.hang("batch_get_v1")
     assert scene.call("batch_get_v1").fault is Fault.DEADLINE
     scene.now += 1.0
@@ -349,10 +349,10 @@ def test_a_store_that_hangs_while_its_reads_are_refused(scene: Scene) -> None:
     assert scene.call("batch_exists").fault is Fault.DOWN
 
 
-def test_threads_are_used_again_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a thread for every call, a store that exits the interpreter or just its
-    thread, threads that outlive their store, and a system that has no more of them: that call has
-    failed, and the next one may work."""
+def test_threads_are_reused_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a thread for every call, a store that exits the interpreter or its thread,
+    threads that outlive their store, and a failed start of a thread: that call fails, and the next
+    one may work."""
     before = set(threading.enumerate())
     scene, gate = Scene(), Gate()
     scene.store.fail("batch_exists", 1, SystemExit(3))
@@ -366,18 +366,18 @@ def test_threads_are_used_again_and_end(monkeypatch: pytest.MonkeyPatch) -> None
         patch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("no more")))
         assert scene.call("batch_exists").fault is Fault.ERROR
     assert scene.call("batch_exists").pages == 3
-    own = set(threading.enumerate()) - before
-    assert [thread.name for thread in own] == [
+    new_threads = set(threading.enumerate()) - before
+    assert [thread.name for thread in new_threads] == [
         "hicache-store-scripted"
     ] * 2 and scene.client.close()
     gate.open()
-    for thread in own:
+    for thread in new_threads:
         thread.join(60)
         assert not thread.is_alive()
 
 
-def test_statistics_that_take_long_hold_up_nobody(scene: Scene) -> None:
-    """The scheduler asks for them in its steps."""
+def test_slow_statistics_delay_no_call(scene: Scene) -> None:
+    """Guards against a scheduler step that waits for the statistics of a slow store."""
     gate, answers = Gate(), iter([1, 2])
 
     def slow() -> int:
@@ -391,17 +391,17 @@ def test_statistics_that_take_long_hold_up_nobody(scene: Scene) -> None:
     gate.open()
     for answer in (1, 2):
         until(lambda: scene.client.under_way == 0)
-        assert scene.client.get_stats() == answer, "each answer once"
+        assert scene.client.get_stats() == answer, "each answer is returned once"
 
 
-def test_the_rest_never_raises(scene: Scene) -> None:
+def test_clear_statistics_and_close_never_raise(scene: Scene) -> None:
     """Guards against a scheduler that ends because of /clear_hicache_storage_backend, its metrics
-    or its own end."""
+    or its own shutdown."""
     scene.store.fail("clear")
     assert not scene.client.clear()
     assert scene.client.clear() and scene.store.content == {}
     scene.store.answer("clear", lambda _: False)
-    assert not scene.client.clear(), "as the file backend says that it could not"
+    assert not scene.client.clear(), "False is the file backend's failure"
 
     def broken() -> None:
         raise OSError("broken")

@@ -1,5 +1,5 @@
-"""Prefixes that the device has all the time: the store is told that they are used, and has them
-written again when it has lost them."""
+"""Prefixes that stay on the device: look-ups keep them in the store, and lost pages are written
+again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONG = prompt(2, 3, base=BASE)
 
 
 def hot() -> Cache:
-    """The tree and the store have ``LONG``, in two nodes; it was just written."""
+    """Return a cache with ``LONG``, just written, in two nodes of the tree and in the store."""
     cache = Cache(pages=32)
     for tokens in (BASE, LONG):
         cache.compute(tokens)
@@ -27,20 +27,20 @@ def hot() -> Cache:
 
 
 def later(cache: Cache) -> None:
-    """When what is used is looked up again."""
+    """Advance the clock until prefixes in use are looked up again."""
     cache.now += 11.0
     cache.step()
 
 
 def use(cache: Cache) -> None:
-    """A request that finds everything on the device."""
+    """Run a request with a full hit on the device."""
     cache.compute(LONG)
     steps(cache, 3)
 
 
 def test_a_prefix_in_use_is_looked_up():
-    """A store that evicts what nobody asks for would lose first what is used most. One look-up for
-    the whole path, and not for each request."""
+    """Guards against a store that evicts the prefixes in use first, because it never sees requests
+    for them; one look-up for the whole path, not one for each request."""
     cache = hot()
     use(cache)
     assert cache.store.asked("batch_exists") == [], "it was written a moment ago"
@@ -51,9 +51,9 @@ def test_a_prefix_in_use_is_looked_up():
 
 
 @pytest.mark.parametrize("loaded", [False, True])
-def test_what_a_request_has_brought(loaded: bool):
-    """At its end the store has just taken it, or given it: with prompts that share nothing, each
-    would be asked for once more than is of use."""
+def test_a_prefix_that_was_just_moved_is_not_looked_up(loaded: bool):
+    """Guards against a needless look-up for each prompt without a shared prefix: at a request's end
+    its pages have just been stored or loaded."""
     cache = Cache(pages=32)
     if loaded:
         cache.compute(LONG)
@@ -69,10 +69,10 @@ def test_what_a_request_has_brought(loaded: bool):
 
 @pytest.mark.hazard("stale-beliefs")
 @pytest.mark.parametrize("page", [0, 2, 3, 5, None])
-def test_what_the_store_has_lost_is_written_again(page: int | None):
-    """Believed to be stored, it never would be; and all behind it is out of reach meanwhile. A
-    store that fails has lost nothing, or every fault would have all that is in use written
-    again."""
+def test_lost_pages_are_written_again(page: int | None):
+    """Guards against pages that are never stored because they count as stored, and so make all
+    pages behind them unreachable; and against a failed look-up that counts as a loss, after which
+    every prefix in use would be written again."""
     cache, keys = hot(), []
     keys = cache.keys(LONG)
     if page is None:
@@ -92,7 +92,7 @@ def test_what_the_store_has_lost_is_written_again(page: int | None):
 
 @pytest.mark.parametrize(("lost", "counted"), [(range(0), 0), ((1, 4), 2), (range(30), 30)])
 def test_each_lost_page_is_counted(lost: Sequence[int], counted: int):
-    """Guards against pages that are counted as lost since they lie behind one."""
+    """Guards against stored pages that count as lost because they are behind a lost one."""
     cache, tokens = Cache(pages=32, tokens=80 * PAGE), prompt(1, 30)
     cache.compute(tokens)
     cache.settle()
@@ -117,16 +117,16 @@ def test_a_shared_prefix_is_looked_up_once(prefix_keys: bool):
     for tokens in sessions:
         cache.compute(tokens)
         steps(cache, 2)
-    first, *others = cache.store.asked("batch_exists")
+    first, *later_lookups = cache.store.asked("batch_exists")
     assert first == cache.keys(sessions[0])
-    assert others == [cache.keys(tokens)[3:] for tokens in sessions[1:]]
+    assert later_lookups == [cache.keys(tokens)[3:] for tokens in sessions[1:]]
 
 
 @pytest.mark.hazard("split-while-under-way")
 @pytest.mark.parametrize("then", [1, 2, 4, 5, "flush", "evict", "clear"])
 def test_a_path_that_changes_while_it_is_looked_up(then: int | str):
-    """What is lost is counted from the start of the path, whatever its nodes are by then: split, or
-    gone from the tree; or the store was cleared since."""
+    """Guards against a loss that is recorded for wrong nodes: it counts from the start of the path,
+    even if nodes were split or evicted, or the store was cleared since."""
     cache = hot()
     cache.store.drop(cache.keys(LONG)[3])
     later(cache)

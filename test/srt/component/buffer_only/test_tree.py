@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool,
 
 
 def device_pool(kind: str) -> Any:
-    """4096 tokens in pages of 64."""
+    """Return a device pool of 4096 tokens in pages of 64."""
     if kind == "mha":
         return MHATokenToKVPool(4096, 64, torch.float16, 2, 8, LAYERS, "cpu", False)
     if kind == "mla":
@@ -36,12 +36,12 @@ def device_pool(kind: str) -> Any:
 
 @pytest.mark.hazard("copy-not-ordered")
 def test_an_index_is_loaded_before_it_is_read(monkeypatch: pytest.MonkeyPatch):
-    """A layer of sparse attention stores the index of its new tokens first. Without SGLang's fused
-    kernel it would not wait there, and select by what the pages held before."""
+    """Guards against an attention layer that selects by an index which is not loaded yet: it stores
+    the index of its new tokens first, and without SGLang's fused kernel it would not wait there."""
     pool, done = device_pool("nsa"), []
     monkeypatch.setattr(
         "sglang.srt.layers.attention.nsa.index_buf_accessor.SetKAndS.execute",
-        lambda **given: done.append("stored"),
+        lambda **fields: done.append("stored"),
     )
     tokens = torch.zeros(1, dtype=torch.int64)
     pool.set_index_k_scale_buffer(1, tokens, tokens, tokens)
@@ -57,8 +57,9 @@ def test_an_index_is_loaded_before_it_is_read(monkeypatch: pytest.MonkeyPatch):
 def test_a_host_pool_smaller_than_the_device_pool(
     kind: str, layout: str, size: float, caplog: pytest.LogCaptureFixture
 ):
-    """In this mode, and in no other: SGLang's own refuses to be smaller. The log says how large it
-    is. Gigabytes are 0.5.23's: 10**9 bytes of this rank's KV, and SGLang's one page for padding."""
+    """Guards against SGLang's refusal of a host pool smaller than the device pool; in other modes
+    it stays. The log has the size. Gigabytes are those of 0.5.23: 10**9 bytes of this rank's KV,
+    and SGLang's one page for padding."""
     caplog.set_level("INFO")
     build = getattr(hiradix_cache, f"{kind.upper()}TokenToKVPoolHost")
     pool = device_pool(kind)
@@ -74,25 +75,25 @@ def test_a_host_pool_smaller_than_the_device_pool(
 
 @pytest.mark.hazard("host-pool-size")
 @pytest.mark.parametrize(
-    ("given", "threshold", "message"),
+    ("settings", "threshold", "message"),
     [
         ({"pages": 9}, 5, "--hicache-buffer-pages 9 is too small"),
         ({"pages": None, "hicache_size": 2e-7}, 1, "--hicache-size 2e-07 is too small"),
         ({"pages": None, "hicache_size": 4e-6}, 40, "--hicache-size 4e-06 is too small"),
     ],
 )
-def test_a_stage_that_is_too_small(given: dict[str, Any], threshold: int, message: str):
-    """In which nothing could move. A threshold from a file is known only here."""
+def test_a_stage_that_is_too_small(settings: dict[str, Any], threshold: int, message: str):
+    """Guards against a stage in which no transfer fits. Only here a file's threshold is known."""
     extra = json.dumps({"interface_v1": 1, "prefetch_threshold": threshold * PAGE})
     with pytest.raises(ValueError, match=message):
-        Cache(**given, hicache_storage_backend_extra_config=extra)
+        Cache(**settings, hicache_storage_backend_extra_config=extra)
 
 
 @pytest.mark.hazard("wrong-gauges")
 @pytest.mark.parametrize(
-    ("given", "pages"),
+    ("settings", "pages"),
     [
-        ({}, 40),  # five gigabytes are more than the device pool, which is the most
+        ({}, 40),  # five gigabytes, limited to the size of the device pool
         ({"hicache_ratio": 0.5}, 20),
         ({"hicache_ratio": 1.5}, 60),
         ({"hicache_ratio": 0.5, "pages": 16}, 16),
@@ -100,11 +101,11 @@ def test_a_stage_that_is_too_small(given: dict[str, Any], threshold: int, messag
     ],
     ids=str,
 )
-def test_sizes_of_the_stage(given: dict[str, Any], pages: int | None):
-    """What nobody asked for, what SGLang 0.5.23 means by its ratio, and what gigabytes hold.
-    ``sglang:hicache_host_used_tokens`` is the pool's size less what is free in it; SGLang's own
-    list of free slots knows nothing of a stage."""
-    cache = Cache(**({"pages": None} | given))
+def test_sizes_of_the_stage(settings: dict[str, Any], pages: int | None):
+    """Guards against wrong stage sizes (default, SGLang 0.5.23's ratio, gigabytes) and against a
+    wrong ``sglang:hicache_host_used_tokens``, the pool's size less its free part: SGLang's own list
+    of free slots does not know the stage."""
+    cache = Cache(**({"pages": None} | settings))
     host = cache.tree.token_to_kv_pool_host
     assert cache.stage.pages == (pages or host.page_num) > 4
     cache.compute(prompt(1, 3))
@@ -116,8 +117,8 @@ def test_sizes_of_the_stage(given: dict[str, Any], pages: int | None):
 
 @pytest.mark.hazard("wrong-gauges")
 def test_gauges_and_counters():
-    """Gauges are what is there now; counters grow by what has happened since the last update, at
-    most once in a second, and each token counts once."""
+    """Guards against wrong values: gauges show the current state, counters grow by the events since
+    the last update, at most once a second, and each token counts once."""
     cache, collector = stored(prompt(1, 3)), mock.Mock()
     labels = {"tp_rank": "0", "storage_backend": "a test"}
 
@@ -125,9 +126,9 @@ def test_gauges_and_counters():
         names = [f"sglang:{name}".replace(":.", ":hicache_buffer_") for name in names]
         return [REGISTRY.get_sample_value(name, labels | more) for name in names]
 
-    mine = metrics.BufferMetrics(labels, collector, PAGE, clock=lambda: cache.now)
+    buffer_metrics = metrics.BufferMetrics(labels, collector, PAGE, clock=lambda: cache.now)
     read = cache.buffer.gauges, cache.buffer.totals
-    cache.buffer.context.observe = mine.observe
+    cache.buffer.context.observe = buffer_metrics.observe
     cache.store.fail("batch_exists")
     for rid in ("fails", "r"):
         cache.flush()
@@ -135,14 +136,14 @@ def test_gauges_and_counters():
         cache.now += 1.0
         cache.settle()
     cache.compute(prompt(2, 2))
-    mine.update(*read)
+    buffer_metrics.update(*read)
     assert values(".pages", ".write_pages", ".read_pages", ".peak_pages") == [16, 0, 0, 3]
     assert values(".pending_intents", ".pending_tokens") == [1, 2 * PAGE]
     assert values(".store_read_pages_total", ".store_written_pages_total") == [2, 4]
-    # As SGLang 0.5.23 names it.
+    # Named as in SGLang 0.5.23.
     assert values("storage_prefetch_hit_tokens_total") == [2 * PAGE]
     assert values(".store_faults_total", fault="error") == [1]
-    assert values(".store_faults_total", fault="deadline") == [0], "there before the first one"
+    assert values(".store_faults_total", fault="deadline") == [0], "exported before the first fault"
     assert values(".prefetch_choices_total", choice="slower") == [0]
     assert values(".load_back_seconds_sum", ".load_back_seconds_count") == [1.0, 1]
     cache.evict(1000)
@@ -151,20 +152,21 @@ def test_gauges_and_counters():
     cache.store.hang("batch_set_v1")
     steps(cache, 2)
     for write_pages in (0, 2):  # at most once in a second
-        mine.update(*read)
+        buffer_metrics.update(*read)
         assert values(".write_pages") == [write_pages]
         cache.now += 1.0
     assert values(".store_up", ".store_calls", ".store_overdue_calls") == [0, 1, 1]
     assert values(".dropped_tokens_total", reason="evicted") == [2 * PAGE]
     # SGLang's own counters, in tokens.
-    told = [each.args for each in collector.log_prefetched_tokens.mock_calls]
-    assert told == [(2 * PAGE,), (0,)]
+    logged = [call.args for call in collector.log_prefetched_tokens.mock_calls]
+    assert logged == [(2 * PAGE,), (0,)]
     assert collector.log_backuped_tokens.mock_calls[0].args == (4 * PAGE,)
 
 
 def test_an_idle_prefill_server_checks_its_invariants(monkeypatch: pytest.MonkeyPatch):
-    """After each change, which it sees by numbers that the trees of both servers have. A flush is
-    one: decode may have computed all that was asked before it."""
+    """Guards against a change after which invariants are not checked: the server compares numbers
+    that both servers' trees have. A flush is a change, because decode may have computed all
+    requests before it."""
     checks = []
     monkeypatch.setattr(invariants, "idle_rooms", lambda manager: [])
     monkeypatch.setattr(invariants, "idle_problems", lambda server: checks.append(server) or [])
@@ -182,8 +184,8 @@ def test_an_idle_prefill_server_checks_its_invariants(monkeypatch: pytest.Monkey
 
 
 def test_an_idle_server_with_another_tree_checks_its_rows_and_slots(monkeypatch):
-    """Guards prefill servers of models with recurrent state, whose tree is another one of SGLang's:
-    what that does not count must not be left, and that it was checked must be said."""
+    """Guards against unchecked rows and slots on prefill servers of models with recurrent state,
+    which use another tree of SGLang: leaks must be found, and the check must be recorded."""
     monkeypatch.setattr(invariants, "idle_rooms", lambda manager: [])
     server = SimpleNamespace(
         disagg_prefill_bootstrap_queue=SimpleNamespace(kv_manager=None), tree_cache=object(),
@@ -199,8 +201,8 @@ def test_an_idle_server_with_another_tree_checks_its_rows_and_slots(monkeypatch)
     assert server._checked is not None
 
 
-def test_without_the_mode_everything_is_sglangs():
-    """The patch set is installed on servers that do not ask for it."""
+def test_without_the_mode_sglangs_own_cache_is_used():
+    """Guards against changes on servers that have the patch set installed without the mode."""
     args = server_arguments(hicache_host_memory_mode="cache", hicache_buffer_pages=None)
     tree = Cache().build_tree(args)
     try:
@@ -209,7 +211,7 @@ def test_without_the_mode_everything_is_sglangs():
         assert tree.token_to_kv_pool_host.size > 40 * PAGE
         assert type(tree.eviction_strategy).__name__ == "LRUStrategy"
         tree.check_hicache_events()
-        assert tree.check_prefetch_progress("nobody")
+        assert tree.check_prefetch_progress("unknown")
         tree.reset()
     finally:
         ok, _ = tree.detach_storage_backend()
@@ -229,14 +231,14 @@ def test_without_the_mode_everything_is_sglangs():
     ],
 )
 def test_variables_are_refused_at_start(monkeypatch: pytest.MonkeyPatch, name: str, value: str):
-    """And not when the store hangs for the first time, or with bounds which nobody meant."""
+    """Guards against an invalid value that raises when the store hangs, or sets a wrong limit."""
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"{name} must be"):
         Cache()
 
 
-def test_a_wait_of_the_servers_own(monkeypatch: pytest.MonkeyPatch):
-    """The variable is in seconds."""
+def test_the_read_timeout_variable_is_in_seconds(monkeypatch: pytest.MonkeyPatch):
+    """Guards against a variable in seconds that is read as milliseconds."""
     monkeypatch.setenv("SGLANG_HICACHE_BUFFER_READ_TIMEOUT", "2.5")
     assert Cache().buffer.context.settings.prefetch_timeout_ms == 2500
 
@@ -244,8 +246,9 @@ def test_a_wait_of_the_servers_own(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.hazard("flush-or-detach-under-way")
 @pytest.mark.parametrize("in_a_call", [False, True])
 def test_the_store_cannot_be_changed_while_the_server_runs(in_a_call: bool):
-    """Nothing but the store keeps KV, and what is under way belongs to it; the end of the process
-    does close it, but not in a call: a native client whose memory is gone then ends in a crash."""
+    """Guards against a change of the store, which alone keeps KV, while calls run. The end of the
+    process closes the store, but not during a call: a native client without its memory would
+    crash."""
     cache, closed = Cache(), []
     for ok, message in (
         cache.tree.detach_storage_backend(),
@@ -260,11 +263,11 @@ def test_the_store_cannot_be_changed_while_the_server_runs(in_a_call: bool):
     cache.store.close = lambda: closed.append(True)
     cache.tree.shutdown()
     assert cache.tree.enable_storage is in_a_call
-    assert closed == ([] if in_a_call else [True]), "once"
+    assert closed == ([] if in_a_call else [True]), "closed once"
 
 
 def test_with_threads():
-    """The threads that servers have; only the order of things is open."""
+    """Guards against faults that need real threads, in which the order of events is not fixed."""
     cache, tokens = Cache(threads=Threads), prompt(1, 6)
     cache.compute(tokens)
     stepping_until(cache, lambda: not cache.buffer.busy and not cache.stage.used())
@@ -277,14 +280,14 @@ def test_with_threads():
 
 
 def stepping_until(cache: Cache, condition: Any) -> None:
-    """Idle steps of a scheduler: nobody but they move anything on."""
+    """Run idle steps of a scheduler until ``condition``; only steps make progress."""
     until(lambda: cache.step(work=False) or condition(), pause=0.001)
 
 
 @pytest.mark.hazard("holes-in-answers")
 def test_keys_of_the_prefix():
-    """Backends that place pages by what comes before them get all of it, in every batch, whatever
-    they did to the list that they were given before."""
+    """Guards against a wrong prefix for backends that place pages by their prefix: they get all of
+    it, in every batch, even if they changed the list of the previous call."""
     seen: list[tuple[str, list[str], list[str]]] = []
 
     class Placing(ScriptedStore):

@@ -21,13 +21,13 @@ lengths = torch.tensor([5, 2 * PAGE_SIZE])
 
 
 def extend(seq: torch.Tensor) -> torch.Tensor | None:
-    """The slots of two new requests of these lengths."""
+    """Return the slots of two new requests of these lengths."""
     found = allocator.alloc_extend(before, before, seq, seq, before - 1, int(seq.sum()))
     assert found is None or isinstance(found, torch.Tensor)
     return found
 
 
-# Every slot stays with one request, and pages are filled up; ``unit/cpu_standin`` has all cases.
+# Every slot belongs to one request, and pages are filled; ``unit/cpu_standin`` has all cases.
 slots = extend(lengths)
 assert slots is not None
 rows = list(torch.split(slots, lengths.tolist()))

@@ -1,4 +1,4 @@
-"""SGLang's model of each family on the stand-in against that of transformers, logit by logit.
+"""SGLang's model of each family on the stand-in, compared with that of transformers by logits.
 
 Each family is loaded in a fork, because SGLang sets up its process groups once a process.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float32"  # by default rounded, which transformers is not
+os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float32"  # the default rounds; transformers does not
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -24,10 +24,10 @@ from models.in_process import InProcess
 
 STEPS = 10
 LENGTHS = {"deepseek_v32": 50}
-"""Tokens of a prompt. transformers has no index; up to 64 tokens the index chooses all."""
+"""Tokens of a prompt. transformers has no index, which chooses all tokens up to 64."""
 ARGS = {"gpt_oss": ("--attention-backend", "triton", "--moe-runner-backend", "triton")}
 CLOSE = 0.02
-"""Bound of the difference of two logits, whose spread is 1: SGLang has the biases of gpt-oss in
+"""Bound of the difference of two logits, which have a spread of 1: SGLang keeps gpt-oss's biases in
 bfloat16. A wrong form is off by the spread itself."""
 
 
@@ -46,7 +46,7 @@ def in_a_fork(check: Callable[[], None]) -> None:
 
 
 def compare(family: str) -> None:
-    """A prompt at once, then steps of decode, each of which reads what the ones before wrote."""
+    """Compare a prompt's logits, then those of decode steps, which read earlier steps' KV."""
     folder = build(Path(tempfile.mkdtemp()), family)
     length = LENGTHS.get(family, 270)
     text = random.Random(0).choices(range(16, 688), k=length)

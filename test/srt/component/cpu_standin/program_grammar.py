@@ -1,4 +1,4 @@
-"""SGLang's grammar backends mask logits on a CPU, and no row but that of the grammar's request."""
+"""SGLang's grammar backends mask logits on a CPU, only in the row of the grammar's request."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ SCHEMA = '{"type": "boolean"}'
 
 
 def allowed(grammar: Any, row: int | None) -> torch.Tensor:
-    """Which tokens each of two requests may take, where the one in ``row`` has the grammar."""
+    """Return the allowed tokens of two requests if the one in ``row`` has the grammar."""
     mask = grammar.allocate_vocab_mask(vocab_size=VOCABULARY, batch_size=2, device="cpu")
     if row is not None:
         grammar.fill_vocab_mask(mask, row)
@@ -32,5 +32,5 @@ for backend in (
     for row in (0, 1):
         tokens = allowed(grammar, row)
         assert 0 < tokens[row].sum() < VOCABULARY, backend
-        assert tokens[1 - row].all(), f"{backend}: a stranger's row is masked"
+        assert tokens[1 - row].all(), f"{backend}: another request's row is masked"
 print("CHECKED")

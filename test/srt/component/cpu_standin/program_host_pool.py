@@ -1,4 +1,4 @@
-"""HiCache's host pools on a CPU: constructed, and KV copied there and back."""
+"""HiCache's host pools on a CPU: construction, and KV copied there and back."""
 
 import os
 
@@ -11,7 +11,7 @@ LAYERS, PAGES = 3, 12
 
 
 def device_pool(kind: str, page_size: int):
-    """A pool of ``PAGES`` pages with random content, and its buffers."""
+    """Return a pool of ``PAGES`` pages with random content, and its buffers."""
     size = PAGES * page_size
     if kind == "mha":
         pool = MHATokenToKVPool(size, page_size, torch.float32, 2, 8, LAYERS, "cpu", False)

@@ -11,7 +11,7 @@ PAGES, PAGE_BYTES = 16, 4096
 
 
 def agent(name: str):
-    """An agent with UCX, as SGLang makes it."""
+    """Create an agent with UCX, as SGLang does."""
     return nixl_agent(name, nixl_agent_config(backends=["UCX"]))
 
 
@@ -26,7 +26,7 @@ peer = peer.decode() if isinstance(peer, bytes) else peer
 
 
 def rows(tensor: torch.Tensor, pages: list[int]) -> np.ndarray:
-    """Descriptors of pages: address, length, device."""
+    """Return descriptors of pages: address, length, device."""
     return np.array([(tensor.data_ptr() + p * PAGE_BYTES, PAGE_BYTES, 0) for p in pages], np.uint64)
 
 

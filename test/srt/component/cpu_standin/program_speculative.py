@@ -1,4 +1,4 @@
-"""Each speculative form of the stand-in against SGLang's own Triton kernel, in its interpreter."""
+"""Compares each speculative form of the stand-in with SGLang's Triton kernel, interpreted."""
 
 import importlib.util
 import os
@@ -15,11 +15,11 @@ from sglang.srt.speculative import eagle_info_v2, spec_utils
 
 
 def once_more(module: ModuleType) -> ModuleType:
-    """The module without the stand-in's edit. TRITON_INTERPRET=1 is set."""
+    """Load the module again without the stand-in's edit. TRITON_INTERPRET=1 is set."""
     name = f"kernels_of_{module.__name__.rpartition('.')[2]}"
     loader = SourceFileLoader(name, module.__file__)
     found = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
-    sys.modules[name] = found  # its data classes look there
+    sys.modules[name] = found  # its data classes need it
     loader.exec_module(found)
     return found
 
@@ -31,7 +31,7 @@ interpreter.tl.core.tensor.__index__ = lambda value: int(value.handle.data.item(
 
 
 def forms_of(module: ModuleType) -> ModuleType:
-    """The stand-in's forms of its kernels."""
+    """Return the stand-in's forms of a module's kernels."""
     found = ModuleType(module.__name__)
     speculative.edit(found)
     return found
@@ -43,12 +43,12 @@ POOL_LEN = 96
 
 
 def power(number: int) -> int:
-    """The next power of two."""
+    """Return the next power of two."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 def same(name: str, batch: int, *arguments: object, changed: tuple[int, ...]) -> None:
-    """Kernel and form make the same of the arguments ``changed``."""
+    """Check that kernel and form change the arguments ``changed`` equally."""
     pairs = [(a.clone(), a.clone()) if isinstance(a, torch.Tensor) else (a, a) for a in arguments]
     theirs, ours = ([pair[side] for pair in pairs] for side in (0, 1))
     getattr(kernels, name)[(batch,)](*theirs)
@@ -58,7 +58,7 @@ def same(name: str, batch: int, *arguments: object, changed: tuple[int, ...]) ->
 
 
 def batch_of() -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Size, rows, table and lengths of a random batch."""
+    """Return size, rows, table and lengths of a random batch."""
     size = RNG.randint(1, 5)
     rows = torch.tensor(RNG.sample(range(8), size))
     table = torch.randint(1, 1000, (8, POOL_LEN), dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""What the stand-in computes for each family of models."""
+"""The stand-in's answers for each family of models."""
 
 import pytest
 
@@ -11,13 +11,13 @@ pytestmark = pytest.mark.skipif(gpu_device_node() is not None, reason="refused b
 
 @pytest.fixture(scope="module")
 def output() -> str:
-    """What one program prints, which imports SGLang once for all families."""
+    """Output of one program, which imports SGLang once for all families."""
     return run(__file__, "program_families.py", *FAMILIES)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_those_of_transformers(output: str, family: str) -> None:
-    """Guards against a form that is wrong in the same way on all servers, which then agree with
-    each other: an argument in another's place, attention that is flat, a state that is rounded."""
+    """Guards against a form that is wrong in the same way on all servers, which then agree: swapped
+    arguments, attention without positions, a rounded state."""
     passed(output, family)

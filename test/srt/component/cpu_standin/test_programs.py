@@ -1,7 +1,7 @@
-"""Stock SGLang parts on the CPU stand-in, each in an interpreter of its own.
+"""Stock SGLang parts on the CPU stand-in, each in its own interpreter.
 
-The stand-in is installed at interpreter start, by the hook, as in a server; a program is judged by
-the line that it prints last, since NIXL may crash an interpreter while it exits.
+The hook installs the stand-in at interpreter start, as in a server. A program is judged by its last
+line, because NIXL may crash an interpreter while it exits.
 """
 
 import os
@@ -40,8 +40,8 @@ def test_paged_allocator_and_retraction_copies() -> None:
 
 
 def test_speculative_forms_are_those_of_the_kernels() -> None:
-    """Guards against a chain of drafts that is put into other slots or cut at another place than on
-    a GPU: every form does what SGLang's Triton kernel does, in Triton's interpreter."""
+    """Guards against a chain of drafts with other slots or another length than on a GPU: every form
+    must do the same as SGLang's Triton kernel, in Triton's interpreter."""
     check("program_speculative.py", TRITON_INTERPRET="1")
 
 
@@ -52,19 +52,18 @@ def test_hicache_host_pools() -> None:
 
 
 def test_structured_output() -> None:
-    """Guards against one request with a JSON schema that ends the server, and against requests
-    without one that are held to its tokens."""
+    """Guards against a server that a request with a JSON schema ends, and against requests without
+    one that are restricted to its tokens."""
     check("program_grammar.py", PYTHONPATH=str(Path(__file__).parents[4]))
 
 
 def test_nixl_moves_cpu_tensors() -> None:
-    """Guards against a transfer engine that looks for a GPU behind the word VRAM."""
+    """Guards against a transfer engine that searches a GPU for memory declared as VRAM."""
     check("program_nixl.py", UCX_TLS="tcp,self")
 
 
 def test_without_the_patch_set() -> None:
-    """Guards against a stand-in that only works beside the patch set: stock servers are what
-    results are compared with."""
+    """Guards against a stand-in that needs the patch set: stock servers are the baseline."""
     done = run(
         "-c",
         "import sglang.srt.mem_cache.allocator as a; print(type(a.alloc_extend_kernel).__name__)",
@@ -74,7 +73,7 @@ def test_without_the_patch_set() -> None:
 
 
 def test_off_by_default() -> None:
-    """Guards against a stand-in that is on where nobody asked for it."""
+    """Guards against a stand-in that is on without being enabled."""
     done = run(
         "-c",
         "import sys, torch; print([f for f in sys.meta_path if hasattr(f, 'is_cpu_standin')])",

@@ -1,7 +1,7 @@
-"""What can happen to a decode server, as steps that a seeded run and a state machine share.
+"""Events of a decode server, as actions that seeded runs and a state machine share.
 
-Every action takes one number and derives its choices from it; it does nothing where it does not
-apply. After each, everything in ``checks`` must hold.
+Every action takes one number and derives its choices from it; it does nothing if it does not apply.
+After each action, everything in ``checks`` must hold.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOKENS = 50
 
 
 def drawn(weights: dict[str, float], steps: int, seed: int) -> Iterator[tuple[str, int]]:
-    """So many actions, each with its number."""
+    """Yield ``steps`` actions, each with its number."""
     rng = random.Random(seed)
     for _ in range(steps):
         (action,) = rng.choices(list(weights), list(weights.values()))
@@ -39,7 +39,7 @@ def drawn(weights: dict[str, float], steps: int, seed: int) -> Iterator[tuple[st
 class Life:
     """One decode server and its clients."""
 
-    #: How often each action is taken in a random run.
+    #: Relative frequency of each action in a random run.
     WEIGHTS: ClassVar[dict[str, float]] = {
         "arrive": 24,
         "handshake": 16,
@@ -62,7 +62,7 @@ class Life:
     }
 
     def __init__(self, decoder: Decoder, seed: int = 0, **weights: float) -> None:
-        """``weights``: of actions that are more frequent in this life."""
+        """``weights``: of actions with another frequency in this life."""
         self.decoder = decoder
         self.weights = self.WEIGHTS | weights
         rng = random.Random(seed)
@@ -70,10 +70,10 @@ class Life:
         self.bank = [
             [rng.randrange(TOKENS) for _ in range(rng.randrange(20, limit))] for _ in range(6)
         ]
-        # Warm-up requests of a real server begin like these prompts.
+        # A real server's warm-up requests begin like these prompts.
         self.bank += [[10, 11, 12, 13] * 8, [0] * 30]
         self._bytes = STATS.totals["kv_transfer_requested_bytes",]
-        #: How often the interesting cases were reached.
+        #: Number of times that the interesting cases were reached.
         self.seen = dict.fromkeys(
             (
                 "hits",
@@ -96,19 +96,19 @@ class Life:
         self.seen["pool_full"] += free < self.decoder.page_size
 
     def serve(self) -> None:
-        """The usual way of things as one step: checked at its end."""
+        """Serve one normal turn as one step, checked at its end."""
         for action in ("handshake", "queues", "deliver", "queues"):
             getattr(self, action)(2**30 - 1)
         self.step("batch", 2**30 - 1)
 
     def run(self, steps: int, seed: int) -> None:
-        """A long life: ``steps`` actions, then everything ends."""
+        """Run a long life: ``steps`` actions, then let everything end."""
         for action, number in drawn(self.weights, steps, seed):
             self.step(action, number)
         self.end()
 
     def end(self) -> None:
-        """Let every request end; nothing may be left."""
+        """Let every request end, and check that nothing is left."""
         self.decoder.drain()
         check_idle(self.decoder)
         admitted = [room for room in self.decoder.rooms if room.pages is not None]
@@ -129,7 +129,7 @@ class Life:
         base = rng.choice(self.bank + self.decoder.finished_texts[-6:])
         ids = base[: rng.randrange(1, len(base) + 1)]
         ids += [rng.randrange(TOKENS) for _ in range(rng.choice([0, 0, 5, 40]))]
-        if rng.random() < 0.4:  # whole pages: what a full prefix hit takes
+        if rng.random() < 0.4:  # whole pages, as a full prefix hit needs them
             ids = ids[: max(1, page_floor(len(ids), self.decoder.page_size))]
         self.decoder.submit(
             ids[: self.decoder.max_total_num_tokens // 3],
@@ -180,7 +180,7 @@ class Life:
         assert not idle or self._nothing_can_be_hit()
 
     def update_weights(self, number: int) -> None:
-        """At any time: SGLang lets nobody in between only if it is not paused."""
+        """Update weights at any time, whether the server is paused or not."""
         self.seen["updates_under_way"] += not self.decoder.is_fully_idle()
         self.seen["updates_while_held"] += bool(self.decoder.held)
         self.decoder.update_weights()
@@ -231,19 +231,19 @@ class Life:
         if rooms:
             room = rooms[number % len(rooms)]
             room.state = KVPoll.Failed
-            # Prefill says that it failed once it has stopped; a lost peer says nothing.
+            # Prefill reports a failure once it has stopped; a lost peer reports nothing.
             room.writing = room.writing and number % 2 == 0
 
     @staticmethod
     def _some(items: list[Any], number: int) -> list[Any]:
-        """Those that the bits of ``number`` select."""
+        """Return the items that the bits of ``number`` select."""
         return [item for bit, item in enumerate(items) if number >> bit & 1]
 
 
 class RankLife(Life):
-    """The life of one rank of two: what one of them sees, the other may see later or not at all.
+    """The life of one rank of two: one of them may see an event later than the other or never.
 
-    Every action is taken on both ranks; what it does may differ."""
+    Every action is taken on both ranks, with possibly different effects."""
 
     WEIGHTS: ClassVar[dict[str, float]] = Life.WEIGHTS | {
         "fail_on_one_rank": 2,
@@ -260,15 +260,15 @@ class RankLife(Life):
         self.seen |= dict.fromkeys((*mine, "expired"), 0)
 
     def _mine(self, number: int) -> bool:
-        """Whether it is this rank that sees it."""
+        """Return True if this rank sees the event."""
         return number >> 20 & 1 == self.rank
 
     def deliver(self, number: int) -> None:
-        # One rank's KV lands earlier than the other's.
+        # One rank's KV arrives earlier than the other's.
         super().deliver(number >> 7 if self.rank else number)
 
     def late_metadata(self, number: int) -> None:
-        """KV is complete on both ranks, the metadata on one of them only."""
+        """Complete the KV on both ranks, but the metadata on only one."""
         for req in self._some(self.decoder.in_transfer, number):
             self.decoder.deliver(req, first_token=number % 50, metadata=self._mine(number))
             self.seen["late_metadata"] += not self._mine(number)
@@ -282,7 +282,7 @@ class RankLife(Life):
             super().fail_transfer(number)
 
     def fail_on_one_rank(self, number: int) -> None:
-        """A heartbeat that failed: any room, in any stage, on one rank."""
+        """Fail a heartbeat: any room, in any stage, on one rank."""
         decoder = self.decoder
         reqs = [*decoder.queued, *decoder.in_transfer]
         if not reqs or not self._mine(number):
@@ -297,7 +297,7 @@ class RankLife(Life):
         self.decoder.now += number % 8
 
     def skew(self, number: int) -> None:
-        """This rank's clock jumps ahead; later the other one's will."""
+        """Let this rank's clock jump ahead of the other's."""
         if self._mine(number):
             self.decoder.now += number % 70
             self.seen["skewed"] += 1
@@ -308,6 +308,6 @@ class RankLife(Life):
         self.seen["expired"] += self.decoder.mailbox.expired - before
 
     def evict_one(self, number: int) -> None:
-        """Only this rank's tree forgets something."""
+        """Evict something from this rank's tree only."""
         if self._mine(number):
             self.decoder.tree_cache.evict(EvictParams(num_tokens=number % 200))

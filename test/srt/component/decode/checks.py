@@ -1,4 +1,4 @@
-"""Everything that has to hold of a ``Decoder`` between any two steps."""
+"""Invariants of a ``Decoder`` between any two steps."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 
 def holders(decoder: Any) -> list[Any]:
-    """Requests that own pages and a lock."""
+    """Return the requests that own pages and a lock."""
     return [*readers(decoder), *decoder.disagg_decode_transfer_queue.deferred_requests]
 
 
 def readers(decoder: Any) -> list[Any]:
-    """Those of them whose KV somebody will read."""
+    """Return the requests whose KV will be read."""
     running = [req for req in decoder.running_batch.reqs if not req.finished()]
     return [*decoder.in_transfer, *decoder.waiting_queue, *decoder.local, *running]
 
 
 def check(decoder: Any) -> None:
-    """Raise ``AssertionError`` with everything that is wrong."""
+    """Raise ``AssertionError`` with all violations."""
     held = holders(decoder)
     problems = invariants.tree_problems(decoder.tree_cache, held)
     problems += invariants.pool_problems(
@@ -63,7 +63,7 @@ def check(decoder: Any) -> None:
 
 
 def check_idle(decoder: Any) -> None:
-    """The same of an idle server, and that each request ended exactly once."""
+    """Check an idle server, and that each request ended exactly once."""
     assert decoder.is_fully_idle() and decoder.nothing_waits
     check(decoder)
     assert invariants.idle_problems(decoder) == []
@@ -76,7 +76,7 @@ def check_idle(decoder: Any) -> None:
 def _claims(decoder: Any) -> list[str]:
     running = [req for req in decoder.running_batch.reqs if not req.finished()]
     claims = decoder.tree_cache.claims
-    if claims is None:  # nobody was admitted yet
+    if claims is None:  # no request was admitted yet
         return []
     problems = claims_problems(
         claims,
@@ -101,10 +101,10 @@ def _claims(decoder: Any) -> list[str]:
 def claims_problems(
     claims: Any, running: list[Any], waiting: list[Any], deferred: list[Any], total: int
 ) -> list[str]:
-    """The sums of ``claims`` against a walk of all requests that hold pages.
+    """Return the differences between ``claims`` and a walk of all requests that hold pages.
 
-    ``waiting``: those that do not run yet; ``deferred``: those whose free is deferred; ``total``:
-    the pool's size in tokens.
+    ``waiting``: requests that do not run yet; ``deferred``: requests with a deferred free;
+    ``total``: the pool's size in tokens.
     """
     claims.recount()  # as a step does
     problems = []
@@ -144,7 +144,7 @@ def _claim(req: Any, step: int) -> Claim:
 
 
 def _stages(decoder: Any) -> list[str]:
-    """Each request is at the stage that its place in the queues says."""
+    """Return the requests with a stage that does not match their queue."""
     places = [
         (decoder.queued, {Stage.HANDSHAKE, Stage.IN_LINE}),
         (decoder.in_transfer, {Stage.TRANSFER}),
@@ -175,21 +175,21 @@ def _tables(decoder: Any, held: list[Any]) -> list[str]:
 
 
 class Expected(NamedTuple):
-    """Slots, the tags of the KV in them, and of the draft model's KV, if there is one."""
+    """Slots, the tags of their KV, and of the draft model's KV, if there is one."""
 
     name: str
     slots: torch.Tensor
     values: list[int]
-    #: None where it is computed once more before anybody reads it.
+    #: None if the KV is recomputed before any use.
     drafts: list[int | None]
 
 
 def _content(decoder: Any, held: list[Any]) -> list[str]:
-    """Every slot of the tree, and every slot that a request may read, holds its tokens' KV."""
+    """Return slots of the tree or of requests that do not hold their tokens' KV."""
     expected = [*_of_tree(decoder.tree_cache), *(_of_request(decoder, req) for req in held)]
     if not expected:
         return []
-    # One read for all: this runs after every step.
+    # One read for all slots, because this runs after every step.
     slots = torch.cat([each.slots.to(torch.int64) for each in expected])
     found = kv.read(decoder.pool, slots)
     drafts = kv.read(decoder.draft_pool, slots) if decoder.draft_pool is not None else []
@@ -205,7 +205,7 @@ def _content(decoder: Any, held: list[Any]) -> list[str]:
 
 
 def _drafts_fit(decoder: Any, found: list[int], right: list[int | None]) -> bool:
-    """A guess of the draft model's is enough where an answer ended."""
+    """Compare draft KV; a guess of the draft model is enough where an answer ended."""
     pairs = zip(found, right, strict=True)
     return all(
         tag is None or value == tag or (value == -tag and tag in decoder.guessed)
@@ -214,7 +214,7 @@ def _drafts_fit(decoder: Any, found: list[int], right: list[int | None]) -> bool
 
 
 def _of_tree(tree: Any) -> Iterator[Expected]:
-    """KV of the weights that are served now; where it cannot be hit any more, of its own."""
+    """Yield the tree's KV: of the current weights, or of a retired node's own."""
     stack = [(node, 0) for node in tree.root_node.children.values()]
     while stack:
         node, start = stack.pop()
@@ -232,12 +232,12 @@ def _of_tree(tree: Any) -> Iterator[Expected]:
 
 
 def _of_request(decoder: Any, req: Any) -> Expected:
-    """What has arrived of a request; of a warm-up request nothing ever does."""
+    """Return the KV that has arrived for a request; none for a warm-up request."""
     arrived = req.cache_protected_len if req in decoder.in_transfer else req.kv_committed_len
     if req in decoder.local:
         arrived = decoder.computed.get(req.rid, req.cache_protected_len)
     visible = 0 if is_fake(req) else arrived
-    # The draft model has not seen which token is behind a chunk that is not the last one.
+    # The draft model does not know the token behind a chunk before the last one.
     goes_on = req.cache_protected_len < visible < req.kv_committed_len
     ids = req.origin_input_ids + req.output_ids
     tags = kv.tags(ids[: visible + 1], req.extra_key, weights=record_of(req).generation)
@@ -247,7 +247,7 @@ def _of_request(decoder: Any, req: Any) -> Expected:
 
 
 def _announcement(decoder: Any, entry: Any) -> list[str]:
-    """The announced pages are those behind the prefix, in order, each once."""
+    """Check that the announced pages are those behind the prefix, in order, each once."""
     room, req, page = entry.kv_receiver, entry.req, decoder.page_size
     if isinstance(room, WarmUpRoom):
         return []

@@ -21,7 +21,7 @@ def _one_rank() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _steps_are_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server logs a step between stages that its table does not have; a test fails at it."""
+    """Fail the test at an invalid stage transition, which a server only logs."""
 
     def raises(text: str, *values: Any) -> None:
         raise AssertionError(text % values)
@@ -31,7 +31,7 @@ def _steps_are_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def matches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The length of every prompt that is matched."""
+    """Lengths of all matched prompts."""
     found: list[int] = []
     original = DecodeRadixTree.match_prefix
 

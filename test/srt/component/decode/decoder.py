@@ -1,7 +1,7 @@
 """A decode scheduler without a model: SGLang's real class, queues, pool, tree and batches.
 
-Replaced are ``__init__``, the forward pass (it writes the tag of each new token), transfers (the
-test does them), output (it is counted), metrics, the order of equal leaves, and measured costs.
+Replaced are ``__init__``, the forward pass (writes the tag of each new token), transfers (made by
+the test), output (counted), metrics, the order of equal leaves, and measured costs.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 VOCABULARY = 64
 METADATA_SLOTS = 24
-#: A chunk's constant, a token of it and a decode step, as the ranks agree on them: what is measured
-#: would make every run another one.
+#: Constant and slope per token of a chunk, and a decode step, as the ranks agree on them. Fixed,
+#: because measured costs would differ in every run.
 COSTS = (1000, 20_000, 1500, UNKNOWN)
 
 
 class OrderedSet(dict[Any, None]):
     """The part of ``set`` that the tree uses for its leaves, in a fixed order.
 
-    Leaves of equal age are evicted in the order of the set, and a set's order depends on addresses:
-    one seed would not always mean one life.
+    Leaves of equal age are evicted in the set's order, which depends on addresses: the same seed
+    would not always give the same life.
     """
 
     def add(self, item: Any) -> None:
@@ -63,9 +63,9 @@ class OrderedSet(dict[Any, None]):
 
 
 class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler)):  # type: ignore[misc]
-    """One rank of a decode server. ``steps``: of the draft model a decode step, 0 for none."""
+    """One rank of a decode server. ``steps``: draft steps a decode step, 0 for none."""
 
-    #: What it computes itself; None on a server that is not told to.
+    #: Local turns; None on a server without the flag.
     local_turns: Any = None
 
     def __init__(
@@ -89,18 +89,18 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
         sparse: bool = False,
         states: int = 0,
     ) -> None:
-        """``local``: every turn of so many new tokens is computed here, in chunks of ``chunk``;
-        ``lost``: of so many if prefill is lost; or ``limits`` says which. ``costs``: what is agreed
-        on, None for what is measured, by ``clock``; ``device``: as which it looks. ``latent``:
-        the pools are those of MLA models, ``sparse``: with an index, in pages of 64; ``states``:
-        those of a model with so many slots of recurrent state."""
+        """``local``: every turn of at most so many new tokens is computed here, in chunks of
+        ``chunk``; ``lost``: likewise if prefill is lost; or ``limits`` sets both. ``costs``: agreed
+        costs, None to measure them by ``clock``. ``device``: reported device type. ``latent``:
+        pools of MLA models; ``sparse``: with an index, in pages of 64; ``states``: number of slots
+        of recurrent state."""
         self.steps, self.costs = steps, costs
-        #: Seconds, as the queues and the local turns read them; a test moves them.
+        #: Clock of the queues and the local turns, in seconds; set by a test.
         self.now = 0.0
-        #: Tokens of each chunk of local turns, as they are launched; and how far each is computed.
+        #: Tokens of each launched chunk of local turns; and computed tokens of each turn.
         self.chunks: list[int] = []
         self.computed: dict[str, int] = {}
-        #: Who had a part in the last step of the draft model.
+        #: Requests in the last step of the draft model.
         self.drafted: set[str] = set()
         self.spec_algorithm = SpeculativeAlgorithm.from_string("EAGLE" if steps else None)
         self.server_args = without_engine.set_arguments(page, **drafting.arguments(steps))
@@ -115,7 +115,8 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
             self.pool, self.token_to_kv_pool_allocator = kv.build_pool(tokens, page, **kind)
         state_lens = recurrent.item_lens(self.req_to_token_pool) if states else []
         self.draft_pool = kv.build_pool(tokens, page, latent=latent)[0] if steps else None
-        #: Tags whose draft KV may be a guess: nobody computed it again when the answer had ended.
+        #: Tags of draft KV that may be a guess, because it was not recomputed after the answer's
+        #: end.
         self.guessed: set[int] = set()
         self.tree_cache = without_engine.build_tree(
             self.req_to_token_pool,
@@ -149,7 +150,7 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
         self.disagg_decode_prealloc_queue.clock = lambda: self.now
 
     def _set_plain_state(self) -> None:
-        """What SGLang's own ``__init__`` leaves behind on a server without extras."""
+        """Set the attributes that SGLang's own ``__init__`` sets on a server without extras."""
         self.__dict__.update(
             disaggregation_mode=DisaggregationMode.DECODE,
             model_config=SimpleNamespace(
@@ -225,31 +226,31 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
         self.metadata = queue.metadata_buffers
         self.req_to_metadata_buffer_idx_allocator = queue.req_to_metadata_buffer_idx_allocator
 
-    # ---- what has no model, no client and no metrics here ----
+    # ---- replaced: model, clients and metrics ----
 
     def stream_output(self, reqs: list[Any], *arguments: Any, **options: Any) -> None:
         self.mailbox.stream(reqs)
 
     def report_decode_stats(self, *arguments: Any, **options: Any) -> None:
-        """No log lines."""
+        """Log nothing."""
 
     def report_prefill_stats(self, *arguments: Any, **options: Any) -> None:
-        """No log lines."""
+        """Log nothing."""
 
     def log_batch_result_stats(self, *arguments: Any) -> None:
-        """No log lines."""
+        """Log nothing."""
 
     def _maybe_clear_mm_inputs(self, batch: Any) -> None:
-        """No images."""
+        """Do nothing: there are no images."""
 
     def maybe_send_health_check_signal(self) -> None:
-        """Nobody asks."""
+        """Do nothing: there are no health checks."""
 
     def maybe_collect_routed_experts(self, req: Any) -> None:
-        """No experts."""
+        """Do nothing: there are no experts."""
 
     def reset_metrics(self) -> None:
-        """No metrics."""
+        """Do nothing: there are no metrics."""
 
     # ---- the outside world ----
 
@@ -265,9 +266,9 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
         host: str = "10.0.0.1",
         lora_id: str | None = None,
     ) -> Any:
-        """A request arrives; ``ready``: the handshake with its prefill server is done.
+        """Submit a request; ``ready``: the handshake with its prefill server is done.
 
-        ``pending``: it has not begun, the topology of its prefill server is not known yet.
+        ``pending``: the handshake has not begun, because the prefill server's topology is unknown.
         """
         number = len(self.submitted)
         where = FAKE_BOOTSTRAP_HOST if warm_up else host
@@ -279,7 +280,7 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
         return self.enqueue(req, ready=ready, pending=pending)
 
     def enqueue(self, req: Any, *, ready: bool = True, pending: bool = False) -> Any:
-        """The request joins the queue, with the receiver of a room of its own."""
+        """Queue a request with the receiver of a new room."""
         warm_up = is_fake(req)
         room = WarmUpRoom() if warm_up else Room()
         if ready and not warm_up:
@@ -295,17 +296,17 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
 
     @property
     def has_states(self) -> bool:
-        """Whether its model has recurrent state."""
+        """True if the model has recurrent state."""
         return hasattr(self.pool, "mamba_pool")
 
     @property
     def nothing_waits(self) -> bool:
-        """Whether the scheduler may sleep."""
+        """True if the scheduler may sleep."""
         return bool(self._nothing_waits)
 
     @property
     def local(self) -> list[Any]:
-        """Requests that are computed here and have not joined the batch."""
+        """Requests that are computed here and have not joined the batch yet."""
         return [] if self.local_turns is None else self.local_turns.requests
 
     @property
@@ -323,11 +324,11 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
 
     @property
     def held(self) -> list[Any]:
-        """Requests that have ended, and whose pages prefill may still write to."""
+        """Ended requests with pages that prefill may still write to."""
         return list(self.disagg_decode_transfer_queue.deferred_requests)
 
     def room(self, req: Any) -> Any:
-        """The receiver of a request that is queued, in transfer or held."""
+        """Return the receiver of a request that is queued, in transfer or held."""
         transfer = self.disagg_decode_transfer_queue
         queued = [*self.disagg_decode_prealloc_queue.queue, *transfer.queue]
         entries = [*queued, *(deferred.entry for deferred in transfer.deferred)]
@@ -336,9 +337,9 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
     def deliver(
         self, req: Any, *, first_token: int = 1, cached: int = 0, metadata: bool = True
     ) -> None:
-        """Prefill fills the announced pages, and then the metadata, or not yet.
+        """Fill the announced pages as prefill does, and then the metadata, or not yet.
 
-        ``first_token``: what it answers, where the KV has not said so already."""
+        ``first_token``: prefill's answer, unless the KV has determined it already."""
         room = self.room(req)
         if isinstance(room, WarmUpRoom):
             return
@@ -347,7 +348,7 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
             room.first_token = first_token
         if room.poll() == KVPoll.Transferring:
             page, prefix = self.page_size, room.prefix_len
-            # Prefill computed it when the request arrived.
+            # Prefill computed the prompt when the request arrived.
             weights = record_of(req).generation
             values = kv.tags(req.origin_input_ids, req.extra_key, weights=weights)[prefix:]
             slots = (torch.tensor(room.pages)[:, None] * page + torch.arange(page)).reshape(-1)
@@ -374,7 +375,7 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
             room.writing = False
 
     def write_late(self, room: Room) -> None:
-        """Prefill ends a transfer that decode gave up: it fills pages it was told of long ago."""
+        """Complete a transfer that decode gave up, which writes to pages announced long ago."""
         slots = (torch.tensor(room.pages)[:, None] * self.page_size).reshape(-1)
         slots = (slots[:, None] + torch.arange(self.page_size)).reshape(-1).to(torch.int64)
         for pool in (self.pool, self.draft_pool):
@@ -386,18 +387,17 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
         room.writing = False
 
     def abort(self, rid: str) -> None:
-        """The client went away."""
+        """Disconnect the client."""
         self.abort_request(AbortReq(rid=rid))
 
     # ---- the scheduler ----
 
     def tick_queues(self) -> None:
-        """The first half of a turn of the loop: resume, admit, collect; ``tick_batch`` is the
-        second."""
+        """Run the first half of a turn (resume, admit, collect); ``tick_batch`` is the second."""
         self.process_decode_queue()
 
     def retract(self) -> None:
-        """Put requests back, as SGLang does when the pool is full."""
+        """Retract requests, as SGLang does when the pool is full."""
         self.running_batch.filter_batch()
         if len(self.running_batch.reqs) < 2:
             return
@@ -408,12 +408,12 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
             self._add_request_to_queue(req, is_retracted=True)
 
     def update_weights(self) -> None:
-        """New weights from disk, and a flush."""
+        """Load new weights from disk, and flush."""
         answer = self.update_weights_from_disk(UpdateWeightFromDiskReqInput(model_path="new"))
         assert answer.success
 
     def drain(self, limit: int = 20_000) -> None:
-        """Run until nothing is left to do."""
+        """Run until the server is idle."""
         for _ in range(limit):
             for req in self.queued:
                 room = self.room(req)

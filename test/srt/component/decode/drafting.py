@@ -1,8 +1,8 @@
-"""A speculative decode step without models: SGLang's own verify input and batch, drawn drafts.
+"""A speculative decode step without models: SGLang's own verify input and batch, drafts at random.
 
-The draft pool's slot i holds the tag of the tokens up to the one *behind* its own: that is what a
-draft model computes there. Its negative stands for KV that the draft model guessed in a step and
-that nobody computed again.
+The draft pool's slot i holds the tag of the tokens up to the one *behind* its own, as a draft model
+computes it. A negative tag stands for KV that the draft model guessed in a step and that was not
+recomputed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from component.decode import kv
 from sglang.srt.disaggregation.delta.decode.request import is_fake, record_of
 
-#: What draft slots hold between a draft and its verification, when they are nobody's yet.
+#: Content of draft slots between a draft and its verification, while they have no owner yet.
 TRANSIENT = -9
 
 
 def arguments(steps: int) -> dict[str, Any]:
-    """``ServerArgs`` of so many draft steps."""
+    """Return the ``ServerArgs`` for ``steps`` draft steps."""
     if not steps:
         return {}
     return {
@@ -32,14 +32,14 @@ def arguments(steps: int) -> dict[str, Any]:
 
 
 def send_start(metadata: Any, index: int, req: Any) -> None:
-    """Prefill's part of the first draft: it says here whose it is."""
+    """Write prefill's start of the first draft, which names its room here."""
     metadata.output_hidden_states[index, 0] = req.bootstrap_room
     metadata.output_topk_p[index, 0] = 1.0
     metadata.output_topk_index[index, 0] = req.bootstrap_room
 
 
 def start_problems(req: Any) -> list[str]:
-    """Whether a request that waits for its batch still has its own start."""
+    """Return the violation if a request that waits for its batch lost its own start."""
     found = (int(req.hidden_states_tensor[0]), int(req.output_topk_index[0]))
     if found == (req.bootstrap_room, req.bootstrap_room):
         return []
@@ -55,8 +55,8 @@ def _tags(req: Any, ids: list[int]) -> list[int]:
 
 
 def step(decoder: Any, batch: Any, next_token: Any, accepted: Any) -> Any:
-    """Draft, verify, draft again from what was accepted; as SGLang's ``EAGLEWorker`` does."""
-    # In its first step a request drafts from what came with its prompt, also when it is back.
+    """Draft, verify, and draft again from the accepted tokens, as SGLang's ``EAGLEWorker`` does."""
+    # In its first step, also after a retraction, a request drafts from its prompt's start.
     for req, start in zip(batch.reqs, batch.spec_info.hidden_states[:, 0].tolist(), strict=True):
         goes_on = start == 0 and req.rid in decoder.drafted
         assert goes_on or start == req.bootstrap_room or is_fake(req)
@@ -102,10 +102,10 @@ def step(decoder: Any, batch: Any, next_token: Any, accepted: Any) -> Any:
 
 
 def extend(batch: Any, tokens: list[int]) -> list[tuple[torch.Tensor, list[int]]]:
-    """The draft model over a chunk of a prompt, as ``EAGLEWorker`` and ``EAGLEWorkerV2`` run it:
-    the token behind the chunk is what the target says, ``tokens``, also where the prompt goes on.
+    """Run the draft model over a chunk of a prompt, as ``EAGLEWorker`` and ``EAGLEWorkerV2`` do:
+    the token behind the chunk is the target's, ``tokens``, even if the prompt goes on.
 
-    Leaves the start of the first draft in the batch; returns which draft slots get what.
+    Leaves the start of the first draft in the batch. Return the draft slots with their new tags.
     """
     from sglang.srt.speculative.eagle_info import EagleDraftInput
 
@@ -129,7 +129,7 @@ def extend(batch: Any, tokens: list[int]) -> list[tuple[torch.Tensor, list[int]]
 
 
 def _draft(decoder: Any, batch: Any, next_token: Any, accepted: Any) -> tuple[Any, torch.Tensor]:
-    """The verify input, and what the target will say for each of its rows."""
+    """Return the verify input, and the target's tokens for each of its rows."""
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
     from sglang.srt.speculative.eagle_info import EagleVerifyInput
     from sglang.srt.speculative.eagle_utils import build_tree_kernel_efficient
@@ -178,7 +178,7 @@ def _draft(decoder: Any, batch: Any, next_token: Any, accepted: Any) -> tuple[An
 
 
 def _draft_again(decoder: Any, batch: Any) -> None:
-    """What ``forward_draft_extend_after_decode`` leaves behind in the batch."""
+    """Set the batch's fields as ``forward_draft_extend_after_decode`` does."""
     draft = batch.spec_info
     if len(draft.verified_id) == 0:
         return

@@ -1,4 +1,4 @@
-"""What a decode scheduler's batches compute here: the tag of each token, in the place of its KV."""
+"""Forward passes of a decode scheduler's batches: the tag of each token instead of its KV."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class ForwardPasses:
     has_states: bool
 
     def tick_batch(self, next_token: Any = lambda req: 2, accepted: Any = lambda req: 1) -> None:
-        """Prebuilt batch, decode batch, forward pass, results.
+        """Run prebuilt batch, decode batch, forward pass and results.
 
-        ``next_token``: what the target says next; ``accepted``: so many drafts are right, if there
-        are that many.
+        ``next_token``: the target's next token; ``accepted``: number of right drafts, limited to
+        the number of drafts.
         """
         batch = self.get_next_disagg_decode_batch_to_run()
         self.last_batch = self.cur_batch = batch
@@ -51,7 +51,7 @@ class ForwardPasses:
                 self.finished_texts.append(req.origin_input_ids + req.output_ids)
 
     def _forward(self, batch: Any, next_token: Any) -> Any:
-        """One token more for each request of the batch."""
+        """Generate a token for each request of the batch."""
         for req, slot in zip(batch.reqs, batch.out_cache_loc, strict=True):
             token_ids = req.origin_input_ids + req.output_ids
             assert len(token_ids) == req.kv_committed_len
@@ -69,7 +69,7 @@ class ForwardPasses:
         )
 
     def _run_chunk(self, batch: Any, next_token: Any) -> None:
-        """The KV of a chunk, and its result."""
+        """Compute a chunk, and process its result."""
         tokens = [next_token(req) for req in batch.reqs]
         self.chunk_of(batch)()
         if self.steps:
@@ -84,8 +84,7 @@ class ForwardPasses:
                 self.finished_texts.append(req.origin_input_ids + req.output_ids)
 
     def chunk_of(self, batch: Any) -> Callable[[], None]:
-        """A chunk is launched; the call ends it: it fills the slots of each request's row, and no
-        others."""
+        """Launch a chunk; the returned call fills only the slots of its requests' rows."""
         found, ends, at = [], {}, 0
         self.chunks.append(batch.extend_num_tokens)
         for req, start, length in zip(
@@ -112,7 +111,7 @@ class ForwardPasses:
 
     @staticmethod
     def chunk_result(tokens: list[int]) -> Any:
-        """What the forward pass of a chunk gives."""
+        """Return the result of a chunk's forward pass."""
         return SimpleNamespace(
             copy_done=None,
             logits_output=None,

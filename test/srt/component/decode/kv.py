@@ -1,4 +1,4 @@
-"""A real KV pool whose slots say what they hold: the tag of the tokens up to theirs."""
+"""A real KV pool in which each slot holds a tag of all tokens up to its own."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
 _MODULUS = 2**61 - 1
 GARBAGE = -1
-#: Tokens of a chunk of a CPU copy: few and no multiple of the page, for many borders.
+#: Tokens of a chunk of a CPU copy: few, and no multiple of a page, for many boundaries.
 OFFLOADED_CHUNK = 24
 
 
 def tags(
     token_ids: list[int], extra_key: str | None, start: int = 0, weights: int = 0
 ) -> list[int]:
-    """A number for each token that depends on all tokens before it, as its KV does.
+    """Return a number for each token that depends on all tokens before it, as its KV does.
 
-    ``start`` is the tag of the token before the first one, or 0; ``weights`` says which version of
-    them computed it.
+    ``start`` is the tag of the token before the first one, or 0; ``weights`` is the version of the
+    weights.
     """
     tag = start or 7 + sum(ord(char) for char in extra_key or "") + 5003 * weights
     found = []
@@ -35,8 +35,8 @@ def tags(
 def build_pool(
     tokens: int, page: int, *, latent: bool = False, sparse: bool = False
 ) -> tuple[Any, Any]:
-    """A pool for ``tokens`` tokens and its allocator, on the CPU; ``latent``: of an MLA model,
-    ``sparse``: of one with an index."""
+    """Return a pool for ``tokens`` tokens and its allocator, on the CPU; ``latent``: of an MLA
+    model, ``sparse``: of one with an index."""
     pool, allocator = without_engine.build_pool(
         tokens, page, torch.int64, layers=2, latent=latent, sparse=sparse
     )
@@ -45,7 +45,7 @@ def build_pool(
 
 
 def write(pool: Any, slots: torch.Tensor, values: list[int], *, index: bool = True) -> None:
-    """Put tags into slots, in every layer; ``index``: also into the index, if there is one."""
+    """Write tags into slots, in every layer; ``index``: also into the index, if there is one."""
     content = torch.tensor(values, dtype=torch.int64)
     for layer, (first, second) in enumerate(_halves(pool)):
         first[slots], second[slots] = content + layer, -content - layer
@@ -54,14 +54,14 @@ def write(pool: Any, slots: torch.Tensor, values: list[int], *, index: bool = Tr
 
 
 def write_index(pool: Any, slots: torch.Tensor, values: list[int]) -> None:
-    """Put tags into the index of slots alone."""
+    """Write tags into only the index of slots."""
     content = torch.tensor(values, dtype=torch.int64)
     for layer, part in enumerate(_index(pool)):
         part[slots // pool.page_size, slots % pool.page_size] = content + layer
 
 
 def read(pool: Any, slots: torch.Tensor) -> list[int]:
-    """The tags in slots; garbage where keys, values and layers do not agree."""
+    """Return the tags in slots; garbage if keys, values and layers do not agree."""
     slots = slots.to(torch.int64)
     both = [
         (first[slots] - n, -second[slots] - n) for n, (first, second) in enumerate(_halves(pool))
@@ -74,8 +74,8 @@ def read(pool: Any, slots: torch.Tensor) -> list[int]:
 
 
 def _halves(pool: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each layer two numbers a slot: key and value, or latent part and rope part."""
-    pool = getattr(pool, "full_kv_pool", pool)  # of a model with recurrent state
+    """Return for each layer two numbers a slot: key and value, or latent part and rope part."""
+    pool = getattr(pool, "full_kv_pool", pool)  # for a model with recurrent state
     if isinstance(pool, MLATokenToKVPool):
         return [(buffer[:, 0, 0], buffer[:, 0, 1]) for buffer in pool.kv_buffer]
     pairs = zip(pool.k_buffer, pool.v_buffer, strict=True)
@@ -83,8 +83,8 @@ def _halves(pool: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _index(pool: Any) -> list[torch.Tensor]:
-    """Of each layer a number a token (pages, tokens of a page), in the first of a token's bytes; no
-    layers where the pool has no index."""
+    """Return for each layer a number a token (pages, tokens of a page), in the first of a token's
+    bytes; no layers if the pool has no index."""
     parts = []
     for buffer in getattr(pool, INDEX, ()):
         tokens = buffer[:, : pool.page_size * pool.index_head_dim]

@@ -1,4 +1,4 @@
-"""A decode server that writes to a store what it has computed (``Decoder`` has the rest)."""
+"""A decode server that writes computed KV to a store (``Decoder`` has the rest)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from sglang.srt.patchset import start_check
 
 LAYERS = 2
 BUILDING = threading.Lock()
-"""Ranks are threads, and what is patched meanwhile is everybody's."""
+"""Serialises construction: ranks are threads, and a patch applies to all of them."""
 
 
 class Offloader(Decoder):
-    """Over ``store``, with ``staging`` pages."""
+    """A decode server over ``store``, with ``staging`` pages."""
 
     def __init__(
         self, page: int, tokens: int, *, staging: int = 16, group: Any = None, **options: Any
@@ -44,7 +44,7 @@ class Offloader(Decoder):
         self.model_config.is_multimodal = False
         self.model_config.hf_config = SimpleNamespace(to_dict=dict)
         self.tp_cpu_group, self.offload_tags = dist.group.WORLD, set[str]()
-        self.enable_hicache_storage = True  # as SGLang sets it wherever there is a backend
+        self.enable_hicache_storage = True  # as SGLang sets it with any backend
         start_check.equip(self, args)
         ranks = {
             "get_tensor_model_parallel_rank": lambda: 0,
@@ -62,7 +62,7 @@ class Offloader(Decoder):
         ):
             self.write_to_store()
         self.tp_cpu_group = group or dist.group.WORLD
-        #: Of each version of the weights, how keys are named.
+        #: Version of the weights -> namespace of its keys.
         self.namespaces: dict[int, Any] = {}
         self._note()
 
@@ -81,11 +81,11 @@ class Offloader(Decoder):
 
     @property
     def copied(self) -> int:
-        """Launches of copies to the staging buffer that have not been seen to end."""
+        """Launched copies to the staging buffer that have not ended, as far as the server knows."""
         return len(self.tree_cache.buffer.backups.copies.launches)
 
     def copy_slowly(self) -> None:
-        """From now on a copy ends when somebody waits for it."""
+        """Let copies end only when the server waits for them."""
         self.tree_cache.buffer.context.copier = SlowCopier(self.tree_cache.buffer.context.copier)
 
     def tick_queues(self) -> None:
@@ -98,7 +98,7 @@ class Offloader(Decoder):
         super().tick_queues()
 
     def written(self) -> None:
-        """All that waits is written, or dropped."""
+        """Run until all queued writes are written or dropped."""
         for _ in range(300):
             self.tick_queues()
             if not self.tree_cache.buffer.busy:
@@ -108,7 +108,7 @@ class Offloader(Decoder):
     def pages_of(
         self, tokens: list[int], extra_key: str | None = None, weights: int | None = None
     ) -> dict[str, list[int]]:
-        """The key and the tags of each whole page of a text."""
+        """Return the key and the tags of each whole page of a text."""
         weights = self.tree_cache.generation if weights is None else weights
         page = self.page_size
         # With a draft model a position is a pair: its token and the next.
@@ -120,8 +120,8 @@ class Offloader(Decoder):
         return {key: values[at * page :][:page] for at, key in enumerate(keys)}
 
     def stored(self, tokens: list[int], extra_key: str | None = None) -> list[bool]:
-        """Which whole pages of a text are in the store, when all is written; each with its own
-        content."""
+        """Return for each whole page of a text whether it is in the store, after all writes; each
+        must have its own content."""
         self.written()
         found = []
         for key, values in self.pages_of(tokens, extra_key).items():
@@ -130,7 +130,7 @@ class Offloader(Decoder):
         return found
 
     def content(self, key: str) -> list[int]:
-        """The tags in a stored page; garbage where keys, values and layers do not agree."""
+        """Return the tags in a stored page; garbage if keys, values and layers do not agree."""
         both = torch.frombuffer(bytearray(self.store.content[key]), dtype=torch.int64)
         keys, values = both.view(2, LAYERS, self.page_size)
         tags = keys[0]
@@ -142,7 +142,7 @@ class Offloader(Decoder):
 
 
 class SlowCopier:
-    """Copies when somebody waits: what it reads must still be there then."""
+    """Copies as late as possible, so that a source that was reused too early is detected."""
 
     def __init__(self, copier: Any) -> None:
         self._copier = copier

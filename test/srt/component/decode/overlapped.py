@@ -1,11 +1,11 @@
-"""SGLang's own overlap loop on a ``Decoder``, at the worst times that a device and a peer can have.
+"""SGLang's own overlap loop on a ``Decoder``, with the worst timing of a device and a peer.
 
-A step's writes happen when the loop waits for its result, the latest that a device may do them;
-prefill writes as soon as it is told of pages, the earliest it can.
+A step's writes happen when the loop waits for its result, which is the latest time for a device.
+Prefill writes as soon as pages are announced, which is the earliest time.
 
-With spec v2 (``Ahead``) a step is launched before the result of the last one is in; SGLang's own
+With spec v2 (``Ahead``) a step is launched before the result of the last one is known; SGLang's own
 batch, draft input and future map run. A step first looks up in its requests' rows which slots it
-writes, verifies, and is waited for again before the draft model runs over what was accepted.
+writes, verifies, and is awaited again before the draft model runs over the accepted tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 
 TOKEN = 2
-#: SGLang's class, without what is attached to it.
+#: SGLang's class without the package's mixins.
 _STOCK = [each for each in Scheduler.__mro__ if "run_batch" in vars(each)][-1]
 
 
@@ -52,7 +52,7 @@ class Event:
 
 
 class Overlapped(Decoder):
-    """A decode scheduler whose loop runs a script: a generator that yields once a turn."""
+    """A decode scheduler with a loop that runs a script: a generator that yields once a turn."""
 
     script: Iterator[None]
 
@@ -64,11 +64,11 @@ class Overlapped(Decoder):
             if pool is not None:
                 pool.get_cpu_copy = self._after_all_work(pool.get_cpu_copy)
                 pool.load_cpu_copy = self._after_all_work(pool.load_cpu_copy)
-        #: Announcements that were made before the result of the step in flight was in, and all.
+        #: Number of announcements before the result of the step in flight, and number of all.
         self.at_once = self.told = 0
 
     def _after_all_work(self, copy: Callable[..., Any]) -> Callable[..., Any]:
-        """SGLang's copies to and from the CPU synchronize with the device."""
+        """Synchronize a copy with the device, as SGLang's copies to and from the CPU do."""
 
         def synchronized(*arguments: Any) -> Any:
             if self.stream:
@@ -83,7 +83,7 @@ class Overlapped(Decoder):
             self.event_loop_overlap_disagg_decode()
 
     def check_now(self) -> None:
-        """What must hold between two turns, unless a step is in flight: it has not written yet."""
+        """Check invariants between two turns, if no step is in flight whose writes are missing."""
         if not self.result_queue:
             check(self)
 
@@ -93,7 +93,7 @@ class Overlapped(Decoder):
         raise Stop
 
     def process_input_requests(self, recv_reqs: list[Any]) -> None:
-        """The script does what requests do."""
+        """Do nothing: the script submits requests."""
 
     def process_decode_queue(self) -> None:
         super().process_decode_queue()
@@ -104,7 +104,7 @@ class Overlapped(Decoder):
         self.deliver_all()
 
     def deliver_all(self) -> int:
-        """Prefill writes what it was told of; how many rooms it fills."""
+        """Let prefill write all announced pages; return the number of rooms."""
         told = [req for req in self.in_transfer if self.room(req).poll() == KVPoll.Transferring]
         for req in told:
             self.deliver(req, first_token=self.first_token(req))
@@ -112,18 +112,18 @@ class Overlapped(Decoder):
         return len(told)
 
     def first_token(self, req: Any) -> int:
-        """What prefill answers."""
+        """Return prefill's first token."""
         return TOKEN
 
     def stream_output(self, reqs: list[Any], *arguments: Any, **options: Any) -> None:
-        # The step in flight streams those again that have ended; SGLang's own passes over them.
+        # The step in flight streams ended requests again; SGLang's own method skips them.
         new = [req for req in reqs if not req.finished_output]
         for req in new:
             req.finished_output = req.finished()
         super().stream_output(new)
 
     def self_check_during_idle(self) -> None:
-        """Checked by the test."""
+        """Do nothing: the test checks."""
 
     def run_batch(self, batch: ScheduleBatch, *arguments: Any) -> Any:
         if batch.forward_mode.is_extend():
@@ -131,7 +131,7 @@ class Overlapped(Decoder):
         writes = []
         for req, slot in zip(batch.reqs, batch.out_cache_loc.clone(), strict=True):
             ids = req.origin_input_ids + req.output_ids
-            ids += [TOKEN] * (req.kv_committed_len - len(ids))  # sampled, and not read back yet
+            ids += [TOKEN] * (req.kv_committed_len - len(ids))  # sampled, but not read back yet
             tag = kv.tags(ids, req.extra_key, weights=record_of(req).generation)[-1]
             writes.append((slot[None], tag))
         batch.output_ids = batch.seq_lens.new_full((len(batch.reqs),), TOKEN)
@@ -150,7 +150,7 @@ class Overlapped(Decoder):
         )
 
     def _run_chunk_later(self, batch: ScheduleBatch) -> Any:
-        """Chunks are written when the loop waits for their result, like decode steps."""
+        """Launch a chunk that is written when the loop waits for its result, like decode steps."""
         result = self.chunk_result([TOKEN] * len(batch.reqs))
         batch.output_ids = result.next_token_ids
         result.copy_done = Event(self.stream, self.chunk_of(batch))
@@ -167,7 +167,7 @@ def until_idle(decoder: Overlapped) -> Iterator[None]:
 
 
 def random_talks(decoder: Overlapped, seed: int) -> Iterator[None]:
-    """Talks whose turns arrive at any time; some clients leave."""
+    """Run talks with turns at random times; some clients leave."""
     rng = random.Random(seed)
     talks = [[rng.randrange(TOKENS) for _ in range(rng.randrange(5, 60))] for _ in range(4)]
     for _ in range(150):
@@ -189,8 +189,8 @@ def random_talks(decoder: Overlapped, seed: int) -> Iterator[None]:
 class Ahead(Overlapped):
     """A decode scheduler with spec v2. ``steps``: of the draft model.
 
-    The target's answer to a request is a text of its own (``said``); how many drafts of a step are
-    right depends on the request and the place.
+    The target's answer to a request is fixed (``said``); the number of right drafts of a step
+    depends on the request and the position.
     """
 
     def __init__(self, page: int, tokens: int, *, steps: int, **options: Any) -> None:
@@ -198,19 +198,19 @@ class Ahead(Overlapped):
         device = torch.device("cpu")
         self.future_map = FutureMap(self.max_running_requests, 0, 1024, device, self.spec_algorithm)
         self.draft_worker = SimpleNamespace(speculative_num_draft_tokens=steps + 1)
-        #: The texts of the last launched step's requests, as the device knows them.
+        #: The device's texts of the last launched step's requests.
         self._texts: dict[str, list[int]] = {}
 
     @staticmethod
     def said(req: Any, place: int) -> int:
-        """Token ``place`` of the answer."""
+        """Return token ``place`` of the answer."""
         return (int(req.rid[1:]) * 7 + place**2) % 50
 
     def first_token(self, req: Any) -> int:
         return self.said(req, 0)
 
     def answers_are_right(self) -> None:
-        """Who was not aborted has its text, up to its end."""
+        """Check that each request that was not aborted has its whole text."""
         for req in self.submitted:
             new = req.sampling_params.max_new_tokens
             text = [self.said(req, place) for place in range(new)]
@@ -220,21 +220,21 @@ class Ahead(Overlapped):
             assert aborted or req.output_ids[:new] == text
 
     def check_now(self) -> None:
-        """What has been processed is right at any time, whatever is in flight."""
+        """Check the processed tokens, at any time."""
         check(self)
 
     def run_batch(self, batch: ScheduleBatch, *arguments: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:  # SGLang's own, below what is attached to it
+        with pytest.MonkeyPatch.context() as patch:  # SGLang's own method, without mixins
             patch.setattr(_STOCK, "run_batch", lambda self, batch, *_: self.launch(batch))
             return super(Overlapped, self).run_batch(batch)  # Overlapped's is another device
 
     def launch(self, batch: ScheduleBatch) -> Any:
-        """Put a step onto the stream; what SGLang's ``run_batch`` leaves behind."""
+        """Put a step onto the stream; return the result of SGLang's ``run_batch``."""
         self.forward_ct += 1
         if batch.forward_mode.is_extend():
             return self._launch_chunk(batch)
         reqs = list(batch.reqs)
-        # In its first step a request drafts from what came with its prompt.
+        # In its first step a request drafts from its prompt's start.
         starts = self.future_map.hidden_states_buf[batch.spec_info.future_indices.indices]
         for req, start in zip(reqs, starts[:, 0].tolist(), strict=True):
             assert start == (0 if req.rid in self._texts else req.bootstrap_room)
@@ -269,7 +269,7 @@ class Ahead(Overlapped):
         )
 
     def _launch_chunk(self, batch: ScheduleBatch) -> Any:
-        """The same of a chunk of local turns: of one that goes on the target says anything."""
+        """Launch a chunk of local turns; before the last chunk the target's token is arbitrary."""
         tokens = [self.said(req, 0) for req in batch.reqs]
         end_of_chunk, drafts = self.chunk_of(batch), drafting.extend(batch, tokens)
 
@@ -288,7 +288,7 @@ class Ahead(Overlapped):
 
 
 class _Step:
-    """What a step does on the device, in two parts."""
+    """A step's work on the device, in two parts."""
 
     def __init__(
         self,
@@ -325,7 +325,7 @@ class _Step:
         self.ends.copy_(self._lens + self.accepted)
 
     def extend_draft(self) -> None:
-        """The draft model over what was accepted, and over the rest of the slots."""
+        """Run the draft model over the accepted tokens, and over the rest of the slots."""
         for at, req in enumerate(self._reqs):
             right = self._tags(at, self._texts[req.rid])[int(self._lens[at]) + 1 :]
             count = len(right)

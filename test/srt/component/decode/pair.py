@@ -1,8 +1,8 @@
-"""Two ranks of one decode server, moved in step; whoever leaves the step is noticed at once.
+"""Two ranks of one decode server, moved in step; a divergence is noticed at once.
 
-Each rank is a thread with its own pool, tree and queues. Before a collective both say what they
-ask for, and at the end of an action that they are through: if one reduces while the other does
-not, or another number of values, the test fails there and then, where a server would hang.
+Each rank is a thread with its own pool, tree and queues. Before a collective both state its kind
+and size, and at the end of an action that they have finished. If only one rank reduces, or with
+another number of values, the test fails immediately, where a server would hang.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Diverged(AssertionError):
 
 
 class Exchange:
-    """Where the two threads meet."""
+    """The meeting point of the two threads."""
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         self._barrier = threading.Barrier(2, timeout=timeout_s)
         self._said: list[Any] = [None, None]
 
     def meet(self, rank: int, what: Any, values: Any = None) -> list[Any]:
-        """What each rank has to say, once both have said it, about the same thing."""
+        """Return both ranks' values for the same ``what``, once both have arrived."""
         self._said[rank] = (what, values)
         self._barrier.wait()
         (first, ours), (second, theirs) = self._said
@@ -45,11 +45,11 @@ class Exchange:
         return [ours, theirs]
 
     def abort(self) -> None:
-        """One rank failed: the other need not wait for it."""
+        """Release the other rank, because this one failed."""
         self._barrier.abort()
 
     def reset(self) -> None:
-        """Ready for the next action."""
+        """Prepare for the next action."""
         self._barrier.reset()
 
 
@@ -58,13 +58,13 @@ class RankGroup:
 
     def __init__(self, rank: int, exchange: Exchange, gloo: Any = None) -> None:
         self.rank, self._exchange, self._gloo = rank, exchange, gloo
-        #: How many values each collective had, since the test last looked.
+        #: Number of values of each collective since the test last read them.
         self.collectives: list[int] = []
 
     def all_reduce(self, tensor: torch.Tensor, op: Any) -> None:
         assert op == dist.ReduceOp.MIN
         self.collectives.append(tensor.numel())
-        # A copy: the other rank reads it while this one writes its result.
+        # A copy, because the other rank reads it while this one writes its result.
         both = self._exchange.meet(self.rank, f"reduce {tensor.numel()} values", tensor.clone())
         if self._gloo is not None:
             _all_reduce(tensor, op=op, group=self._gloo)
@@ -78,7 +78,7 @@ _get_world_size = dist.get_world_size
 
 @contextmanager
 def ranks_reduce() -> Iterator[None]:
-    """While this holds, ``torch.distributed`` knows ``RankGroup``."""
+    """Let ``torch.distributed`` use ``RankGroup`` within the context."""
 
     def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
         if isinstance(group, RankGroup):
@@ -97,7 +97,7 @@ def ranks_reduce() -> Iterator[None]:
 
 
 def view(decoder: Decoder) -> tuple[Any, ...]:
-    """What has to be equal on all ranks."""
+    """Return everything that must be equal on all ranks."""
     allocator, tree = decoder.token_to_kv_pool_allocator, decoder.tree_cache
     transfer = decoder.disagg_decode_transfer_queue
     return (
@@ -116,9 +116,9 @@ def view(decoder: Decoder) -> tuple[Any, ...]:
 
 
 class Pair:
-    """Runs one action after another on both ranks, and compares what they see after each.
+    """Runs one action after another on both ranks, and compares both after each.
 
-    ``build`` makes what the actions get for a rank: something with a ``decoder``.
+    ``build`` makes the object that a rank's actions get; it has a ``decoder``.
     """
 
     def __init__(self, build: Callable[[int, RankGroup], Any], *, gloo: bool = False) -> None:
@@ -138,7 +138,7 @@ class Pair:
         """Call ``function`` with each rank on its thread; nothing is compared."""
         futures = [self._threads[rank].submit(function, rank) for rank in RANKS]
         errors = [error for future in futures if (error := future.exception())]
-        # A broken barrier is what the other rank sees.
+        # The other rank gets a broken barrier.
         for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
             self._exchange.reset()
             raise error
@@ -161,7 +161,7 @@ class Pair:
         return self.call(on_rank)
 
     def collectives(self) -> list[int]:
-        """How many values each collective had since the last call; the same on both ranks."""
+        """Return the number of values of each collective since the last call, equal on both."""
         ours, theirs = (list(group.collectives) for group in self.groups)
         assert ours == theirs
         for group in self.groups:

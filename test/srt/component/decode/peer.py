@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 
 
 class Room:
-    """Stands in for a backend's receiver: keeps what was announced."""
+    """Stands for a backend's receiver, and records the announcement."""
 
     require_staging = False
 
@@ -26,27 +26,27 @@ class Room:
         self.aborted = False
         self.failure = ""
         self.pages: np.ndarray | None = None
-        #: Those of an index, where they were announced.
+        #: Announced pages of an index, if any.
         self.state_pages: np.ndarray | None = None
         self.prefix_len = self.prompt_tokens = 0
         self.metadata_index = -1
-        #: Whether the prefix was announced, or only stock's message sent.
+        #: True if the prefix was announced, False if only stock's message was sent.
         self.announced = False
-        #: How often decode forgot the room, and told prefill not to wait for its announcement.
+        #: Number of times that decode cleared the room, and reasons of its withdrawals.
         self.clears = 0
         self.withdrawn: list[str] = []
-        #: Prefill was told that decode computes the request.
+        #: Prefill was notified that decode computes the request.
         self.yielded = False
         #: Prefill may write to the announced pages, also after decode gave the room up.
         self.writing = False
-        #: What it answered, once the KV is there: a draft model's last slot depends on it.
+        #: Prefill's first token, set with the KV, because a draft model's last slot depends on it.
         self.first_token: int | None = None
 
     def poll(self) -> int:
         return self.state if self.conclude_state is None else self.conclude_state
 
     def is_ready(self, rank: int) -> bool:
-        """Where the prefill ranks listen is known."""
+        """Return True if the addresses of the prefill ranks are known."""
         return True
 
     def init(self, rank: int) -> None:
@@ -70,7 +70,7 @@ class Room:
         self.announced, self.prefix_len, self.prompt_tokens = True, prefix_len, prompt_tokens
         self.send_metadata(pages, index, state_indices)
 
-    # ---- what a deferred free asks of a backend and of the prefill servers ----
+    # ---- used by a deferred free ----
 
     def defer_free(self) -> DeferredFree | None:
         followed: Any = self
@@ -91,12 +91,12 @@ class Room:
         return self.clears > 0
 
     def withdraw(self, reason: str) -> None:
-        """Tell prefill that the room will never be announced."""
-        assert self.pages is None and not self.cleared, "too late for that"
+        """Notify prefill that the room will never be announced."""
+        assert self.pages is None and not self.cleared, "withdrawn after its announcement"
         self.withdrawn.append(reason)
 
     def yield_room(self) -> None:
-        """Tell prefill that decode computes the request."""
+        """Notify prefill that decode computes the request."""
         assert self.pages is None and not self.cleared and not self.yielded
         self.yielded = True
 
@@ -111,7 +111,7 @@ class Room:
 
 
 class WarmUpRoom(FakeKVReceiver):  # type: ignore[misc]
-    """SGLang's own receiver of warm-up and health requests, handshake done."""
+    """SGLang's own receiver of warm-up and health requests, after the handshake."""
 
     def __init__(self) -> None:
         super().__init__(None, "", None)
@@ -119,7 +119,7 @@ class WarmUpRoom(FakeKVReceiver):  # type: ignore[misc]
 
 
 class Unasked:
-    """The prefill servers of which nothing is ever learned; ``asking``: for ever."""
+    """Prefill servers that never answer; ``asking``: queries go on for ever."""
 
     def __init__(self, asking: bool = True) -> None:
         self.connections = SimpleNamespace(
@@ -133,10 +133,10 @@ class Unasked:
 
 @dataclass
 class Manager:
-    """The part of a transfer manager that admission asks."""
+    """The part of a transfer manager that admission uses."""
 
     item_lens: list[int]
-    #: Of an index.
+    #: Bytes of a page of the index.
     state_lens: list[int] = field(default_factory=list)
     #: Prefill servers that do not understand a prefix.
     stock_peers: set[str] = field(default_factory=set)
@@ -156,7 +156,7 @@ class Manager:
 
 
 class Mailbox:
-    """Counts what clients were told, by request."""
+    """Counts clients' answers, by request."""
 
     def __init__(self) -> None:
         self.ends: defaultdict[str, int] = defaultdict(int)
@@ -164,16 +164,16 @@ class Mailbox:
 
     @property
     def expired(self) -> int:
-        """How many requests waited for memory as long as they may."""
+        """Return the number of requests that reached the limit of their wait for memory."""
         return sum("_ADMISSION_TIMEOUT" in str(reason) for reason in self.reasons.values())
 
     def send_output(self, message: Any, req: Any) -> None:
-        """An abort that the scheduler reports directly."""
+        """Record an abort that the scheduler reports directly."""
         self.ends[req.rid] += 1
         self.reasons[req.rid] = message.finished_reason
 
     def stream(self, reqs: list[Any]) -> None:
-        """Outputs of a batch; a finished request is streamed for the last time."""
+        """Record outputs of a batch; a finished request is streamed for the last time."""
         for req in reqs:
             if req.finished():
                 self.ends[req.rid] += 1

@@ -17,12 +17,12 @@ from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 
 #: Two layers have recurrent state, and two others KV.
 RECURRENT_LAYERS, ATTENTION_LAYERS = [0, 2], [1, 3]
-#: SGLang has a list of convolutions: two windows of them, and the recurrence's matrix.
+#: Shapes: two windows of convolutions, and the recurrence's matrix.
 SHAPE = SimpleNamespace(conv=[(2, 3), (1, 3)], temporal=(2, 2, 2))
 
 
 def build(tokens: int, page: int, rows: int, states: int) -> tuple[Any, Any, Any]:
-    """Return rows, KV pool and its allocator, as a decode server with the flag has them."""
+    """Return rows, KV pool and its allocator, as on a decode server with the flag."""
     dtype = torch.int64
     table = HybridMambaDecodeReqToTokenPool(
         size=rows,
@@ -58,19 +58,19 @@ def build(tokens: int, page: int, rows: int, states: int) -> tuple[Any, Any, Any
 
 
 def item_lens(rows: Any) -> list[int]:
-    """Bytes of a state slot, by buffer."""
+    """Return the bytes of a state slot, by buffer."""
     lens: list[int] = rows.mamba_pool.get_contiguous_buf_infos()[2]
     return lens
 
 
 def write(rows: Any, slots: list[int], tag: int) -> None:
-    """Put a tag into state slots, in all parts."""
+    """Write a tag into state slots, in all parts."""
     for number, part in enumerate(_parts(rows)):
         part[:, slots] = tag + number
 
 
 def read(rows: Any, slot: int) -> int:
-    """The tag of a state slot; garbage where its parts do not agree."""
+    """Return the tag of a state slot; garbage if its parts do not agree."""
     found = {
         int(value) - n for n, part in enumerate(_parts(rows)) for value in part[:, slot].unique()
     }
@@ -83,26 +83,26 @@ def _parts(rows: Any) -> list[torch.Tensor]:
 
 
 def slot_of(rows: Any, req: Any) -> int:
-    """The slot that the model's layers use for a request."""
+    """Return the slot that the model's layers use for a request."""
     return int(rows.req_index_to_mamba_index_mapping[req.req_pool_idx])
 
 
 def advance(rows: Any, req: Any) -> None:
-    """A decode step: the state takes in the last token of the text."""
+    """Run a decode step: add the last token of the text to the state."""
     slot = slot_of(rows, req)
     last = (req.origin_input_ids + req.output_ids)[-1]
     write(rows, [slot], kv.tags([last], req.extra_key, read(rows, slot))[0])
 
 
 def expected(req: Any) -> int:
-    """The tag of all tokens whose KV is here."""
+    """Return the tag of all tokens with KV."""
     ids = (req.origin_input_ids + req.output_ids)[: req.kv_committed_len]
     return kv.tags(ids, req.extra_key, weights=record_of(req).generation)[-1]
 
 
 def problems(rows: Any, held: list[Any], arrived: list[Any]) -> list[str]:
-    """What is wrong with the state slots. ``held``: requests that own one; ``arrived``: requests
-    whose state has arrived."""
+    """Return the violations of the state slots. ``held``: requests that own one; ``arrived``:
+    requests with a state that has arrived."""
     free, size = rows.mamba_pool.free_slots.tolist(), rows.mamba_pool.size
     used = [slot_of(rows, req) for req in held]
     found = []

@@ -1,4 +1,4 @@
-"""A request at each stage of its life on a decode server, and what can happen to it there."""
+"""A request at each stage of its life on a decode server, and the events of that stage."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from sglang.srt.managers.io_struct import (
     PauseGenerationReqInput,
 )
 
-#: Prefill was not told of its pages. "pending": it is not known which prefill server it has.
+#: Its pages are not announced. "pending": its prefill server's topology is not known yet.
 UNANNOUNCED = ("pending", "handshake", "in line")
-#: The KV of its prompt is here, and in the tree.
+#: The KV of its prompt has arrived, and is in the tree.
 COMMITTED = ("waiting", "running", "retracted")
-#: "held": it was aborted in transfer, and prefill may still write to its pages.
+#: "held": aborted in transfer, while prefill may still write to its pages.
 FROM_PREFILL = (*UNANNOUNCED, "in transfer", "held", *COMMITTED)
-#: It is computed here, as every turn is on such a server.
+#: Stages of a turn that decode computes.
 HERE = ("taken", "between chunks", "computed", "running here")
-#: Its transfer failed, and it is in line to be computed here.
+#: Its transfer failed, and it is queued to be computed here.
 LOST = "without prefill"
 
-#: Tokens of its answer, and of the answer of the request that runs beside it.
+#: Tokens of its answer, and of the answer of the request beside it.
 ANSWER, OTHERS = 16, 24
 
 
 def options(stage: str) -> dict[str, int]:
-    """Of the server that has requests at ``stage``."""
+    """Return the options of a server that can have requests at ``stage``."""
     if stage in HERE:
         return {"local": 200, "chunk": 8}
     return {"lost": 100, "chunk": 8} if stage == LOST else {}
 
 
 def bring_to(decoder: Decoder, stage: str) -> Any:
-    """A request at ``stage``; another one of another text runs beside it."""
+    """Return a request at ``stage``; a request with another text runs beside it."""
     if stage in HERE:
         return _computed_here(decoder, stage)
     other = decoder.submit([60, 61, 62], new=OTHERS)
     tick(decoder)
-    if stage == "in line":  # nothing but the prompt's prefix and a few tokens are left
+    if stage == "in line":  # only the prompt's prefix and a few tokens are free
         page = decoder.page_size
-        spare = page * (3 if decoder.steps else 1)  # of a step of the draft model
+        spare = page * (3 if decoder.steps else 1)  # for a step of the draft model
         left = min(decoder.token_to_kv_pool_allocator.available_size() - spare, 960)
         filler = decoder.submit([1] * (left // page * page), new=1)
         tick(decoder)
@@ -91,22 +91,22 @@ def _computed_here(decoder: Decoder, stage: str) -> Any:
     return req
 
 
-# ---- what can happen ----
+# ---- events ----
 
 
 def fail_room(decoder: Decoder, req: Any) -> None:
-    """Its prefill server is dead: nobody writes any more, and nobody says so."""
+    """Lose its prefill server, which stops writing without a message."""
     room = decoder.room(req)
     room.state, room.writing, room.failure = KVPoll.Failed, False, "lost prefill server"
 
 
 def freeze(decoder: Decoder, req: Any) -> None:
-    """Its prefill server stands still until its room's deadline, and may go on at any time."""
+    """Freeze its prefill server until the room's deadline; it may continue at any time."""
     decoder.room(req).state = KVPoll.Failed
 
 
 def abort(decoder: Decoder, req: Any) -> None:
-    """Its client leaves."""
+    """Disconnect its client."""
     decoder.abort(req.rid)
 
 
@@ -140,7 +140,7 @@ def pause_and_retract(decoder: Decoder, req: Any) -> None:
 
 
 def _pause(decoder: Decoder, mode: str) -> None:
-    """Who is retracted stays out until it ends. Weights are new then."""
+    """Pause and resume; retracted requests stay out, and the weights are updated, in between."""
     decoder.pause_generation(PauseGenerationReqInput(mode=mode))
     assert mode == "in_place" or decoder.running_batch.is_empty()
     out = list(decoder.retracted)
@@ -160,5 +160,5 @@ def evict(decoder: Decoder, req: Any) -> None:
 
 
 def five_minutes(decoder: Decoder, req: Any) -> None:
-    """As long as a request may wait for memory."""
+    """Let the limit of a request's wait for memory pass."""
     decoder.now += 300.0

@@ -1,4 +1,4 @@
-"""The vocabulary of these tests: texts, and steps of a decode server that are checked."""
+"""The vocabulary of these tests: texts, and checked steps of a decode server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT = [token % 50 for token in range(3, 83)]  # 80 tokens: 5 pages of 16
 
 
 def ids(start: int, count: int) -> list[int]:
-    """A text of its own for each ``start``."""
+    """Return a different text for each ``start``."""
     return [(start * 7 + number * (start + 1)) % 50 for number in range(count)]
 
 
@@ -31,14 +31,14 @@ def ids(start: int, count: int) -> list[int]:
 
 
 def tick(decoder: Decoder, times: int = 1) -> None:
-    """So many admission steps, checked."""
+    """Run ``times`` admission steps, with checks."""
     for _ in range(times):
         decoder.tick_queues()
         check(decoder)
 
 
 def turn(decoder: Decoder, times: int = 1) -> None:
-    """So many turns of the scheduler's loop, an admission step and a batch each, checked."""
+    """Run ``times`` turns of the scheduler's loop (an admission step and a batch), with checks."""
     for _ in range(times):
         tick(decoder)
         decoder.tick_batch()
@@ -46,7 +46,7 @@ def turn(decoder: Decoder, times: int = 1) -> None:
 
 
 def finish(decoder: Decoder) -> None:
-    """All requests end, and nothing is left of them."""
+    """Let all requests end, and check that nothing is left of them."""
     decoder.drain()
     check_idle(decoder)
 
@@ -55,21 +55,21 @@ def finish(decoder: Decoder) -> None:
 
 
 def serve(decoder: Decoder, *prompts: list[int], new: int = 1, **options: Any) -> list[Any]:
-    """Requests from their arrival to their end; the tree keeps what they leave."""
+    """Serve requests from their arrival to their end; the tree keeps their KV."""
     reqs = [decoder.submit(prompt, new=new, **options) for prompt in prompts]
     finish(decoder)
     return reqs
 
 
 def admit(decoder: Decoder, *prompts: list[int], new: int = 1, **options: Any) -> list[Any]:
-    """Requests that are in transfer, as far as they fit."""
+    """Return requests that are in transfer, as far as they fit."""
     reqs = [decoder.submit(prompt, new=new, **options) for prompt in prompts]
     tick(decoder)
     return reqs
 
 
 def land(decoder: Decoder, *reqs: Any, **said: Any) -> None:
-    """The transfers of ``reqs``, or of all, are complete: they wait for their batch."""
+    """Complete the transfers of ``reqs``, or of all, so that these wait for their batch."""
     for req in reqs or decoder.in_transfer:
         decoder.deliver(req, **said)
     tick(decoder)
@@ -78,7 +78,7 @@ def land(decoder: Decoder, *reqs: Any, **said: Any) -> None:
 def run(
     decoder: Decoder, *prompts: list[int], new: int = 100, steps: int = 1, **options: Any
 ) -> list[Any]:
-    """Requests that run, ``steps`` decode steps after they have come from prefill."""
+    """Return running requests, ``steps`` decode steps after they have come from prefill."""
     reqs = admit(decoder, *prompts, new=new, **options)
     land(decoder, *reqs)
     for _ in range(steps):
@@ -88,7 +88,7 @@ def run(
 
 
 def retract(decoder: Decoder) -> Any:
-    """The one running request that the pool has no more room for."""
+    """Retract and return the only running request for which the pool has no room."""
     decoder.retract()
     check(decoder)
     (req,) = decoder.retracted
@@ -99,7 +99,7 @@ def retract(decoder: Decoder) -> Any:
 
 
 def evict_all(decoder: Decoder) -> None:
-    """Evict what nobody has locked, and put what is nobody's KV in its place."""
+    """Evict everything that is not locked, and overwrite its slots."""
     decoder.tree_cache.evict(EvictParams(num_tokens=10_000))
     poison_free_slots(decoder)
 
@@ -128,13 +128,13 @@ def health_check(decoder: Decoder) -> tuple[int, int]:
 
 
 def in_tree(decoder: Decoder, token_ids: list[int]) -> int:
-    """How much of a text the tree holds."""
+    """Return the number of a text's tokens in the tree."""
     match = decoder.tree_cache.match_prefix(MatchPrefixParams(key=RadixKey(token_ids, None)))
     return len(match.device_indices)
 
 
 def poison_free_slots(decoder: Decoder) -> None:
-    """Put what is nobody's KV into every slot that is free, of both models."""
+    """Overwrite every free slot, for both models."""
     free = decoder.token_to_kv_pool_allocator
     pages = torch.cat([free.free_pages, free.release_pages])
     slots = (pages[:, None] * free.page_size + torch.arange(free.page_size)).flatten()

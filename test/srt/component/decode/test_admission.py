@@ -1,4 +1,4 @@
-"""Admission on a small pool: order, eviction, waiting, and what is reserved for who runs."""
+"""Admission on a small pool: order, eviction, waiting, and the reserve for running requests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from sglang.srt.disaggregation import decode
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-# ---- what is announced ----
+# ---- announcements ----
 
 
 @pytest.mark.parametrize("page", [1, 16])
 def test_shared_prefixes_are_moved_and_stored_once(page: int) -> None:
-    """Guards against a pool that fills with copies of one prefix: only the suffixes are taken.
-    There are more than one step can try."""
+    """Guards against a pool that fills with copies of one prefix: only the suffixes are allocated.
+    There are more requests than one step can try."""
     decoder = Decoder(page, 640)
     prefix = ids(1, 320)
     serve(decoder, prefix)
@@ -37,7 +37,7 @@ def test_shared_prefixes_are_moved_and_stored_once(page: int) -> None:
 
 def test_a_stock_prefill_server_is_served_as_today() -> None:
     """Guards against a prefix, or a frame, for a prefill server that does not understand it; and
-    against prefix 0 meaning "no frame": prefill checks the page count of the frame."""
+    against prefix 0 sent as "no frame": prefill checks the page count of the frame."""
     decoder = Decoder(16, 640)
     prompt = ids(1, 96)
     decoder.kv_manager.stock_peers.add("10.0.0.2:8998")
@@ -53,9 +53,9 @@ def test_a_stock_prefill_server_is_served_as_today() -> None:
 
 
 def test_a_turn_is_sent_the_index_of_its_delta() -> None:
-    """Guards against an index that is not announced, or of pages that the tree holds; and, of a
-    full hit, against a list of no pages: prefill sends nothing for it, and SGLang's decode would
-    wait for that."""
+    """Guards against an index that is not announced, or for pages that the tree holds; and, for a
+    full hit, against an empty list: prefill sends nothing for it, and SGLang's decode would
+    wait."""
     decoder = Decoder(64, 1024, sparse=True)
     (first,) = serve(decoder, ids(1, 150), new=50)
     text = [*first.origin_input_ids, *first.output_ids]
@@ -73,8 +73,8 @@ def test_a_turn_is_sent_the_index_of_its_delta() -> None:
 @pytest.mark.hazard("admission-count")
 @pytest.mark.parametrize("page", [1, 16])
 def test_exactly_the_shortfall_is_evicted(monkeypatch: pytest.MonkeyPatch, page: int) -> None:
-    """Guards against an allocation that fails although the tree could give way, and against one
-    that throws out more than it needs, or anything where enough is free."""
+    """Guards against an allocation that fails although the tree could evict, and against an
+    eviction of more than is needed, or of anything while enough is free."""
     decoder = Decoder(page, 640)
     serve(decoder, *(ids(number, 160) for number in (1, 2, 3)))
     free = decoder.token_to_kv_pool_allocator.available_size()
@@ -100,8 +100,8 @@ def test_exactly_the_shortfall_is_evicted(monkeypatch: pytest.MonkeyPatch, page:
 def test_eviction_that_gives_less_than_asked(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Guards against a scheduler that ends because somebody else holds what the tree counted as
-    evictable: the request waits, and is admitted when the pages are back."""
+    """Guards against a scheduler that ends because pages that the tree counted as evictable are
+    held elsewhere: the request waits, and is admitted when the pages are back."""
     decoder = Decoder(16, 640)
     serve(decoder, ids(1, 300), ids(2, 300))
     waiting = decoder.submit(ids(9, 320), new=1)
@@ -116,12 +116,12 @@ def test_eviction_that_gives_less_than_asked(
 
 
 def test_locked_tree_is_no_room(caplog: pytest.LogCaptureFixture) -> None:
-    """Guards against a budget from before the lock: the candidate's own prefix is not evictable any
-    more, so it must not be counted as free for its delta."""
+    """Guards against a budget from before the lock: the candidate's own prefix is no longer
+    evictable, so it must not be counted as free for its delta."""
     decoder = Decoder(16, 640)
     prefix = ids(1, 560)
     serve(decoder, prefix)
-    # 560 of 640 tokens are its own prefix; the delta of 96 tokens does not fit beside it.
+    # The request's prefix takes 560 of 640 tokens; its delta of 96 tokens does not fit.
     (refused,) = admit(decoder, [*prefix, *ids(2, 90)])
     assert decoder.queued == [refused] and decoder.tree_cache.protected_size() == 0
     assert "stays queued" not in caplog.text, "the budget refused it, not the allocator"
@@ -134,14 +134,14 @@ def test_locked_tree_is_no_room(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def blocked_decoder() -> tuple[Decoder, Any, Any]:
-    """A server whose pool is in use by one running request, and a request that does not fit."""
+    """Return a server with a pool in use by one request, and a request that does not fit."""
     decoder = Decoder(16, 640)
     (running,) = run(decoder, ids(1, 400))
     return decoder, running, decoder.submit(ids(2, 300), new=4)
 
 
 def insert(decoder: Decoder, token_ids: list[int]) -> None:
-    """Some other request's KV enters the tree: slots that nobody else owns."""
+    """Insert another request's KV into the tree, in slots without another owner."""
     tree, allocator = decoder.tree_cache, decoder.token_to_kv_pool_allocator
     slots = allocator.alloc(len(token_ids))
     kv.write(decoder.pool, slots, kv.tags(token_ids, None))
@@ -155,7 +155,7 @@ def lacks_memory() -> tuple[Decoder, list[Any]]:
 
 
 def shares_what_it_could_evict() -> tuple[Decoder, list[Any]]:
-    """The prefix of each looks like free memory once its lease is given back."""
+    """Return requests with prefixes that look like free memory once their leases are released."""
     decoder = Decoder(16, 640)
     serve(decoder, ids(1, 160))
     run(decoder, ids(2, 400))
@@ -163,7 +163,7 @@ def shares_what_it_could_evict() -> tuple[Decoder, list[Any]]:
 
 
 def cannot_finish() -> tuple[Decoder, list[Any]]:
-    """Tokens are free, and not enough for the end of all answers."""
+    """Return a server with free tokens, but too few for the end of all answers."""
     decoder = Decoder(16, 640)
     run(decoder, ids(1, 100), new=300)
     admit(decoder, ids(2, 150), new=100)
@@ -183,9 +183,9 @@ def test_a_blocked_head_is_matched_once(
     why: Callable[[], tuple[Decoder, list[Any]]], reason: str, matches: list[int]
 ) -> None:
     """Guards against matching a blocked prompt on every step, or whenever a token is generated or
-    anything enters the tree: that costs its length each time, and keeps its prefix young in the
-    eviction order by mere polling; against leases of a step that end with their requests still
-    queued; and against a counter of refusals that counts steps."""
+    anything enters the tree: that costs its length each time, and its prefix stays young in the
+    eviction order; against leases of a step that end while their requests are still queued; and
+    against a counter of refusals that counts steps."""
     decoder, blocked = why()
     matches.clear()
     protected = decoder.tree_cache.protected_size()
@@ -206,7 +206,7 @@ def test_a_blocked_head_is_matched_once(
 @pytest.mark.parametrize("leaves", ["the running one", "the head"])
 def test_nobody_overtakes_a_blocked_head(leaves: str) -> None:
     """Guards against small requests that starve a large one, and against a queue that stays blocked
-    on behalf of one that was aborted. A slow handshake blocks nobody."""
+    by an aborted request. A slow handshake blocks no other request."""
     decoder, running, blocked = blocked_decoder()
     slow = decoder.submit(ids(5, 32), ready=False)
     small = [decoder.submit(ids(number, 16), new=1) for number in (3, 4)]
@@ -225,8 +225,8 @@ def test_nobody_overtakes_a_blocked_head(leaves: str) -> None:
 
 
 def test_those_behind_let_go_for_the_first(matches: list[int]) -> None:
-    """Guards against a request that does not fit because others behind it, tried in the same step,
-    hold the memory that could be evicted; and against locks that the step leaves behind."""
+    """Guards against a request that does not fit because requests behind it, tried in the same
+    step, lock the memory that could be evicted; and against locks that stay after the step."""
     decoder = Decoder(16, 640)
     serve(decoder, ids(1, 160), ids(2, 160))
     matches.clear()
@@ -238,8 +238,8 @@ def test_those_behind_let_go_for_the_first(matches: list[int]) -> None:
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_longer_prefix_lets_a_blocked_head_in(matches: list[int], steps: int) -> None:
-    """Guards against a head that is not tried again when another request's KV lands that it goes on
-    with: as soon as it shares it, it needs less. With a draft model it is found by pairs."""
+    """Guards against a head that is not retried when another request's KV extends its prefix in the
+    tree: it then needs less. With a draft model the prefix is found by pairs."""
     decoder = Decoder(16, 640, steps=steps)
     text = ids(2, 321)
     (leader,) = admit(decoder, text, new=8)
@@ -253,8 +253,8 @@ def test_a_longer_prefix_lets_a_blocked_head_in(matches: list[int], steps: int) 
 
 
 def test_what_is_remembered_is_one_requests(matches: list[int]) -> None:
-    """Guards against another prompt's prefix: clients name requests, and may use a name again, with
-    another prompt, when the first one that had it was aborted or answered."""
+    """Guards against another prompt's prefix: clients may use a request id again, with another
+    prompt, after the first request with that id was aborted or answered."""
     decoder = Decoder(16, 640)
     serve(decoder, ids(2, 64))
     run(decoder, ids(1, 300))
@@ -273,14 +273,14 @@ def test_what_is_remembered_is_one_requests(matches: list[int]) -> None:
     check(decoder)
 
 
-# ---- a prefix that is just arriving ----
+# ---- an arriving prefix ----
 
 
 @pytest.mark.parametrize("options", [{}, {"local": 400}], ids=["received", "computed here"])
 def test_a_burst_keeps_its_place_and_frees_its_copies(options: dict[str, Any]) -> None:
-    """Guards against a request that waits for another one's transfer of the same prefix, and has
-    lost its place in prefill's queue when that has landed; and against copies of the prefix that
-    stay in the pool: each one is freed when its transfer is committed."""
+    """Guards against a request that waits for another one's transfer of the same prefix and loses
+    its place in prefill's queue by that; and against copies of the prefix that stay in the pool:
+    each is freed when its transfer is committed."""
     decoder = Decoder(16, 2048, **options)
     prefix = ids(1, 288)
     reqs = admit(decoder, *([*prefix, *ids(number, 20)] for number in (2, 3, 4)), new=2)
@@ -294,12 +294,12 @@ def test_a_burst_keeps_its_place_and_frees_its_copies(options: dict[str, Any]) -
     assert decoder.tree_cache.total_size() == 288 + 3 * 16
 
 
-# ---- who runs ----
+# ---- running requests ----
 
 
 def test_requests_in_transfer_leave_room_for_one_that_runs() -> None:
-    """Entering requests reserve little, and cannot be retracted while they are in transfer: if they
-    were let in until the pool is full, the running one would be aborted for lack of memory."""
+    """Guards against running requests that are aborted for lack of memory: entering requests
+    reserve little and cannot be retracted in transfer, so they may not fill the pool."""
     decoder = Decoder(16, 640, reserve=512)
     first, *others = admit(decoder, ids(1, 100), ids(2, 200), ids(3, 200), new=200)
     assert decoder.in_transfer == [first, others[0]]
@@ -311,9 +311,9 @@ def test_requests_in_transfer_leave_room_for_one_that_runs() -> None:
 
 
 def test_long_answers_are_seldom_retracted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a reserve of nothing for a request that has generated more than SGLang's
-    estimate of an answer: its next tokens would be given to others, and it would be retracted.
-    That estimate is 4,096 tokens, beside 512 that are reserved; here both are less."""
+    """Guards against an empty reserve for a request that has generated more than SGLang's estimate
+    of an answer, after which it would be retracted. The estimate is 4,096 tokens, and 512 are
+    reserved; here both are less."""
     monkeypatch.setattr(decode, "CLIP_MAX_NEW_TOKEN", 128)
     decoder = Decoder(16, 2048, reserve=64)
     reqs = serve(decoder, *(ids(start, 48) for start in range(12)), new=512)

@@ -1,4 +1,4 @@
-"""Ways out and back that the table of stages does not show: what is shared, and in which order."""
+"""Ends and resumptions that the table of stages does not show: sharing and order."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ from sglang.srt.managers.io_struct import AbortReq
 
 @pytest.fixture(params=[1, 16])
 def decoder(request: pytest.FixtureRequest) -> Decoder:
-    """A decode server with room for everybody."""
+    """A decode server with room for all requests."""
     return Decoder(request.param, 1024)
 
 
-# ---- what enters the tree ----
+# ---- insertions into the tree ----
 
 
 @pytest.mark.hazard("bad-kv-in-tree", "receivers-without-prefix")
 def test_warm_up_leaves_nothing(decoder: Decoder) -> None:
-    """Guards against a warm-up or health request, whose KV is garbage, answering a prompt that
-    begins with the same tokens; whether it ends, or is aborted before it runs."""
+    """Guards against the KV of a warm-up or health request, which is garbage, in an answer to a
+    prompt that begins with the same tokens; whether the request ends, or is aborted before it
+    runs."""
     serve(decoder, PROMPT, new=4, warm_up=True)
     (req,) = admit(decoder, PROMPT, new=4, warm_up=True)
     assert decoder.waiting_queue == [req]
@@ -51,7 +52,7 @@ def test_warm_up_leaves_nothing(decoder: Decoder) -> None:
     finish(decoder)
 
 
-# ---- retracted ----
+# ---- retracted requests ----
 
 
 @pytest.mark.hazard("retracted-without-node", "retraction-of-shared-pages")
@@ -59,8 +60,8 @@ def test_warm_up_leaves_nothing(decoder: Decoder) -> None:
 def test_a_retracted_request_shares_what_the_tree_still_has(
     decoder: Decoder, evicted: bool
 ) -> None:
-    """Guards against a resumed request that takes memory for what is in the tree. It is retracted
-    twice: what the first time leaves in it must not stand in the way of the second."""
+    """Guards against a resumed request that allocates memory for tokens in the tree. It is
+    retracted twice, so that the first retraction's nodes must not disturb the second."""
     req = stages.bring_to(decoder, "retracted")
     for count in (1, 2):
         assert req.retraction_count == count
@@ -81,9 +82,8 @@ def test_a_retracted_request_shares_what_the_tree_still_has(
 def test_tokens_come_before_the_end(
     decoder: Decoder, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request that was retracted has sent tokens, the last of which may still be with the
-    detokenizer. Guards against an end that overtakes them: the client would wait for ever; as stock
-    it does."""
+    """Guards against an end that overtakes the tokens of a retracted request, the last of which may
+    still be with the detokenizer: the client would wait for ever, as it does in stock."""
     req, direct = stages.bring_to(decoder, "retracted"), list[Any]()
     req.send_token_offset = 3
     if case == "resumed":
@@ -100,8 +100,8 @@ def test_tokens_come_before_the_end(
 
 
 def crowded() -> tuple[Decoder, Any, Any, Any]:
-    """One request that was retracted and cannot come back, since a transfer took the memory; a
-    request that waits for admission stands behind both."""
+    """Return a server with a retracted request that cannot resume, because a transfer took the
+    memory, and a request that waits for admission behind both."""
     decoder = Decoder(16, 640)
     run(decoder, ids(1, 100), ids(2, 100), steps=3)
     transfer, waiting = admit(decoder, ids(3, 336), ids(4, 300))
@@ -117,8 +117,8 @@ def crowded() -> tuple[Decoder, Any, Any, Any]:
 @pytest.mark.hazard("retraction-of-shared-pages")
 @pytest.mark.parametrize("what", ["lands", "is given up"])
 def test_a_transfer_is_seen_while_a_request_waits_to_be_resumed(what: str) -> None:
-    """Guards against a server that looks at no transfer any more, as stock: if what is missing is
-    the transfer's memory, nobody would ever get on, and no client would be answered."""
+    """Guards against a server that polls no transfer any more, as stock does: if the missing memory
+    is the transfer's, no request would make progress, and no client would be answered."""
     decoder, retracted, transfer, waiting = crowded()
     if what == "lands":
         land(decoder, transfer)
@@ -138,7 +138,7 @@ def test_a_transfer_is_seen_while_a_request_waits_to_be_resumed(what: str) -> No
 
 
 class Accepting(BaseGrammarObject):  # type: ignore[misc]
-    """As those of llguidance and outlines: it does not say what it took last."""
+    """A grammar that does not report its last token, as those of llguidance and outlines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Accepting(BaseGrammarObject):  # type: ignore[misc]
 
 @pytest.mark.parametrize("reasons", [False, True])
 def test_a_grammar_takes_each_token_once(reasons: bool) -> None:
-    """Guards against a grammar that takes the last token again when a retracted request is back:
+    """Guards against a grammar that accepts the last token again when a retracted request resumes:
     it then allows other tokens than it should, or ends the request with an error."""
     decoder = Decoder(16, 640)
     reqs = [decoder.submit(ids(number, 100), new=20) for number in (1, 2)]

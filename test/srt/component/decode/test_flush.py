@@ -36,12 +36,12 @@ RESUME = ResumeMemoryOccupationReqInput(tags=["kv_cache"])
 
 @pytest.fixture(params=[1, 16])
 def decoder(request: pytest.FixtureRequest) -> Decoder:
-    """A decode server with room for everybody."""
+    """A decode server with room for all requests."""
     return Decoder(request.param, 1024)
 
 
 def give_up(decoder: Decoder, count: int) -> list[Any]:
-    """Transfers that are aborted, all at once, while their prefill server stands still."""
+    """Abort transfers, all at once, while their prefill server is stopped."""
     reqs = admit(decoder, *([*PROMPT, number] for number in range(count)), new=4)
     assert decoder.in_transfer == reqs
     decoder.abort_request(AbortReq(abort_all=True))
@@ -61,9 +61,9 @@ def give_up(decoder: Decoder, count: int) -> list[Any]:
     ],
 )
 def test_every_kind_of_update(decoder: Decoder, call: str, request_of: Any) -> None:
-    """Guards against one of SGLang's four ways that ends an idle server whose pages are held:
-    SGLang asserts that the flush after it succeeds. A flush that was not asked for (an update in
-    many parts asks with the last one) is not made."""
+    """Guards against one of SGLang's four kinds of update that ends an idle server with held pages:
+    SGLang asserts that the flush after it succeeds. An update that does not request a flush (one of
+    many parts requests it with the last part) makes none."""
     serve(decoder, PROMPT)
     give_up(decoder, 2)
     name = f"update_weights_from_{call}"
@@ -80,7 +80,7 @@ def test_every_kind_of_update(decoder: Decoder, call: str, request_of: Any) -> N
 
 
 def test_listeners_are_told_once(decoder: Decoder) -> None:
-    """Guards against a router that is told of a page's end when its tokens were stored again."""
+    """Guards against an event for a page's removal after its tokens were stored again."""
     tree = decoder.tree_cache
     tree.enable_kv_cache_events = True
     serve(decoder, PROMPT)
@@ -101,7 +101,7 @@ def test_listeners_are_told_once(decoder: Decoder) -> None:
 
 
 class Saver:
-    """Notes what memory was released and resumed."""
+    """Records released and resumed memory."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -114,7 +114,7 @@ class Saver:
 
 
 def with_saver(decoder: Decoder) -> list[Any]:
-    """The answers that the decoder sends from now on, as memory is released and resumed."""
+    """Return the list of answers that the decoder sends from now on to release and resume calls."""
     decoder.memory_saver_adapter, decoder.offload_tags = Saver(), set()
     answers: list[Any] = []
     decoder.send_to_tokenizer = SimpleNamespace(
@@ -128,9 +128,9 @@ def with_saver(decoder: Decoder) -> list[Any]:
 def test_memory_is_released_when_nobody_can_write_to_it(
     decoder: Decoder, then: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against remote writes that land in memory which was given away; against an assertion
-    that ends the server; and against a caller that waits for ever. The answer comes when it is
-    done, once: also where it never was, since whoever lost patience resumes."""
+    """Guards against remote writes into released memory, against an assertion that ends the server,
+    and against a caller that waits for ever. The answer is sent once, when memory is released, or
+    when an impatient caller resumes before that."""
     give_up(decoder, 2)
     answers, calls = with_saver(decoder), ["release kv_cache", "resume kv_cache"]
     assert decoder.release_memory_occupation(RELEASE) is None
@@ -156,10 +156,11 @@ def test_memory_is_released_when_nobody_can_write_to_it(
 
 def test_memory_is_not_released_under_a_request_that_is_to_be_resumed(decoder: Decoder) -> None:
     """Guards against the end of the server: a retracted request gets its memory back in the next
-    step, and writes its KV to it. On a paused server it waits, and the release does not."""
+    step, and writes its KV to it. On a paused server the request waits, and the release does
+    not."""
     req = bring_to(decoder, "retracted")
     decoder.submitted[0].to_finish = FINISH_ABORT()
-    for _ in range(2):  # it ends in a step that had tried to resume
+    for _ in range(2):  # the other one ends in a step that tried to resume
         decoder.tick_batch()
     assert decoder.is_fully_idle() and not decoder.held
     answers = with_saver(decoder)
@@ -177,9 +178,9 @@ def test_memory_is_not_released_under_a_request_that_is_to_be_resumed(decoder: D
 def test_memory_is_released_beside_requests_that_are_paused(
     decoder: Decoder, all_leave: bool
 ) -> None:
-    """Guards against a trainer that pauses, releases memory, and waits for ever: requests that were
-    retracted come back later, and those that have no pages get none while it is released, also
-    when nobody is retracted any more. An abort is answered."""
+    """Guards against a trainer that pauses, releases memory, and waits for ever: retracted requests
+    resume later, and requests without pages get none while memory is released, even if no request
+    is retracted any more. An abort is answered."""
     req = bring_to(decoder, "running")
     late, gone = (decoder.submit([*PROMPT, number], new=4) for number in range(2))
     decoder.last_batch = None
@@ -201,8 +202,9 @@ def test_memory_is_released_beside_requests_that_are_paused(
 
 
 def test_memory_is_released_in_parts(decoder: Decoder) -> None:
-    """Guards against a trainer that releases memory part by part, and waits for ever: a request
-    that came in between gets no pages before all of it is back; nor does one without a grammar."""
+    """Guards against a trainer that releases memory in parts, and waits for ever: a request that
+    arrives in between gets no pages before all memory is back; nor does one that waits for its
+    grammar."""
     answers = with_saver(decoder)
     assert decoder.release_memory_occupation(RELEASE) is not None
     late = decoder.submit(PROMPT, new=4)
@@ -225,10 +227,10 @@ def test_memory_is_released_in_parts(decoder: Decoder) -> None:
 
 @pytest.mark.parametrize("stage", ["taken", "between chunks"])
 def test_a_turn_that_a_pause_holds(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against health checks that are left to the next batch while a pause holds all there
-    is: the server would be taken for dead; against SGLang's check of an idle server, which would
-    take the pages of such a turn for leaked ones, and end the server; and against a release of
-    memory that waits for ever."""
+    """Guards against health checks that wait for the next batch while a pause holds all requests,
+    after which the server would be taken for dead; against SGLang's idle check, which would take
+    the pages of such a turn for leaked ones, and end the server; and against a release of memory
+    that waits for ever."""
     decoder, checked = Decoder(16, 1024, **options(stage)), list[bool]()
     mixin = scheduler_runtime_checker_mixin.SchedulerRuntimeCheckerMixin
     monkeypatch.setattr(mixin, "self_check_during_idle", lambda self: checked.append(True))
@@ -252,8 +254,8 @@ def test_a_turn_that_a_pause_holds(stage: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_ranks_release_memory_in_one_step() -> None:
-    """Guards against a rank that waits in SGLang's barrier while another still runs its requests
-    and asks for another collective: with data parallel attention each has its own."""
+    """Guards against a rank that waits in SGLang's barrier while another one still runs requests
+    and enters another collective: with data parallel attention each rank has its own requests."""
     with ranks_reduce():
         pair = Pair(lambda rank, group: SimpleNamespace(decoder=Decoder(16, 1024)))
         both = first, second = [side.decoder for side in pair.sides]

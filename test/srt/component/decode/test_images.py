@@ -36,7 +36,7 @@ Pad = Callable[[list[int], Any], list[int]]
 
 
 def image(seed: int) -> torch.Tensor:
-    """Pixels as a processor hands them on."""
+    """Return pixels in a processor's output format."""
     return torch.randn(SIZE, 12, generator=torch.Generator().manual_seed(seed))
 
 
@@ -44,7 +44,7 @@ CAT, DOG = image(1), image(2)
 
 
 def receive(decoder: Decoder, *parts: list[int] | torch.Tensor, new: int = 1) -> Any:
-    """A request of text and images arrives from the tokenizer; returns it, queued."""
+    """Receive a request of text and images from the tokenizer; return it, queued."""
     input_ids: list[int] = []
     items = []
     for part in parts:
@@ -54,7 +54,7 @@ def receive(decoder: Decoder, *parts: list[int] | torch.Tensor, new: int = 1) ->
         start = len(input_ids)
         input_ids += [IMAGE_TOKEN] * SIZE
         offsets = [(start, len(input_ids) - 1)]
-        # A feature of its own for each request, as from its own HTTP body.
+        # A separate feature for each request, as from its own HTTP body.
         items.append(
             MultimodalDataItem(modality=Modality.IMAGE, feature=part.clone(), offsets=offsets)
         )
@@ -83,7 +83,7 @@ def receive(decoder: Decoder, *parts: list[int] | torch.Tensor, new: int = 1) ->
 
 
 def build(pad: Pad | None) -> Decoder:
-    """A decode server of a model that pads with ``pad``."""
+    """Return a decode server of a model that pads with ``pad``."""
     decoder = Decoder(16, 1024)
     decoder.__dict__.update(
         pad_input_ids_func=pad,
@@ -97,7 +97,7 @@ def build(pad: Pad | None) -> Decoder:
     )
     decoder.model_config.hf_eos_token_id = set()
     decoder.grammar_manager.process_req_with_grammar = lambda req: False
-    # What is left out of SGLang's ``add``: a receiver, and the question for its topology.
+    # Omits two parts of SGLang's ``add``: the receiver, and the query for its topology.
     queue, add = decoder.disagg_decode_prealloc_queue, decoder.disagg_decode_prealloc_queue.add
     queue.add = lambda req, is_retracted=False: (
         add(req, is_retracted=True) if is_retracted else decoder.enqueue(req)
@@ -110,12 +110,12 @@ PAD: Pad = MultiModalityDataPaddingPatternMultimodalTokens().pad_input_tokens
 
 @pytest.fixture
 def decoder() -> Decoder:
-    """A decode server of a model that pads as nearly all of SGLang's do."""
+    """A decode server of a model with the padding of nearly all of SGLang's models."""
     return build(PAD)
 
 
 def prefix(decoder: Decoder, *parts: list[int] | torch.Tensor) -> int:
-    """How many tokens of a prompt are not moved, because the tree has them."""
+    """Return the number of a prompt's tokens that are not moved, because the tree has them."""
     req = receive(decoder, *parts)
     decoder.tick_queues()
     found = int(decoder.room(req).prefix_len)
@@ -132,7 +132,7 @@ WHOLE = HEAD + SIZE + len(AFTER)
 @pytest.mark.parametrize(
     "prompts",
     [
-        # A conversation about an image moves its KV once; the next turn asks about another one.
+        # A conversation about an image moves its KV once; the next turn adds another image.
         [
             ([BEFORE, CAT, AFTER], 0),
             ([BEFORE, CAT, AFTER], WHOLE),
@@ -155,12 +155,12 @@ WHOLE = HEAD + SIZE + len(AFTER)
 )
 def test_what_prompts_with_images_share(decoder: Decoder, prompts: list[Any]) -> None:
     """Guards against an answer about another user's image, and against an image whose KV moves
-    again at every turn: of each prompt in turn, the tokens that the tree has."""
+    again at every turn: expected are the tree's tokens of each prompt in turn."""
     assert [prefix(decoder, *parts) for parts, _ in prompts] == [hit for _, hit in prompts]
 
 
 def test_between_a_pair_of_tokens() -> None:
-    """Guards against no hits where a model marks an image by the tokens around it."""
+    """Guards against missing hits with a model that marks an image by the tokens around it."""
     pairs = MultiModalityDataPaddingPatternTokenPairs([(52, 53)])
     decoder = build(pairs.pad_input_tokens)
     begin, end = [*BEFORE[:-1], 52], [53, *AFTER[:-1]]
@@ -170,12 +170,12 @@ def test_between_a_pair_of_tokens() -> None:
 
 
 def left_alone(input_ids: list[int], inputs: Any) -> list[int]:
-    """As SGLang's pattern of token pairs does with a prompt whose pairs do not match."""
+    """Return ids unchanged, as SGLang's pattern of token pairs does if the pairs do not match."""
     return input_ids
 
 
 def only_the_first(input_ids: list[int], inputs: Any) -> list[int]:
-    """A model that pads one image only."""
+    """Pad only the first image."""
     padded = list(input_ids)
     start, end = inputs.mm_items[0].offsets[0]
     padded[start : end + 1] = [inputs.mm_items[0].pad_value] * (end + 1 - start)
@@ -185,9 +185,9 @@ def only_the_first(input_ids: list[int], inputs: Any) -> list[int]:
 @pytest.mark.hazard("tenants-share")
 @pytest.mark.parametrize("pad", [None, left_alone, only_the_first])
 def test_placeholders_without_content_never_share(pad: Pad | None) -> None:
-    """Guards against a model that does not pad, or a prompt that it leaves as it is: equal ids may
-    then be two images. Neither a hit nor an insertion, also not once SGLang forgot the images of a
-    request that ended."""
+    """Guards against a model that does not pad, or a prompt that it leaves unchanged: equal ids may
+    then be two images. Neither a hit nor an insertion is allowed, even after SGLang has removed the
+    images of an ended request."""
     decoder = build(pad)
     for second in (DOG, CAT):
         assert prefix(decoder, BEFORE, CAT, BETWEEN, second, AFTER) == 0
@@ -197,7 +197,7 @@ def test_placeholders_without_content_never_share(pad: Pad | None) -> None:
 
 
 def test_unhashed_images_never_share(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against hits where the operator has turned content hashes off."""
+    """Guards against hits if the operator has disabled content hashes."""
     monkeypatch.setenv("SGLANG_MM_SKIP_COMPUTE_HASH", "1")
     assert prefix(decoder, BEFORE, CAT, AFTER) == 0
     assert prefix(decoder, BEFORE, CAT, AFTER) == len(BEFORE)

@@ -1,7 +1,7 @@
 """Turns that two data parallel ranks compute, each with its own requests, in SGLang's own loop.
 
-The ranks run each step together (``prepare_mlp_sync_batch``): a rank that leaves it out, or takes
-part twice, would stop the server. Each rank is a thread.
+The ranks run each step together (``prepare_mlp_sync_batch``): a rank that omits one, or takes part
+twice, would hang the server. Each rank is a thread.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHUNK, STEP, IDLE = "chunk", "step", "idle"
 
 
 class Rank(Overlapped):
-    """SGLang's own agreement between the ranks runs, over an ``Exchange``."""
+    """A rank with SGLang's own agreement between the ranks, over an ``Exchange``."""
 
     rank: int
     exchange: Exchange
@@ -43,8 +43,8 @@ class Rank(Overlapped):
 
     def join(self, rank: int, exchange: Exchange) -> None:
         self.rank, self.exchange = rank, exchange
-        #: Of each turn of the loop, by rank: what ran, and what the ranks agreed on; None where no
-        #: rank had anything to run.
+        #: For each turn of the loop, by rank: the kind of batch, and the ranks' agreement; None if
+        #: no rank had anything to run.
         self.ran: list[Any] = []
         self.agreed: list[Any] = []
         choose = self.get_next_disagg_decode_batch_to_run
@@ -61,7 +61,7 @@ class Rank(Overlapped):
         )
 
     def gather(self, into: torch.Tensor, own: torch.Tensor) -> None:
-        """What ``all_gather_into_tensor`` does. Both ranks are in the same turn of their loops."""
+        """Gather as ``all_gather_into_tensor`` does. Both ranks are in the same turn."""
         both = self.exchange.meet(self.rank, f"sync in turn {self.turns}", own.clone())
         into.copy_(torch.cat(both))
 
@@ -70,7 +70,7 @@ class Rank(Overlapped):
         return super().enqueue(req, **options)
 
     def watched(self, choose: Callable[[], Any]) -> Any:
-        """``get_next_disagg_decode_batch_to_run`` of a rank, which calls ``choose``."""
+        """Run ``choose`` as ``get_next_disagg_decode_batch_to_run``, and record its batch."""
         batch = choose()
         kind = agreed = None
         if batch is not None:
@@ -93,12 +93,12 @@ class Rank(Overlapped):
 
 
 def to_the_end(rank: Any, script: Iterator[None], turns: int) -> Iterator[None]:
-    """``script``, then nothing, up to turn ``turns``: all ranks end in the same one."""
+    """Run ``script``, then idle up to turn ``turns``, so that all ranks end in the same turn."""
     yield from script
     while rank.turns < turns:
         rank.check_now()
         yield
-    # Ranks that do not gather run empty batches without an end.
+    # Ranks that do not gather run empty batches for ever.
     is_idle = rank.nothing_waits and not rank.result_queue
     assert is_idle or envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get(), "the rank is not idle"
 
@@ -129,13 +129,13 @@ def play(
     with ThreadPoolExecutor(2) as threads:
         futures = [threads.submit(run, number) for number in RANKS]
     errors = [error for future in futures if (error := future.exception())]
-    # A broken barrier is what the other rank sees.
+    # The other rank gets a broken barrier.
     for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
         raise error
 
 
 def talk(number: int, turns: int, new: int = 12) -> Any:
-    """A script: a text, and ``turns`` turns after it, each when the last one was answered."""
+    """Return a script: a text and ``turns`` turns after it, each sent after the last answer."""
 
     def script(rank: Any) -> Iterator[None]:
         text = ids(number, 40)
@@ -160,8 +160,8 @@ def ranks() -> list[Any]:
 @pytest.mark.hazard("ranks-disagree-on-prefix")
 @pytest.mark.parametrize("seed", range(2))
 def test_random_requests_on_both_ranks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a rank that is not in the step in which another one computes a chunk, and
-    against slots or answers that are wrong because of its empty batch."""
+    """Guards against a rank that misses a step in which another one computes a chunk, and against
+    wrong slots or answers because of its empty batch."""
     pair = ranks()
     scripts = [partial(random_talks, seed=10 * seed + number) for number in RANKS]
     play(monkeypatch, pair, scripts, 500)
@@ -171,9 +171,9 @@ def test_random_requests_on_both_ranks(seed: int, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_chunk_of_one_rank_is_one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against chunks of several ranks in step after step, which together would hold up the
-    requests that run on all of them, and against one of a rank without requests that counts as if
-    it delayed none."""
+    """Guards against chunks of several ranks in step after step, which together would delay the
+    running requests of all of them, and against a chunk of a rank without requests that counts as
+    delaying none."""
     pair = ranks()
 
     def late(rank: Any) -> Iterator[None]:
@@ -188,8 +188,8 @@ def test_a_chunk_of_one_rank_is_one_for_all(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_rank_that_is_alone_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against chunks that wait for decode steps of ranks that have nothing to run: only one
-    turn of the loop without a batch lies between them."""
+    """Guards against chunks that wait for decode steps of ranks with nothing to run: only one turn
+    of the loop without a batch lies between them."""
     pair = ranks()
 
     def script(rank: Any) -> Iterator[None]:
@@ -203,8 +203,8 @@ def test_a_rank_that_is_alone_waits_for_nothing(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_delay_by_another_rank_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against gaps between tokens that look as if no chunk ran in them, so that no breach of
-    the bound is counted, and against decode steps that look as long as a chunk of another rank."""
+    """Guards against gaps between tokens that seem to contain no chunk, so that no breach of the
+    bound is counted, and against decode steps that seem as long as a chunk of another rank."""
     pair = ranks()
     turns = pair[0].local_turns
     gaps, steps = list[bool](), list[int]()
@@ -225,9 +225,9 @@ def test_a_delay_by_another_rank_is_measured(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_pause_on_both_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a pause between a chunk and its result, of which one rank has a chunk and the
-    other an empty batch: requests that were retracted would not come back, or one rank would wait
-    for the other."""
+    """Guards against a pause between a chunk and its result, with a chunk on one rank and an empty
+    batch on the other: retracted requests would not resume, or one rank would wait for the
+    other."""
     pair = ranks()
 
     def script(rank: Any) -> Iterator[None]:
@@ -249,7 +249,7 @@ def test_two_batch_overlap_and_deepep(overlap: bool, monkeypatch: pytest.MonkeyP
     """Guards against ranks that split a step in two batches while others do not, and against ranks
     of which one sends tokens to experts as for a prompt and another as for a decode step: both
     would wait for each other for ever. SGLang agrees on that in the same way for its aggregated
-    servers; ``auto`` is the mode of DeepEP that does not depend on what runs."""
+    servers; ``auto`` is DeepEP's mode that does not depend on the batch."""
     monkeypatch.setattr(two_batch_overlap, "is_tbo_enabled", lambda: overlap)
     monkeypatch.setattr(two_batch_overlap, "get_moe_a2a_backend", lambda: MoeA2ABackend.DEEPEP)
     monkeypatch.setattr(two_batch_overlap, "get_deepep_mode", lambda: DeepEPMode.AUTO)
@@ -269,12 +269,13 @@ def test_two_batch_overlap_and_deepep(overlap: bool, monkeypatch: pytest.MonkeyP
     assert {CHUNK, STEP} in found and {CHUNK, IDLE} in found and {STEP} in found
 
 
-# ---- what is refused, and why ----
+# ---- reasons of refusals ----
 
 
 def test_ranks_that_do_not_gather_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Why ``SGLANG_SCHEDULER_SKIP_ALL_GATHER=1`` is refused: of two ranks in one step, the one with
-    a chunk sends tokens to experts as for a prompt and the other as for a decode step."""
+    """Guards the reason why ``SGLANG_SCHEDULER_SKIP_ALL_GATHER=1`` is refused: of two ranks in one
+    step, the one with a chunk sends tokens to experts as for a prompt, the other as for a decode
+    step."""
     monkeypatch.setenv("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "1")
     pair = ranks()
     play(monkeypatch, pair, [talk(1, 3, new=20), talk(2, 3, new=7)], 300)
@@ -290,7 +291,8 @@ def test_ranks_that_do_not_gather_part(monkeypatch: pytest.MonkeyPatch) -> None:
     "kind", [MooncakeEPDispatcher, NixlEPDispatcher], ids=lambda each: each.__name__
 )
 def test_experts_that_are_reached_by_decode_steps_only(kind: Any) -> None:
-    """Why ``--moe-a2a-backend mooncake`` and ``nixl`` are refused: SGLang raises at a chunk."""
+    """Guards the reason why ``--moe-a2a-backend mooncake`` and ``nixl`` are refused: SGLang raises
+    for a chunk."""
     dispatcher = kind.__new__(kind)
     dispatcher.deepep_mode, dispatcher._low_latency_dispatcher = DeepEPMode.AUTO, "decode"
     for is_chunk in (False, True):
@@ -306,8 +308,8 @@ def test_experts_that_are_reached_by_decode_steps_only(kind: Any) -> None:
 
 
 def test_deepep_for_decode_steps_has_no_room_for_a_chunk() -> None:
-    """Why ``--deepep-mode low_latency`` is refused: a chunk goes the same way as a decode step, and
-    is longer than the buffers for that."""
+    """Guards the reason why ``--deepep-mode low_latency`` is refused: a chunk is sent like a decode
+    step, and is longer than the buffers for that."""
     assert DeepEPMode.LOW_LATENCY.resolve(is_extend_in_batch=True) == DeepEPMode.LOW_LATENCY
     longest = envs.SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get()
     assert longest < environment.LOCAL_CHUNK.default

@@ -1,6 +1,6 @@
-"""The bound on inter-token latency, on SGLang's own loop: chunks beside requests that run.
+"""The bound on inter-token latency, on SGLang's own loop: chunks beside running requests.
 
-How large a chunk may be, and what a breach changes, is in ``unit/delta/decode/test_itl.py``.
+``unit/delta/decode/test_itl.py`` has the size of a chunk, and the effect of a breach.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from sglang.srt.disaggregation.delta.decode.turn_costs import Limits
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
 PAGE = 16
-#: Seconds: of a chunk as a constant and a slope a token, and of a decode step.
+#: Seconds: constant and slope per token of a chunk's duration, and duration of a decode step.
 CONSTANT, SLOPE, STEP = 0.005, 0.0001, 0.01
 BREACHES = "decode_itl_breaches"
 
 
 def costs(slack: float) -> tuple[int, ...]:
-    """What the ranks agree on, where chunks may take ``slack``."""
+    """Return the agreed costs if chunks may take ``slack``."""
     return (int(CONSTANT * 1e6), int(SLOPE * 1e9), int(STEP * 1e6), int(slack * 1e6))
 
 
@@ -48,9 +48,9 @@ def bound(seconds: float | None = 0.1, **options: Any) -> Limits:
     ],
 )
 def test_chunks(slack: float, sizes: list[int], way: str) -> None:
-    """Guards against a chunk that delays running requests beyond the bound, also where a turn's
-    prefill server is lost; against small chunks that would delay nobody; and against a turn that
-    was taken and waits for ever, or fails, since no chunk fits."""
+    """Guards against a chunk that delays running requests beyond the bound, also after the loss of
+    a turn's prefill server; against small chunks without a running request; and against an accepted
+    turn that waits for ever, or fails, because no chunk fits."""
     limits = bound(when_lost=400)
     decoder = Decoder(PAGE, 4096, limits=limits, costs=costs(slack))
     running = [decoder.submit([3, 2, 1], new=900)] if way != "alone" else []
@@ -75,7 +75,7 @@ def test_chunks(slack: float, sizes: list[int], way: str) -> None:
     ("slack", "where"), [(0.002, ("remote", "itl")), (0.0115, ("local", "cheaper"))]
 )
 def test_what_does_not_fit_goes_to_prefill(slack: float, where: tuple[str, str]) -> None:
-    """Guards against a turn that is computed here though none of its chunks fits."""
+    """Guards against a turn that is computed here although none of its chunks fits."""
     decoder = Decoder(PAGE, 4096, limits=bound(always=False), costs=costs(slack))
     turns = decoder.local_turns
     turns.measured.shown("10.0.0.1:8998", 100, 60.0)  # prefill is slow
@@ -90,9 +90,9 @@ def test_what_does_not_fit_goes_to_prefill(slack: float, where: tuple[str, str])
 
 
 def test_what_fits_is_agreed_on_while_a_turn_is_under_way() -> None:
-    """Guards against a turn that keeps the limit of the last arrival for as long as nobody arrives:
-    one chunk of 64 tokens in a hundred gaps, although all would fit long since; and against ranks
-    that run chunks of different sizes."""
+    """Guards against a turn that keeps the limit of the last arrival until the next one (a chunk of
+    64 tokens in a hundred gaps, although all would fit by then), and against ranks with chunks of
+    different sizes."""
 
     def build(rank: int, group: RankGroup) -> SimpleNamespace:
         decoder = Decoder(PAGE, 4096, group=group, limits=bound(), costs=costs(0.001))
@@ -122,13 +122,13 @@ def test_what_fits_is_agreed_on_while_a_turn_is_under_way() -> None:
 
 
 class Timed(Overlapped):
-    """Its clock runs in steps only."""
+    """A decode scheduler with a clock that only steps advance."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, max_itl: float | None) -> None:
         super().__init__(PAGE, 8192, rows=24, limits=bound(max_itl), costs=None)
         clock = SimpleNamespace(monotonic=lambda: self.now)
         monkeypatch.setattr(local_scheduler, "time", clock)
-        #: Seconds from one token of a request to its next one, where a chunk ran between them.
+        #: Seconds between two tokens of a request with a chunk in between.
         self.gaps: list[float] = []
         self._told: dict[str, float] = {}
         self._chunk_before = False
@@ -153,12 +153,12 @@ class Timed(Overlapped):
             self._told, self._chunk_before = told, False
 
     def new_breaches(self) -> int:
-        """How many were counted since."""
+        """Return the number of breaches counted since the last call."""
         return int(self.telemetry.totals[BREACHES,] - self.breaches)
 
 
 def busy(decoder: Timed, turns: int) -> Iterator[None]:
-    """Two answers under way all the time, and turns of 300 tokens, one after another."""
+    """Run ``turns`` turns of 300 tokens, one after another, beside two running requests."""
     running: list[Any] = []
     for number in range(turns):
         long = decoder.submit(ids(number + 1, 300), new=2)
@@ -172,8 +172,8 @@ def busy(decoder: Timed, turns: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("max_itl", [0.025, 0.04, None])
 def test_gaps_of_running_requests(monkeypatch: pytest.MonkeyPatch, max_itl: float | None) -> None:
-    """Guards against a bound that is not kept, and one that is kept by computing nothing; without a
-    bound chunks are as large as ever."""
+    """Guards against a bound that is not kept, and against one that is kept by computing nothing.
+    Without a bound, chunks have their full size."""
     decoder = Timed(monkeypatch, max_itl)
     decoder.play(busy(decoder, 30))
     finish(decoder)
@@ -188,9 +188,9 @@ def test_gaps_of_running_requests(monkeypatch: pytest.MonkeyPatch, max_itl: floa
 
 @pytest.mark.parametrize("what", ["a pause", "the end"])
 def test_what_is_no_gap(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """Guards against a pause, or the time behind an answer's end (with overlap scheduling one more
-    step of it is in flight), that counts as the wait for a token: a breach would be reported, and
-    all chunks behind it would be smaller."""
+    """Guards against a pause, or the time after an answer's end (with overlap scheduling one more
+    step of it is in flight), that counts as a token's latency: a breach would be reported, and all
+    later chunks would be smaller."""
     decoder = Timed(monkeypatch, 0.03)
 
     def script() -> Iterator[None]:
@@ -199,7 +199,7 @@ def test_what_is_no_gap(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
             yield
         if what == "a pause":
             decoder.submit(ids(1, 20), new=2)
-            while not decoder.chunks:  # it is in flight then
+            while not decoder.chunks:  # a chunk is in flight now
                 yield
             decoder.pause_generation(PauseGenerationReqInput(mode="retract"))
             decoder.now += 60.0

@@ -1,4 +1,4 @@
-"""Turns that decode computes itself, beside what else SGLang's loop does and is asked."""
+"""Turns that decode computes itself, beside the other work of SGLang's loop."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ NEW = list(range(50))
 
 
 def decoder_of(page: int, kind: type[Decoder] = Decoder) -> Any:
-    """It holds the history."""
+    """Return a decode server with the history in its tree."""
     decoder = kind(page, 1024, local=200, chunk=32)
     serve(decoder, PROMPT)
     return decoder
 
 
 def test_each_batch_is_prepared() -> None:
-    """Guards against experts in parallel that are not told how long a chunk is: its rank would
-    wait in a collective for ranks that have no such step."""
+    """Guards against expert parallelism that does not know a chunk's length: its rank would wait in
+    a collective for ranks that have no such step."""
     decoder = decoder_of(16)
     chunks: list[bool] = []
 
@@ -51,8 +51,8 @@ def test_each_batch_is_prepared() -> None:
 
 @pytest.mark.parametrize("steps", [0, 3])
 def test_ranks_agree_once_a_turn(steps: int) -> None:
-    """Guards against a second collective in each step with a draft model and experts in parallel.
-    Only data parallel ranks have to know of chunks before they choose a decode step."""
+    """Guards against a second collective in each step with a draft model and expert parallelism.
+    Only data parallel ranks must know of chunks before they choose a decode step."""
     decoder = Decoder(16, 1024, local=200, chunk=32, steps=steps)
     serve(decoder, PROMPT)
     calls: list[Any] = []
@@ -75,8 +75,8 @@ def test_ranks_agree_once_a_turn(steps: int) -> None:
 
 
 def endless_arrivals(decoder: Overlapped) -> Iterator[None]:
-    """Two turns are computed in one chunk; all the while more requests come from prefill than there
-    are places, and never do two of them end in one step."""
+    """Run two turns in one chunk while more requests arrive from prefill than there are places; two
+    of them never end in the same step."""
     first = decoder.submit(ids(0, 3), new=200)
     while not first.output_ids:
         yield
@@ -94,8 +94,8 @@ def endless_arrivals(decoder: Overlapped) -> Iterator[None]:
 
 
 def test_arrivals_do_not_take_every_place() -> None:
-    """Guards against turns that have their first token and stand still for ever: each place that
-    becomes free goes to a request that prefill has sent, and they need two at once."""
+    """Guards against turns that have their first token and then stall for ever: each free place
+    goes to a request that prefill has sent, and the turns need two at once."""
     decoder = Overlapped(16, 1024, local=30, chunk=16)
     decoder.max_running_requests = 3
     decoder.play(endless_arrivals(decoder))
@@ -104,8 +104,8 @@ def test_arrivals_do_not_take_every_place() -> None:
 
 
 def test_who_has_come_from_prefill_waits_for_one_chunk() -> None:
-    """Guards against requests that prefill has sent and that stand still until a long turn is
-    computed to its end: nothing runs yet that chunks would have to take turns with."""
+    """Guards against requests from prefill that stall until a long turn is computed to its end,
+    because no running request makes chunks alternate with decode steps."""
     decoder = decoder_of(16)
     (remote,) = admit(decoder, ids(1, 201), new=8)
     long = decoder.submit(PROMPT + [9] * 160)  # five chunks
@@ -119,9 +119,9 @@ def test_who_has_come_from_prefill_waits_for_one_chunk() -> None:
 
 @pytest.mark.parametrize("others", [0, 1])
 def test_a_turn_keeps_its_place_from_its_first_chunk_on(others: int) -> None:
-    """Guards against a long turn each chunk of which waits for the end of another answer, since
-    requests from prefill take its place; and against one that keeps the only place there is, and
-    lets nobody run."""
+    """Guards against a long turn with chunks that each wait for the end of another answer, because
+    requests from prefill take its place; and against one that keeps the only place and blocks all
+    others."""
     decoder = decoder_of(16)
     decoder.max_running_requests = 1 + others
     for number in range(others):
@@ -144,7 +144,7 @@ def test_a_turn_keeps_its_place_from_its_first_chunk_on(others: int) -> None:
 
 def test_no_turn_is_computed_here_without_a_place() -> None:
     """Guards against a turn that waits for a place and then leaves it empty while it is computed,
-    although prefill would have computed it in that time."""
+    although prefill would have computed it by then."""
     decoder = Decoder(16, 4096, limits=Limits(200, 32))
     decoder.max_running_requests = 2
     decoder.local_turns.measured.shown("10.0.0.1:8998", 100, 60.0)  # prefill is slow
@@ -162,8 +162,8 @@ def test_no_turn_is_computed_here_without_a_place() -> None:
 
 @PAGES
 def test_a_turn_that_waits_for_its_place(page: int) -> None:
-    """Guards against a computed turn whose place in SGLang's ring of draft inputs is another step's
-    by the time that it runs."""
+    """Guards against a computed turn whose place in SGLang's ring of draft inputs belongs to
+    another step by the time that it runs."""
     decoder = Ahead(page, 2048, steps=3, local=30, chunk=16)
     device = decoder.future_map.device
     decoder.future_map = FutureMap(4, 0, 1024, device, decoder.spec_algorithm)  # a ring of 12
@@ -191,11 +191,11 @@ def test_a_turn_that_waits_for_its_place(page: int) -> None:
     finish(decoder)
 
 
-# ---- what else happens ----
+# ---- other events ----
 
 
 class Slices:
-    """A request's trace: a slice that ends must be the one that was opened last."""
+    """A request's trace, which checks that a slice that ends was opened last."""
 
     tracing_enable = True
 
@@ -218,8 +218,8 @@ class Slices:
 
 @pytest.mark.parametrize("new", [20, 80])
 def test_traces(new: int) -> None:
-    """Guards against a trace without the slice of decode, and a warning of SGLang's for each turn:
-    it would be closed as a slice of prefill."""
+    """Guards against a trace without the slice of decode, and against SGLang's warning for each
+    turn: the slice would be closed as one of prefill."""
     decoder = decoder_of(16)
     req = decoder.submit(PROMPT + [9] * new)
     req.time_stats.disagg_mode = DisaggregationMode.DECODE
@@ -231,8 +231,8 @@ def test_traces(new: int) -> None:
 
 
 def test_an_aborted_turn_computes_no_further_chunk() -> None:
-    """Guards against a long turn that is computed to its end although its client left: where
-    nothing runs, each chunk is launched before the result of the one before it is in."""
+    """Guards against a long turn that is computed to its end although its client left: while no
+    request runs, each chunk is launched before the result of the previous one."""
     decoder = Overlapped(16, 1024, local=200, chunk=16)
 
     def leave() -> Iterator[None]:
@@ -248,7 +248,7 @@ def test_an_aborted_turn_computes_no_further_chunk() -> None:
 
 
 def test_a_chunk_is_measured_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against the time of a launch that is taken for the time of a chunk: without overlap
+    """Guards against the time of a launch that counts as the time of a chunk: without overlap
     scheduling a device still computes when its launch has returned."""
     clock = SimpleNamespace(monotonic=lambda: decoder.now)
     monkeypatch.setattr(local_scheduler, "time", clock)
@@ -271,7 +271,7 @@ MOST = 2
 
 
 class Adapted(Decoder):
-    """It has memory for the weights of two adapters; "no adapter" counts as one, as in SGLang."""
+    """A server with memory for two adapters' weights; "no adapter" counts as one, as in SGLang."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -292,15 +292,15 @@ class Adapted(Decoder):
 
     @staticmethod
     def fetch_adapters(batch: Any) -> None:
-        """As SGLang does before each forward pass: it ends the server otherwise."""
+        """Check the number of adapters, as SGLang does before each forward pass."""
         assert len({req.lora_id for req in batch.reqs}) <= MOST
 
 
 @pytest.mark.hazard("tenants-share")
 @PAGES
 def test_adapters(page: int) -> None:
-    """Guards against KV that another adapter made, and against more adapters in a batch than there
-    is memory for, which ends the server."""
+    """Guards against KV of another adapter, and against more adapters in a batch than there is
+    memory for, which ends the server."""
     decoder = decoder_of(page, Adapted)
     held = []
     for number in range(2):
@@ -311,13 +311,13 @@ def test_adapters(page: int) -> None:
         assert [req.output_ids for req in reqs] == [[2] * 12] * 4
         held.append([req.cached_tokens for req in reqs])
     assert decoder.local_turns.telemetry.by("decode_turns")["local", "always"] == 9
-    # At first only who has no adapter finds the history.
+    # At first only requests without an adapter hit the history.
     assert held == [[0, 0, 80, 0], [80] * 4]
 
 
 @PAGES
 def test_adapters_of_what_prefill_sends(page: int) -> None:
-    """Guards against the same where prefill computes every prompt, and decode resumes some."""
+    """Guards against the same if prefill computes every prompt, and decode resumes requests."""
     decoder = Adapted(page, 1024)
     reqs = [
         decoder.submit(ids(number, 20), new=12, lora_id=of)
@@ -334,9 +334,9 @@ def test_adapters_of_what_prefill_sends(page: int) -> None:
 
 @pytest.mark.parametrize("leave", [False, True])
 def test_a_turn_of_another_adapter_waits_for_its_place(leave: bool) -> None:
-    """Guards against a turn that joins a batch whose adapters leave no room for its own; and, when
-    its client leaves, against pages, a row and an answer that wait for the end of others' answers,
-    and against requests from prefill that are held back for the place of one that is gone."""
+    """Guards against a turn that joins a batch without room for its adapter; and, when its client
+    leaves, against pages, a row and an answer that wait for the end of other answers, and against
+    requests from prefill that wait for the place of a turn that is gone."""
     decoder = decoder_of(16, Adapted)
     running = [decoder.submit(ids(number, 9), new=40, lora_id=f"{number}") for number in (1, 2)]
     turn(decoder, 3)
@@ -359,9 +359,9 @@ def test_a_turn_of_another_adapter_waits_for_its_place(leave: bool) -> None:
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_who_loads_the_adapters_of_a_chunk(overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Why ``--enable-lora-overlap-loading`` is refused: SGLang loads the adapters of a batch before
-    it runs. With the flag it does not, as its scheduler of prompts has loaded them, which no decode
-    server runs."""
+    """Guards the reason why ``--enable-lora-overlap-loading`` is refused: SGLang loads the adapters
+    of a batch before it runs, but with the flag its scheduler of prompts does, which does not run
+    on a decode server."""
     monkeypatch.setattr(forward_batch_info, "enable_num_token_non_padded", lambda args: False)
     decoder = decoder_of(16, Adapted)
     loaded, prepared = list[Any](), list[Any]()

@@ -1,7 +1,7 @@
-"""Turns that a decode server computes itself: which, in which chunks, and with which answers; and
-which of those whose prefill server is lost.
+"""Turns that a decode server computes itself: their choice, chunks and answers; and turns whose
+prefill server is lost.
 
-What happens to one that is under way, and what such a loss leaves behind, is in ``test_stages``.
+``test_stages`` has the events of such turns at each stage, and their leftovers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHUNK = 32
     ids=["1", "16", "16-drafts", "1-drafts"],
 )
 def decoder(request: pytest.FixtureRequest) -> Decoder:
-    """It holds the history; with and without a draft model."""
+    """A decode server with the history in its tree; with and without a draft model."""
     page, steps = request.param
     decoder = Decoder(page, 1024, local=200, chunk=CHUNK, steps=steps)
     # With a draft model the slot of a text's last token is shared only with the token behind it.
@@ -58,7 +58,7 @@ def test_a_turn_is_computed_here(decoder: Decoder) -> None:
     assert req.cached_tokens == req.cached_tokens_device == len(PROMPT)
     finish(decoder)
     (again,) = admit(decoder, req.origin_input_ids + req.output_ids)
-    # The last token of an answer has no KV, and the one before no draft KV that others could use.
+    # An answer's last token has no KV, and the one before it no draft KV that can be shared.
     held = len(PROMPT + NEW) + 7 - bool(decoder.steps)
     assert again.cache_protected_len == page_floor(held, decoder.page_size)
 
@@ -68,7 +68,7 @@ def test_a_turn_is_computed_here(decoder: Decoder) -> None:
 )
 def test_at_least_a_token_is_computed(decoder: Decoder, prompt: list[int], prefix: int) -> None:
     """Guards against a chunk of no tokens, against shared pages that are written again, and against
-    a turn without any history that is left out."""
+    a turn without history that is not computed here."""
     (req,) = admit(decoder, prompt, new=3)
     assert req.cache_protected_len == max(0, prefix - decoder.page_size)
     finish(decoder)
@@ -91,8 +91,8 @@ def test_at_least_a_token_is_computed(decoder: Decoder, prompt: list[int], prefi
     ],
 )
 def test_what_goes_to_prefill(changes: dict[str, Any], where: str) -> None:
-    """Guards against an answer without what only prefill sends, against a decode server that
-    computes what is longer than it was told, and against a prefill server that is left waiting."""
+    """Guards against an answer without data that only prefill sends, against a decode server that
+    computes longer turns than configured, and against a prefill server that keeps waiting."""
     decoder = Decoder(16, 1024, local=200, chunk=CHUNK)
     decoder.kv_manager.stock_peers.add("10.0.0.9:8998")
     req = decoder.submit(PROMPT)
@@ -106,9 +106,9 @@ def test_what_goes_to_prefill(changes: dict[str, Any], where: str) -> None:
 
 
 def test_prefill_is_timed_to_the_first_token(decoder: Decoder) -> None:
-    """Guards against a side that is timed to an earlier moment than the other; against a decode
-    server that is full and takes its own queue for a slow prefill, so that it would compute more
-    turns itself; and against a request that was retracted and is timed again."""
+    """Guards against sides that are timed to different moments; against a full decode server that
+    takes its own queue for a slow prefill, and so computes more turns itself; and against a
+    retracted request that is timed again."""
 
     def seconds() -> float | None:
         found: float | None = decoder.local_turns.measured.there("10.0.0.1:8998", 210)
@@ -130,7 +130,7 @@ def test_prefill_is_timed_to_the_first_token(decoder: Decoder) -> None:
 
 
 def test_decode_steps_between_two_chunks() -> None:
-    """Guards against answers under way that stand still while a long turn is computed."""
+    """Guards against running answers that stall while a long turn is computed."""
     limits = Limits(200, CHUNK, share=0.25, always=True)
     # A chunk takes as long as a step.
     decoder = Decoder(16, 1024, limits=limits, costs=(1000, 0, 1000, UNKNOWN))
@@ -150,9 +150,9 @@ def test_decode_steps_between_two_chunks() -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("steps", [0, 3])
 def test_overlapped(page: int, seed: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against pages, rows or lengths of a chunk that are another's while it is in flight,
-    against a request in two batches at once, and against a first step that drafts from what is
-    another request's; with retractions, where there is a draft model."""
+    """Guards against pages, rows or lengths of a chunk in flight that belong to another request,
+    against a request in two batches at once, and against a first step that drafts from another
+    request's start; with retractions, if there is a draft model."""
     if seed and steps:
         monkeypatch.setattr(scheduler_module, "TEST_RETRACT", True)
         monkeypatch.setattr(scheduler_module, "TEST_RETRACT_INTERVAL", 7)
@@ -167,7 +167,7 @@ def test_overlapped(page: int, seed: int, steps: int, monkeypatch: pytest.Monkey
 
 
 def test_a_pool_that_retracts_beside_a_step_in_flight() -> None:
-    """Guards against a copy of a retracted request without what the step in flight still writes:
+    """Guards against a copy of a retracted request without the writes of the step in flight:
     SGLang's copies to the CPU wait for the device, and so must the rig's."""
     decoder = Overlapped(16, 352, rows=12, reserve=16, local=60, chunk=24)
     decoder.play(random_talks(decoder, 4))
@@ -182,7 +182,7 @@ LOST = 100
 
 @pytest.fixture
 def remote() -> Decoder:
-    """It holds the history, and leaves every turn to prefill as long as there is one."""
+    """A decode server with the history, which leaves every turn to prefill until that is lost."""
     decoder = Decoder(16, 1024, lost=LOST, chunk=32)
     serve(decoder, PROMPT)
     return decoder
@@ -191,8 +191,8 @@ def remote() -> Decoder:
 @pytest.mark.parametrize("at", ["handshake", "in transfer", "in line"])
 def test_new_talks_fail_by_name(remote: Decoder, at: str) -> None:
     """Guards against a decode server that computes whole prompts, and against a request that waits
-    for ever for a server that is lost, or for memory that it will not be given, with everybody
-    behind it: what it had, or another one has, may still be written to for a while."""
+    for ever for a lost server, or for memory that it will not get, and blocks all others: pages of
+    lost transfers may still be written to for a while."""
     if at == "in line":
         admit(remote, [7] * 600)
     (req,) = admit(remote, [8] * 500, ready=at != "handshake")
@@ -211,8 +211,8 @@ def test_new_talks_fail_by_name(remote: Decoder, at: str) -> None:
 
 @pytest.mark.parametrize("lost", [LOST, 0], ids=["hidden states", "without the flag"])
 def test_what_only_prefill_can(lost: int) -> None:
-    """Guards against an answer without what the client asked for, and against turns that are
-    computed here by a server that was not told to."""
+    """Guards against an answer without requested data, and against turns that are computed here by
+    a server without the flag."""
     decoder = Decoder(16, 1024, local=10, lost=lost)
     req = decoder.submit(PROMPT)
     req.return_hidden_states = bool(lost)
@@ -224,8 +224,8 @@ def test_what_only_prefill_can(lost: int) -> None:
 
 
 def test_a_turn_without_prefill_is_retracted() -> None:
-    """Guards against a request that is computed here since its prefill server was lost, and that
-    never resumes: nobody is admitted while it waits."""
+    """Guards against a request that decode computes after the loss of its prefill server and that
+    never resumes: no request is admitted while it waits."""
     decoder = Decoder(16, 1024, lost=LOST, chunk=32)
     alone = [decoder.submit(ids(seed, 40), new=60) for seed in (1, 2)]
     for req in alone:
@@ -244,7 +244,7 @@ def test_a_turn_without_prefill_is_retracted() -> None:
 
 @pytest.fixture
 def unreachable() -> Decoder:
-    """No prefill server answers any more; it is asked ten times."""
+    """A decode server without an answering prefill server, after ten queries."""
     decoder = Decoder(16, 1024, lost=LOST, chunk=32)
     decoder.kv_manager.servers = Unasked(asking=False)
     decoder.disagg_decode_prealloc_queue.__dict__["_max_ensure_retries"] = 10
@@ -253,28 +253,28 @@ def unreachable() -> Decoder:
 
 
 def seconds(decoder: Decoder, count: int = 1) -> None:
-    """So many pass, with a turn of the scheduler's loop in each."""
+    """Let ``count`` seconds pass, with a turn of the scheduler's loop in each."""
     for _ in range(count):
         decoder.now += 1.0
         turn(decoder)
 
 
 def arrive(decoder: Decoder, prompt: list[int], new: int = 8) -> Any:
-    """A request whose prefill server is not known yet."""
+    """Submit a request whose prefill server is not known yet."""
     return decoder.submit(prompt, new=new, ready=False, pending=True)
 
 
 @pytest.mark.parametrize("before", [False, True])
 def test_a_server_that_cannot_be_reached(unreachable: Decoder, before: bool) -> None:
-    """Guards against a turn that waits until a server that it can do without was asked often; and
-    against a new talk that fails at once, since a server was asked for others before, or waits for
-    ever."""
+    """Guards against a turn that waits for many queries to a server that it does not need; and
+    against a new talk that fails at once, because the server was queried for others before, or
+    waits for ever."""
     if before:
         req = arrive(unreachable, PROMPT + NEW)
         seconds(unreachable, 9)
         assert req.output_ids == [2] * 8
         room = unreachable.rooms[-1]
-        assert room.cleared and not (room.yielded or room.withdrawn)  # nobody was there to be told
+        assert room.cleared and not (room.yielded or room.withdrawn)  # no server to notify
     req = arrive(unreachable, [7] * (LOST + 1))
     seconds(unreachable, 5)
     assert not req.finished()
@@ -285,8 +285,8 @@ def test_a_server_that_cannot_be_reached(unreachable: Decoder, before: bool) -> 
 
 
 def test_a_long_turn_waits_for_the_server(unreachable: Decoder) -> None:
-    """Guards against a new talk that fails at the first attempt, where the server may come back;
-    and against requests of other servers that wait behind it for memory that it does not take."""
+    """Guards against a new talk that fails at the first attempt although the server may come back,
+    and against requests of other servers that wait behind it for memory that it does not need."""
     (held,) = admit(unreachable, [7] * 600)
     req = arrive(unreachable, [8] * 500)
     other = unreachable.submit([9] * 20, host="10.0.0.2")
@@ -299,7 +299,7 @@ def test_a_long_turn_waits_for_the_server(unreachable: Decoder) -> None:
 
 
 class NumberedRoom(Room):
-    """Its number is in the manager's table until it is cleared, as a backend's receiver's is."""
+    """A room with an entry in the manager's table until it is cleared, as real receivers have."""
 
     def __init__(self, rooms: dict[int, int], number: int) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ class NumberedRoom(Room):
 
 
 class Unreached:
-    """A rank of a decode server whose prefill server does not answer."""
+    """A rank of a decode server without an answering prefill server."""
 
     def __init__(self, rank: int, group: RankGroup) -> None:
         self.decoder = Decoder(16, 1024, lost=LOST, chunk=32, group=group)
@@ -330,7 +330,7 @@ class Unreached:
         return entry
 
     def arrive(self, number: int, room: int) -> Any:
-        """A turn arrives, under the number ``room``."""
+        """Submit a turn with the room number ``room``."""
         req = without_engine.request(number, PROMPT + NEW, 2, VOCABULARY)
         req.bootstrap_host, req.bootstrap_room = "10.0.0.1", room
         req.disagg_prefill_dp_rank = 0
@@ -342,9 +342,9 @@ class Unreached:
 
 @pytest.mark.hazard("room-number-reused", "ranks-part-in-collective")
 def test_a_number_that_comes_again() -> None:
-    """The prefill server could not be reached, and later one rank's question is answered before the
-    other's. Guards against a number that is in use on one rank and not on the other: only one of
-    them refuses the next request of that number, and the server hangs."""
+    """Guards against a room number that is in use on one rank and not on the other, because one
+    rank's query to the lost prefill server is answered first: only one rank refuses the next
+    request with that number, and the server hangs."""
     with ranks_reduce():
         pair = Pair(Unreached)
         try:

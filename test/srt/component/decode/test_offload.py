@@ -1,4 +1,4 @@
-"""What a decode server writes to the shared store, and what it never does."""
+"""A decode server's writes to the shared store."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def decoder(request: pytest.FixtureRequest) -> Offloader:
 
 
 def dropped(decoder: Offloader, reason: str) -> int:
-    """Tokens that were not written."""
+    """Return the number of tokens that were dropped for ``reason``."""
     return int(decoder.tree_cache.buffer.backups.queue.dropped[reason])
 
 
 def test_answers_are_written_and_prompts_are_not(decoder: Offloader) -> None:
-    """Guards against a decode server that writes what prefill writes too, or not what it alone
-    has."""
+    """Guards against a decode server that writes what prefill writes too, or that does not write
+    its own answers."""
     serve(decoder, PROMPT, new=40)
     (text,) = decoder.finished_texts
-    # Of a draft model's pairs the last one of a prompt ends with the answer's first token.
+    # With a draft model, a prompt's last pair ends with the answer's first token.
     sent = 4 if decoder.steps else 5
     assert decoder.stored(text) == [False] * sent + [True] * (7 - sent)
     serve(decoder, text, new=40)  # the next turn
@@ -58,7 +58,7 @@ def test_answers_are_written_and_prompts_are_not(decoder: Offloader) -> None:
 
 
 def test_a_turn_that_decode_computed_is_written() -> None:
-    """Guards against a prefill server that computes again what decode has computed."""
+    """Guards against a prefill server that recomputes a turn that decode has computed."""
     decoder = Offloader(PAGE, 1024, local=200, chunk=PAGE)
     serve(decoder, PROMPT, new=4)
     (text,) = decoder.finished_texts
@@ -83,7 +83,7 @@ def test_what_never_became_the_trees_is_not_written(ending: str) -> None:
 
 
 def until_copied(decoder: Offloader, *prompts: list[int]) -> None:
-    """Requests end, and their answers are copied to the staging buffer."""
+    """Serve requests until their answers are copied to the staging buffer."""
     run(decoder, *prompts, new=40)
     while not decoder.copied:
         turn(decoder)
@@ -103,7 +103,7 @@ def test_a_node_is_evicted_while_it_is_copied(decoder: Offloader) -> None:
 
 @pytest.mark.hazard("radix-beside-hicache")
 def test_an_abort_of_a_request_that_waits_for_its_place() -> None:
-    """Guards against SGLang's call of a HiCache that a decode server does not have."""
+    """Guards against SGLang's call of a HiCache method that a decode server lacks."""
     decoder = Offloader(PAGE, 1024)
     decoder.max_running_requests = 1
     run(decoder, PROMPT, new=20)
@@ -116,8 +116,8 @@ def test_an_abort_of_a_request_that_waits_for_its_place() -> None:
 
 @pytest.mark.hazard("ranks-disagree-on-prefix")
 def test_ranks_whose_trees_differ_write_on() -> None:
-    """Guards against ranks that end the server because they write other pages. A prefill server's
-    failure that one rank learns of first leaves other leaves in the trees."""
+    """Guards against ranks that end the server because they write different pages. If one rank
+    learns of a prefill server's failure first, their trees have different leaves."""
     first, second = ids(1, 96), ids(2, 96)
     with ranks_reduce():
         pair = Pair(lambda rank, group: SimpleNamespace(decoder=Offloader(PAGE, 640, group=group)))
@@ -153,7 +153,7 @@ def test_new_weights_while_answers_are_written(decoder: Offloader) -> None:
     until_copied(decoder, PROMPT)
     decoder.update_weights()
     assert dropped(decoder, FLUSHED) and not decoder.copied
-    finish(decoder)  # computed by both weights: in no tree
+    finish(decoder)  # computed with both weights, so in no tree
     decoder.written()
     assert not decoder.store.content
     serve(decoder, PROMPT, new=40)
@@ -161,8 +161,9 @@ def test_new_weights_while_answers_are_written(decoder: Offloader) -> None:
 
 
 def test_a_flush_names_no_keys() -> None:
-    """Guards against ranks of which one waits for the other to name its weights: a flush that waits
-    ends by each rank's own clock. After an update without a flush keys stay this server's alone."""
+    """Guards against a rank that waits for the other one to hash its weights: a flush that waits
+    ends by each rank's own clock. After an update without a flush, keys stay private to this
+    server."""
     decoder = Offloader(PAGE, 1024)
     store = decoder.tree_cache.buffer.context.store
     shared = store.namespace
@@ -216,7 +217,7 @@ def test_what_is_evicted_before_it_is_copied_is_counted() -> None:
 )
 def test_a_random_life_with_writes(seed: int, options: dict[str, Any]) -> None:
     """Guards against any order of arrivals, evictions, retractions, failures, aborts and new
-    weights in which a lock of a copy stays, or a page in the store holds another text's KV."""
+    weights in which a copy's lock stays, or a page in the store holds another text's KV."""
     decoder = Offloader(PAGE, 1024, **options)
     life = Life(decoder, seed, flush=0, pause_and_update=0, batch=44)
     life.run(800, seed)

@@ -1,5 +1,5 @@
-"""A transfer that is complete: its own metadata are there, and only then; and the prebuilt batch,
-which continues behind the prefix that admission decided on."""
+"""A complete transfer: only with its own metadata; and the prebuilt batch, which continues behind
+the prefix that admission decided on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def decoder(request: pytest.FixtureRequest) -> Decoder:
 
 
 def markers(decoder: Decoder) -> set[int]:
-    """The rooms that metadata slots speak of."""
+    """Return the rooms that metadata slots name."""
     return {int(room) for room in decoder.metadata.bootstrap_room[:, 0].tolist()}
 
 
@@ -36,8 +36,8 @@ def markers(decoder: Decoder) -> set[int]:
 @pytest.mark.parametrize("cleared", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_stale_marker_is_not_ones_own(cleared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against metadata of an earlier request with the same room: a client that tries again
-    would get the first token of its first try. A late write is forgotten when the slot is taken;
-    a marker when the slot is freed."""
+    would get the first token of its first try. A late write is forgotten when the slot is taken, a
+    marker when the slot is freed."""
     if not cleared:
         module = "sglang.srt.disaggregation.delta.decode.queue"
         monkeypatch.setattr(f"{module}.EMPTY", 1000)
@@ -82,7 +82,7 @@ def test_metadata_that_never_come(decoder: Decoder, monkeypatch: pytest.MonkeyPa
 
 
 def test_no_room_cannot_be_checked(decoder: Decoder) -> None:
-    """Guards against a request that waits for ever since its room looks like an empty slot."""
+    """Guards against a request that waits for ever because its room 0 looks like an empty slot."""
     req = decoder.submit(PROMPT, new=4)
     req.bootstrap_room = 0
     tick(decoder)
@@ -116,7 +116,7 @@ def test_values_are_copies(decoder: Decoder) -> None:
 
 
 def arrived(decoder: Decoder, *prompts: list[int], **options: Any) -> list[Any]:
-    """Requests that wait for the prebuilt batch."""
+    """Return requests that wait for the prebuilt batch."""
     reqs = admit(decoder, *prompts, **options)
     land(decoder, *reqs, cached=10)
     assert decoder.waiting_queue == reqs
@@ -124,7 +124,7 @@ def arrived(decoder: Decoder, *prompts: list[int], **options: Any) -> list[Any]:
 
 
 def prebuilt(decoder: Decoder) -> ScheduleBatch:
-    """The batch of everything that waits, as the scheduler builds it."""
+    """Return the batch of all waiting requests, as the scheduler builds it."""
     batch = decoder.get_new_prebuilt_batch()
     assert batch is not None
     return batch
@@ -133,8 +133,8 @@ def prebuilt(decoder: Decoder) -> ScheduleBatch:
 @pytest.mark.hazard("first-token-in-tree")
 @pytest.mark.parametrize("cached", [0, 8, 32, 42])
 def test_outputs_start_behind_the_prefix(decoder: Decoder, cached: int) -> None:
-    """Guards against a batch that lists slots which others share as its outputs, or slots of one
-    request as those of the next one in the batch."""
+    """Guards against a batch that lists shared slots as its outputs, or slots of one request as
+    those of the next one in the batch."""
     if cached:
         serve(decoder, PROMPT[:cached])
     reqs = arrived(decoder, PROMPT, [60, 61, 62], [*PROMPT[:33], 50])
@@ -143,7 +143,7 @@ def test_outputs_start_behind_the_prefix(decoder: Decoder, cached: int) -> None:
     for req in reqs:
         ids = req.origin_input_ids
         held = len(ids) // decoder.page_size * decoder.page_size
-        # The transfer put whole pages of the prompt into the tree.
+        # The transfer inserted whole pages of the prompt into the tree.
         assert req.cache_protected_len == held
         slots += rows[req.req_pool_idx, held : len(ids)].tolist()
         new_ids += ids[held:]
@@ -159,8 +159,8 @@ def test_outputs_start_behind_the_prefix(decoder: Decoder, cached: int) -> None:
 @pytest.mark.hazard("cached-tokens-twice")
 @pytest.mark.parametrize("prefix", [0, 64])
 def test_clients_see_the_cached_tokens_of_prefill(prefix: int) -> None:
-    """Guards against our prefix being added to what prefill reported, and against a negative number
-    after a retraction."""
+    """Guards against decode's prefix added to the number that prefill reported, and against a
+    negative number after a retraction."""
     decoder = Decoder(8, 1024)
     serve(decoder, TEXT[:prefix] or [60])
     reqs = arrived(decoder, TEXT[:72], [60, 61], new=6)
@@ -174,8 +174,8 @@ def test_clients_see_the_cached_tokens_of_prefill(prefix: int) -> None:
 
 @pytest.mark.hazard("matched-twice")
 def test_nothing_is_matched_again(decoder: Decoder) -> None:
-    """Guards against a longer prefix, inserted by others meanwhile, replacing which slots the
-    request shares and which node it has locked."""
+    """Guards against a longer prefix, inserted by other requests since, that changes the request's
+    shared slots or its locked node."""
     serve(decoder, TEXT[:32])
     first, second = admit(decoder, TEXT[:60], TEXT[:60])
     assert first.cache_protected_len == second.cache_protected_len == 32

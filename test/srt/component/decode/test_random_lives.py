@@ -1,7 +1,7 @@
-"""Long seeded lives of a decode server: everything that can happen, in any order, checked always.
+"""Long seeded lives of a decode server: all events, in any order, with checks after each.
 
 After every action: each page has exactly one owner, each lock its holder, each announced page list
-tiles what the tree lacked, and each slot that anybody can read holds the KV of its own tokens.
+covers exactly the tokens that the tree lacked, and each readable slot holds the KV of its tokens.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from sglang.srt.disaggregation.delta.decode.turn_costs import Limits
 
 EVERYTHING = ("hits", "full_hits", "retracted", "resumed", "pool_full", "late_writes")
 EVERYTHING += ("updates_under_way",)
-#: With a draft model the last slot of a prompt depends on the answer: something is always moved.
+#: With a draft model, a prompt's last slot depends on the answer, so some pages are always moved.
 WITH_DRAFTS = tuple(name for name in EVERYTHING if name != "full_hits")
-#: Where a turn was computed, and why: of a server that computes some, and of one whose prefill
-#: servers are lost often.
+#: Side and reason of turns: on a server that computes some itself, and on one that often loses its
+#: prefill servers.
 HERE, LOST = ("local always", "remote long"), ("local transfer_failed", "local no_prefill")
 COMPUTES: dict[str, Any] = {"local": 60, "chunk": 24}
 LOSES: dict[str, Any] = {"local": 20, "lost": 60, "chunk": 24}
@@ -51,7 +51,7 @@ def life(
     marks: Any = (),
     **options: Any,
 ) -> Any:
-    """A long life: ``reaches`` names what has to happen in it; ``often``: weights of actions."""
+    """Return a long life; ``reaches``: cases that must occur; ``often``: weights of actions."""
     row = (page, tokens, seed, reaches, often or {}, options)
     return pytest.param(*row, id=f"{name} {seed}", marks=marks)
 
@@ -108,7 +108,7 @@ def test_random_life(
 
 @pytest.fixture
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Short deadlines, so that they are met in a life."""
+    """Set short deadlines, so that a life meets them."""
     monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_ADMISSION_TIMEOUT", "60")
     with ranks_reduce():
         yield
@@ -124,8 +124,8 @@ def live(
     states: int = 0,
     **weights: float,
 ) -> list[Any]:
-    """Both ranks through ``steps`` random actions, to the end; their lives. ``limits``: of the
-    turns that they compute, each with a clock of its own; ``states``: of the ``Decoder``."""
+    """Run both ranks through ``steps`` random actions to the end; return their lives. ``limits``:
+    of the turns that they compute, with separate clocks; ``states``: of the ``Decoder``."""
 
     def build(rank: int, group: RankGroup) -> RankLife:
         def clock() -> float:  # one rank is slower than the other
@@ -166,19 +166,19 @@ def test_ranks_stay_in_step(
     monkeypatch: pytest.MonkeyPatch, two_ranks: None, checked: int, seed: int, gloo: bool
 ) -> None:
     """Guards against ranks that match different prefixes, admit or answer different requests, or
-    commit a transfer at different steps: prefill would write into wrong offsets, and the next
-    collective would hang the server. Rooms fail, metadata land and deadlines pass on one rank
+    commit a transfer at different steps: prefill would write at wrong offsets, and the next
+    collective would hang the server. Rooms fail, metadata arrive and deadlines pass on one rank
     before the other, and each rank's tree evicts other prefixes."""
     monkeypatch.setattr(admission, "MAX_CHECKED", checked)
     lives = live(seed, 1000, gloo=gloo)
-    assert lives[0].seen["trees_differed"] > 5, "the trees were equal: this shows nothing"
+    assert lives[0].seen["trees_differed"] > 5, "the trees were equal, so the test shows nothing"
     for what in ("queued_failed", "transfer_failed", "late_metadata", "skewed", "expired"):
         assert any(life.seen[what] for life in lives), f"this seed does not reach {what}"
 
 
 def test_ranks_with_recurrent_state(two_ranks: None) -> None:
-    """Guards against ranks of which one has a state slot free and the other does not: one would
-    admit a request that the other keeps queued."""
+    """Guards against ranks of which only one has a free state slot: it would admit a request that
+    the other keeps queued."""
     lives = live(1, 400, states=4, retract=3)
     assert lives[0].seen["resumed"] and any(life.seen["transfer_failed"] for life in lives)
     ours, theirs = (life.decoder.telemetry.by("decode_admission_refused") for life in lives)
@@ -187,7 +187,7 @@ def test_ranks_with_recurrent_state(two_ranks: None) -> None:
 
 @pytest.mark.parametrize(("seed", "draft_steps"), [(1, 0), (2, 0), (3, 3)])
 def test_ranks_that_measure(two_ranks: None, seed: int, draft_steps: int) -> None:
-    """Guards against ranks that choose by what each has measured, and then run other batches."""
+    """Guards against ranks that choose by their own measurements, and then run other batches."""
     limits = Limits(tokens=60, chunk=24, share=0.3)
     sides = live(seed, limits=limits, draft_steps=draft_steps, batch=44)
     ours, theirs = (life.decoder.local_turns for life in sides)
@@ -198,15 +198,15 @@ def test_ranks_that_measure(two_ranks: None, seed: int, draft_steps: int) -> Non
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_ranks_that_lose_prefill(two_ranks: None, seed: int) -> None:
-    """Guards against ranks of which one saves a request that the other fails: one may know of the
-    loss before the other does."""
+    """Guards against ranks of which one saves a request that the other fails, because one learns of
+    the loss before the other does."""
     limits = Limits(tokens=20, chunk=24, always=True, when_lost=60)
     sides = live(seed, limits=limits, batch=40, fail_handshake=4, fail_transfer=6)
     ours, theirs = (life.decoder.local_turns.telemetry.by("decode_turns") for life in sides)
     assert ours == theirs and ours["local", "transfer_failed"] > 0
 
 
-# ---- controls: with one protection taken out, each of these fails ----
+# ---- controls: each fails with one protection removed ----
 
 EVENTS = ("fail_on_one_rank", "skew", "late_metadata", "evict_one")
 
@@ -240,8 +240,8 @@ def test_without_agreement_they_diverge(
     break_it: Callable[[pytest.MonkeyPatch], None],
     cause: str,
 ) -> None:
-    """Guards against a pair of ranks that would agree in any case: with admission's reduction, or
-    that of transfers, replaced by the rank's own values, each cause alone makes them part."""
+    """Guards against a pair of ranks that would agree in any case: if admission's reduction, or
+    that of transfers, is replaced by the rank's own values, each cause alone makes them diverge."""
     break_it(monkeypatch)
     with pytest.raises(Diverged):
         for seed in range(5):
@@ -346,8 +346,8 @@ def test_the_check_notices(
     break_it: Callable[[pytest.MonkeyPatch], None],
     notice: str | None,
 ) -> None:
-    """Guards against a simulation that cannot fail: with one protection taken out it does, soon,
-    and for that reason."""
+    """Guards against a simulation that cannot fail: with one protection removed it fails, soon, and
+    for that reason."""
     break_it(monkeypatch)
     with pytest.raises(AssertionError, match=notice):
         for seed in range(10):
@@ -356,5 +356,5 @@ def test_the_check_notices(
 
 @pytest.mark.nightly
 def test_helpers_are_what_the_code_uses() -> None:
-    """Guards against a negative control that patches a name which nobody reads any more."""
+    """Guards against a negative control that patches an unused name."""
     assert queue_module.restore_private is request.restore_private

@@ -1,7 +1,7 @@
-"""What two ranks of one decode server reduce, and decide where they differ.
+"""Reductions of two ranks of one decode server, and decisions if they differ.
 
-Rooms that fail, metadata that land and deadlines that pass on one of them are in
-``test_random_lives``, with a control for each.
+``test_random_lives`` has rooms that fail, metadata that arrive and deadlines that pass on one rank,
+with a control for each.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Server:
         return self.pair.run(checked)
 
     def admit(self, *prompts: list[int], new: int = 4) -> None:
-        """Requests arrive at both ranks, and a step is made."""
+        """Submit requests on both ranks, and run a step."""
         self.each(lambda decoder: admit(decoder, *prompts, new=new))
 
     def last_rooms(self) -> list[Any]:
         return [decoder.rooms[-1] for decoder in self.decoders]
 
     def serve(self, *prompts: list[int]) -> None:
-        """Serve prompts to their end, so that both trees keep them; nothing else is left."""
+        """Serve prompts to their end, so that only both trees keep them."""
         self.each(lambda decoder: serve(decoder, *prompts))
         self.pair.collectives()
 
@@ -73,7 +73,7 @@ EITHER = pytest.mark.parametrize("rank", [0, 1])
 def test_reductions_of_a_step(server: Server) -> None:
     """Guards against a server that spends its idle time in reductions, and against a collective for
     each request: twenty are handshaken, admitted, refused and polled with one reduction for each of
-    these three, and one is all that a waiting queue costs, or requests that were retracted."""
+    these three. A waiting queue, or retracted requests, cost one."""
 
     def step() -> list[int]:
         server.each(lambda decoder: decoder.tick_queues())
@@ -95,8 +95,8 @@ def test_reductions_of_a_step(server: Server) -> None:
 
 
 def test_another_request_on_one_rank_ends_the_server(server: Server) -> None:
-    """Guards against ranks that go on with different requests in one place: each would put its own
-    into pages that the others have given to another one."""
+    """Guards against ranks that continue with different requests at one place: each would write its
+    own request's KV into pages that the others gave to another one."""
     server.each(lambda decoder: decoder.submit(PROMPT))
     server.decoders[1].submitted[0].rid = "another"
     with pytest.raises(RanksDiverged, match="--disaggregation-decode-enable-radix-cache"):
@@ -106,7 +106,7 @@ def test_another_request_on_one_rank_ends_the_server(server: Server) -> None:
 @EITHER
 def test_metadata_of_another_room_on_one_rank(server: Server, rank: int) -> None:
     """Guards against another request's first token in an answer, and against wrong metadata that
-    only the rank that has them finds out about."""
+    only one rank detects."""
     server.admit(PROMPT)
     server.each(lambda decoder: decoder.deliver(decoder.submitted[0]))
     wrong, (room, _) = server.decoders[rank], server.last_rooms()
@@ -126,8 +126,8 @@ def test_metadata_of_another_room_on_one_rank(server: Server, rank: int) -> None
 @pytest.mark.parametrize("server", [0, 1], ids=["", "drafts"], indirect=True)
 @EITHER
 def test_a_tree_that_forgot_more(server: Server, rank: int) -> None:
-    """Guards against prefixes of different lengths, where prefill would write into wrong pages; and
-    against a rank that keeps the longer one locked."""
+    """Guards against prefixes of different lengths, with which prefill would write into wrong
+    pages; and against a rank that keeps the longer one locked."""
     server.serve(PROMPT[:65])
     server.serve(PROMPT)
     server.decoders[rank].tree_cache.evict(EvictParams(num_tokens=32))
@@ -140,8 +140,8 @@ def test_a_tree_that_forgot_more(server: Server, rank: int) -> None:
 
 @EITHER
 def test_a_prefill_server_that_one_rank_does_not_know(server: Server, rank: int) -> None:
-    """Guards against a prefix on one rank and none on the other, where one of them has not heard
-    yet that the prefill server takes one."""
+    """Guards against a prefix on one rank and none on the other, if one of them does not know yet
+    that the prefill server accepts one."""
     server.serve(PROMPT)
     server.decoders[rank].kv_manager.stock_peers.add("10.0.0.1:8998")
     server.admit([*PROMPT, 1])
@@ -153,8 +153,8 @@ def test_a_prefill_server_that_one_rank_does_not_know(server: Server, rank: int)
 def test_pools_that_differ_go_by_the_smallest(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Guards against ranks that part because one of them lost pages: the one with less decides, and
-    the log says so, once."""
+    """Guards against ranks that diverge because one of them lost pages: the smaller pool decides,
+    and the log reports it once."""
     poor = server.decoders[1].token_to_kv_pool_allocator
     lost = poor.alloc(320)
     for decoder in server.decoders:

@@ -34,8 +34,8 @@ PAGES = pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.hazard("full-hit-without-state")
 @PAGES
 def test_a_full_hit_moves_the_state_alone(page: int) -> None:
-    """Guards against a request whose KV is all in the tree, and which starts from an empty state:
-    nothing of a prompt's end is in the tree but KV. Each hit of a prefix moves a state as well."""
+    """Guards against a request with a full hit that starts from an empty state: the tree has only
+    the KV of a prompt. Each hit of a prefix moves a state as well."""
     decoder = Decoder(page, 1024, states=12)
     serve(decoder, PROMPT)
     poison_free_slots(decoder)
@@ -51,8 +51,8 @@ def test_a_full_hit_moves_the_state_alone(page: int) -> None:
 
 @PAGES
 def test_a_request_waits_for_a_state_slot(page: int) -> None:
-    """Guards against an assertion of SGLang's, which ends the server, where there are more rows
-    than state slots; and against an index of a row that has no entry in the table of slots."""
+    """Guards against an assertion of SGLang's, which ends the server, if there are more rows than
+    state slots; and against a row without an entry in the table of slots."""
     decoder = Decoder(page, 1024, states=2)
     first, second = run(decoder, ids(1, 20), ids(2, 20), new=30)
     (third,) = admit(decoder, ids(3, 20), new=4)
@@ -65,7 +65,7 @@ def test_a_request_waits_for_a_state_slot(page: int) -> None:
 
 
 def test_stock_has_rows_without_a_state_slot() -> None:
-    """SGLang's own rows fail in that case. Guards against a protection from nothing."""
+    """Guards against a needless protection: SGLang's own rows fail in that case."""
     rows, _, _ = recurrent.build(1024, 16, rows=12, states=2)
     assert rows.available_size() == rows.mamba_pool.size == 2
     rows.pre_alloc_size = 8  # as SGLang makes them
@@ -79,8 +79,8 @@ def test_stock_has_rows_without_a_state_slot() -> None:
 @pytest.mark.hazard("state-slot-freed-under-write")
 @PAGES
 def test_an_aborted_transfer_keeps_its_state_slot(page: int) -> None:
-    """Guards against a state slot that another request gets while prefill may still write to it:
-    that one would continue from a state of another text."""
+    """Guards against a state slot that is reused while prefill may still write to it: the next
+    request would continue from a state of another text."""
     decoder = Decoder(page, 1024, states=2)
     (aborted,) = admit(decoder, ids(1, 40))
     room = decoder.room(aborted)
@@ -103,7 +103,7 @@ def test_an_aborted_transfer_keeps_its_state_slot(page: int) -> None:
 @PAGES
 def test_a_retracted_request_continues_from_its_own_state(page: int, keeps: bool) -> None:
     """Guards against a resumed request with an empty state or another request's. The control drops
-    the copy, and the checks see it."""
+    the copy, and the checks detect it."""
     decoder = Decoder(page, 1024, states=12)
     req = stages.bring_to(decoder, "retracted")
     poison_free_slots(decoder)
@@ -120,8 +120,8 @@ def test_a_retracted_request_continues_from_its_own_state(page: int, keeps: bool
 
 @pytest.mark.hazard("retracted-state-lost")
 def test_stock_cannot_retract() -> None:
-    """SGLang's decode server ends at the first retraction of such a model: its pool has no copy.
-    Guards against a protection from nothing, and against one that is not needed any more."""
+    """Guards against a needless protection: SGLang's decode server ends at the first retraction
+    with such a model, because its pool has no copy."""
     decoder = Decoder(16, 1024, states=12)
     run(decoder, ids(1, 40), ids(2, 40), steps=2)
     for name in ("get_cpu_copy", "load_cpu_copy", "cpu_offloading_chunk_size"):
@@ -132,8 +132,8 @@ def test_stock_cannot_retract() -> None:
 
 @PAGES
 def test_a_state_is_of_one_text(page: int) -> None:
-    """Guards against states that requests of one prefix share: each goes on with its own tokens,
-    while the KV of the prefix is shared."""
+    """Guards against states that requests with one prefix share: each continues with its own
+    tokens, while the KV of the prefix is shared."""
     decoder = Decoder(page, 1024, states=12)
     serve(decoder, PROMPT)
     reqs = run(decoder, [*PROMPT, 1], [*PROMPT, 2], [*PROMPT, 1], new=12, steps=4)

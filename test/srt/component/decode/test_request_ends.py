@@ -22,7 +22,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 
 class Serving(Tokenizer):
-    """A tokenizer whose schedulers answer as a test says, with one LoRA adapter."""
+    """A tokenizer with schedulers that a test controls, and one LoRA adapter."""
 
     def __init__(self) -> None:
         super().__init__("prefill")
@@ -47,18 +47,18 @@ class Serving(Tokenizer):
 
     @property
     def aborts(self) -> list[str]:
-        """The ids of requests that it told the schedulers to end."""
+        """Return the ids of requests that the tokenizer aborted on the schedulers."""
         return [sent.rid for sent in self.sent if isinstance(sent, AbortReq)]
 
     def running(self) -> list[str]:
-        """The ids of requests that were sent, in order, each once."""
+        """Return the ids of the sent requests, in order, each once."""
         batches = [sent for sent in self.sent if not isinstance(sent, AbortReq)]
         found = [each.rid for batch in batches for each in getattr(batch, "batch", [batch])]
         self.sent[:] = [sent for sent in self.sent if isinstance(sent, AbortReq)]
         return found
 
     def output(self, rid: str, reason: dict[str, Any] | None) -> None:
-        """The schedulers answer, without a reason not for the last time."""
+        """Answer from the schedulers; without a reason, more answers follow."""
         batch = empty_answer(rid)
         batch.finished_reasons = [reason]
         self._handle_batch_output(batch)
@@ -88,7 +88,7 @@ def request(**fields: Any) -> GenerateReqInput:
 
 
 async def asked(tokenizer: Serving, obj: Any, end: Callable[[Serving, str], None]) -> None:
-    """Send a client's request; the schedulers end all that they receive."""
+    """Send a client's request, which the schedulers end by ``end``."""
 
     async def client() -> None:
         try:
@@ -107,7 +107,7 @@ async def asked(tokenizer: Serving, obj: Any, end: Callable[[Serving, str], None
 
 
 async def check_nothing_left(tokenizer: Serving) -> None:
-    """A server that ends waits for no request, and an adapter can be unloaded."""
+    """Check that a shutdown waits for no request, and that the adapter can be unloaded."""
     await tokenizer.lora_registry.unregister("adapter")
     await asyncio.wait_for(tokenizer.lora_registry.wait_for_unload("1"), 2)
     assert tokenizer.rid_to_state == {}
@@ -115,7 +115,7 @@ async def check_nothing_left(tokenizer: Serving) -> None:
 
 @pytest.fixture(autouse=True)
 def no_media(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang looks for images to share, by the arguments of a server that runs."""
+    """Replace SGLang's search for shared images, which needs the arguments of a running server."""
     monkeypatch.setattr(tokenizer_manager, "wrap_shm_features", lambda tokenized: tokenized)
 
 
@@ -132,7 +132,7 @@ def no_media(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_request_ends(fields: dict[str, Any], end: Callable[[Serving, str], None]) -> None:
-    """Guards against a server that never ends, an id that is refused for good, and an adapter that
+    """Guards against a server that never ends, an id that is refused for ever, and an adapter that
     is never unloaded: SGLang keeps the state of some requests, and counts some uses once too often
     or not at all."""
 
@@ -194,7 +194,7 @@ def running(decoder: Decoder, *reqs: Any) -> None:
 @pytest.mark.hazard("abort-of-others")
 @pytest.mark.parametrize("stage", [queued, in_transfer, running])
 def test_an_id_that_another_begins_with(stage: Callable[..., None]) -> None:
-    """Guards against a client that ends strangers' requests when it leaves: SGLang compares the
+    """Guards against a client whose disconnect ends other clients' requests: SGLang compares the
     beginnings of ids, and a client may choose a short one."""
     decoder = build(None)
     first, second = (receive(decoder, [number] * 40, new=4) for number in (1, 2))

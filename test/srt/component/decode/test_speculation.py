@@ -1,9 +1,9 @@
 """A decode server with a draft model (EAGLE, top-k 1): lengths, budget and both pools.
 
-Spec v1; and spec v2 (``SGLANG_ENABLE_SPEC_V2=1``), where a step is launched before the last one's
-result is known: ``Ahead`` has the device, which is as slow as it may be, and prefill is as fast as
-it can. That a step's tokens are reserved, and that a request drafts from its own start, is checked
-after every step of any such server (``checks``, ``drafting``).
+Spec v1; and spec v2 (``SGLANG_ENABLE_SPEC_V2=1``), in which a step is launched before the last
+one's result is known: ``Ahead`` has the slowest possible device, and the fastest possible prefill.
+After every step, ``checks`` and ``drafting`` verify that a step's tokens are reserved, and that a
+request drafts from its own start.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ PAGES = [1, 2, 16]
 @pytest.mark.parametrize("steps", [0, 1, 3])
 @pytest.mark.parametrize("page", PAGES)
 def test_a_turn_hits_the_turn_before(page: int, steps: int) -> None:
-    """Guards against a next turn that moves the answer of the turn before it, and against lengths
-    that are off by one where a text of n tokens shares n-1 slots: with a draft model each turn hits
-    whole pages of all but the last committed token."""
+    """Guards against a next turn that moves the previous answer, and against lengths that are off
+    by one: with a draft model a text of n tokens shares n-1 slots, and each turn hits whole pages
+    of all but the last committed token."""
     decoder = Decoder(page, 4096, steps=steps)
     text, committed = ids(1, 37), 0
     for number in range(5):
@@ -44,13 +44,13 @@ def test_a_turn_hits_the_turn_before(page: int, steps: int) -> None:
 
 
 def test_the_start_of_a_draft_is_the_requests_own() -> None:
-    """Guards against views into a metadata slot: the slot is another room's before a request that
+    """Guards against views into a metadata slot: another room reuses the slot before a request that
     waits for a place in the batch has run."""
     decoder = Decoder(16, 2048, steps=1)
     decoder.max_running_requests = 1
     run(decoder, *(ids(number, 30) for number in range(1, 5)), new=20)
     assert len(decoder.waiting_queue) == 3
-    # Their metadata slots are free: other rooms' metadata come.
+    # Their metadata slots are free, and get other rooms' metadata.
     metadata = decoder.metadata
     starts = metadata.output_hidden_states, metadata.output_topk_p, metadata.output_topk_index
     for buffer in starts:
@@ -63,8 +63,8 @@ def test_the_start_of_a_draft_is_the_requests_own() -> None:
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.parametrize("steps", [1, 3, 7, 15, 16])
 def test_a_step_takes_what_sglang_asks_for(page: int, steps: int, overlap: bool) -> None:
-    """Guards against a budget that lets requests in which SGLang retracts in their first step, and
-    aborts if they are alone; with spec v2 beside the slots that a request holds ahead."""
+    """Guards against a budget that admits requests which SGLang retracts in their first step, or
+    aborts if they are alone; with spec v2 in addition to the slots that a request holds ahead."""
     decoder = Decoder(page, 1024, steps=steps)
     decoder.enable_overlap = overlap
     batch = ScheduleBatch(
@@ -87,8 +87,8 @@ def test_who_was_admitted_is_not_aborted_for_memory(page: int) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_text_as_long_as_the_pool_is_admitted(page: int) -> None:
-    """Guards against a request that waits for a step's room behind the end of the pool, for ever,
-    with everybody behind it: SGLang's own bound for prompt and answer is the pool."""
+    """Guards against a request that waits for ever for a step's room behind the end of the pool,
+    and blocks all others: SGLang limits prompt and answer by the pool."""
     decoder = Decoder(page, 640, steps=3)
     longest, behind = decoder.submit(ids(1, 637), new=3), decoder.submit(ids(2, 40), new=4)
     finish(decoder)
@@ -97,9 +97,9 @@ def test_a_text_as_long_as_the_pool_is_admitted(page: int) -> None:
 
 def test_who_is_let_in_finds_room_for_the_first_step() -> None:
     """Guards against requests that reserve half of their first step, as of their answers: the pool
-    fills up, and the first batch of them retracts some, or aborts them."""
+    fills up, and the first batch retracts some of them, or aborts them."""
     decoder = Decoder(16, 640, steps=3)
-    # Four pages each, of which the last has room for half of a step and the answer.
+    # Four pages each; the last one has room for half of a step and the answer.
     reqs = admit(decoder, *(ids(number, 55) for number in range(1, 13)), new=2)
     tick(decoder)
     assert len(decoder.in_transfer) == 8  # five pages each
@@ -115,19 +115,19 @@ def test_who_is_let_in_finds_room_for_the_first_step() -> None:
     ],
 )
 def test_pools_of_other_slots_are_refused(unlike: dict[str, Any], told: str) -> None:
-    """Guards against a draft model whose pages are not the target's: its KV would land anywhere."""
+    """Guards against a draft model with other pages than the target's, and so misplaced KV."""
     decoder = Decoder(16, 640, steps=1)
     speculation.check_draft_pool(decoder.pool, decoder.draft_pool)
     with pytest.raises(ValueError, match=told):
         speculation.check_draft_pool(decoder.pool, SimpleNamespace(**unlike))
 
 
-# ---- beside turns that are computed here ----
+# ---- beside local turns ----
 
 
 def test_the_place_of_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a draft input that is cut twice: spec v1 takes who has ended out of it when
-    it verifies, and SGLang's loop takes them out of the batch in its next turn."""
+    """Guards against a draft input that is cut twice: spec v1 removes ended requests from it when
+    it verifies, and SGLang's loop removes them from the batch in its next turn."""
     decoder = Decoder(16, 1024, local=200, chunk=64, steps=3)
     decoder.max_running_requests = 3
     first, second = (decoder.submit(ids(number, 20), new=9 * number) for number in (1, 2))
@@ -149,7 +149,7 @@ def test_the_place_of_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class OnDevice:
-    """A tensor that lies on a GPU, as far as a CPU can tell: only its copy can be read."""
+    """Stands for a tensor on a GPU: only its copy can be read."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values
@@ -160,7 +160,7 @@ class OnDevice:
 
 def test_what_a_draft_starts_from_lies_on_the_host() -> None:
     """Guards against requests that resume together, one computed here and one from prefill: SGLang
-    stacks their hidden states where they lie, and those of prefill lie on the host."""
+    stacks their hidden states on their device, and those from prefill are on the host."""
     req = SimpleNamespace()
     fields = {"topk_p": 0.5, "topk_index": 3, "hidden_states": 1.0}
     start = {name: OnDevice(torch.tensor([[value]])) for name, value in fields.items()}
@@ -173,14 +173,14 @@ def test_what_a_draft_starts_from_lies_on_the_host() -> None:
 
 
 def talk(decoder: Ahead, chats: int, turns: int, new: int) -> Iterator[None]:
-    """Conversations whose turns go on from the answers before, and hit all of them but the slot of
-    the last committed token. Where the last step accepted more than was asked for, that too."""
+    """Run conversations whose turns continue the previous answers, and hit all slots but that of
+    the last committed token, including tokens that the last step accepted beyond the limit."""
     texts = [ids(number, 30 + 11 * number) for number in range(1, chats + 1)]
     committed = [0] * chats
     for number in range(turns):
         reqs = [decoder.submit(text, new=new) for text in texts]
         yield from until_idle(decoder)
-        if decoder.max_total_num_tokens > 2048:  # of a smaller pool something was evicted
+        if decoder.max_total_num_tokens > 2048:  # in a smaller pool some pages were evicted
             for req, held in zip(reqs, committed, strict=True):
                 least, most = (page_floor(max(held - by, 0), decoder.page_size) for by in (1, 0))
                 assert least <= req.delta.hit_tokens <= most
@@ -194,8 +194,8 @@ def talk(decoder: Ahead, chats: int, turns: int, new: int) -> Iterator[None]:
 @pytest.mark.parametrize("page", PAGES)
 def test_conversations(page: int, steps: int) -> None:
     """Guards against KV of either model that is not that of its tokens, in a request's slots or in
-    the tree, against memory that nobody owns, and against lengths that count what is allocated
-    ahead of a text."""
+    the tree, against pages without an owner, and against lengths that count slots allocated ahead
+    of a text."""
     decoder = Ahead(page, 4096, steps=steps)
     decoder.play(talk(decoder, chats=5, turns=4, new=24))
     decoder.answers_are_right()
@@ -204,21 +204,22 @@ def test_conversations(page: int, steps: int) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_conversations_on_a_pool_that_evicts(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same where every third step retracts some, and resumes them from the tree and from
-    copies of both pools: what a step in flight accepts for them then is lost, and comes again."""
+    """Guards against the same while every third step retracts some requests, which resume from the
+    tree and from copies of both pools: tokens that a step in flight accepts for them are lost, and
+    come again."""
     monkeypatch.setattr(scheduler_module, "TEST_RETRACT", True)
     monkeypatch.setattr(scheduler_module, "TEST_RETRACT_INTERVAL", 3)
     decoder = Ahead(page, 1024, steps=3, reserve=64)
     decoder.play(talk(decoder, chats=5, turns=4, new=40))
     assert any(req.retraction_count for req in decoder.submitted)
     ends = {req.finished_reason.to_json()["type"] for req in decoder.submitted}
-    assert ends == {"length"}, "nobody is aborted for memory"
+    assert ends == {"length"}, "no request is aborted for memory"
     decoder.answers_are_right()
     finish(decoder)
 
 
 class Grammar:
-    """One that allows everything, and keeps what it was told of."""
+    """A grammar that allows everything, and records its tokens."""
 
     finished, current_token = False, None
 
@@ -234,7 +235,7 @@ class Grammar:
 
 
 class Constrained(Ahead):
-    """Each step's drafts are masked by what the grammars know when it is launched."""
+    """Masks each step's drafts by the grammars' state at its launch."""
 
     behind = 0
 
@@ -251,8 +252,8 @@ class Constrained(Ahead):
 def test_a_grammar_knows_all_tokens_of_the_steps_before(
     attached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a mask of the tokens that were allowed a step ago: the answer would not be
-    what the grammar says, and its request would be aborted. The others overlap again behind it."""
+    """Guards against a mask from a step ago: the answer would violate the grammar, and its request
+    would be aborted. Steps of other requests overlap again after it."""
     if not attached:
         monkeypatch.delattr(DisaggScheduler, "run_batch")
     decoder = Constrained(16, 640, steps=3)
@@ -271,8 +272,8 @@ def test_a_grammar_knows_all_tokens_of_the_steps_before(
 
 
 def test_steps_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against accept lengths of requests that are counted in their last step, and in the
-    one that was launched before that was known."""
+    """Guards against accept lengths that are counted in a request's last step and again in the step
+    that was launched before its end was known."""
     decoder = Ahead(16, 640, steps=3)
     counted: list[str] = []
     monkeypatch.setattr(scheduler, "speculated", lambda stats, req: counted.append(req.rid))

@@ -1,7 +1,7 @@
-"""What can happen to a request at each stage of its life on a decode server, and what comes out.
+"""Events of a request at each stage of its life on a decode server, and their results.
 
-One table for clients, operators and prefill servers. The checks of ``checks.py`` run after every
-step: owners of pages, rows, metadata slots and locks, and the KV of each token that can be read.
+One table for clients, operators and prefill servers. After every step ``checks.py`` checks the
+owners of pages, rows, metadata slots and locks, and the KV of each readable token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang.srt.disaggregation.policy.memory import page_floor
 
 
 class Server(NamedTuple):
-    """A decode server whose tree holds the first ``prefix`` tokens of the prompt."""
+    """A decode server with the first ``prefix`` tokens of the prompt in its tree."""
 
     page: int
     prefix: int
@@ -44,13 +44,13 @@ SERVERS = {
 USUAL = ("1", "16", "16 drafts")
 STATES = ("1 states", "16 states")
 ALL = tuple(SERVERS)
-#: With prefill's death such a server computes the request itself.
+#: Such a server computes the request itself if prefill is lost.
 FALLBACK = {"lost": 100, "chunk": 8}
 
 
 class Row(NamedTuple):
-    """What ``action`` does at each of ``stages`` to the answer of the request: ``comes`` is its
-    end, or "whole". ``held``: its pages stay its own until prefill has stopped writing."""
+    """The effect of ``action`` at each of ``stages`` on the request's answer: ``comes`` is its end,
+    or "whole". ``held``: its pages stay allocated until prefill has stopped writing."""
 
     action: Callable[[Decoder, Any], None]
     stages: tuple[str, ...]
@@ -62,7 +62,7 @@ class Row(NamedTuple):
 
 ANYWHERE = (*FROM_PREFILL, *HERE, LOST)
 TABLE = [
-    # A client leaves, or all do.
+    # Events of clients: one leaves, or all do.
     Row(stages.abort, (*UNANNOUNCED, *COMMITTED, *HERE, LOST), "abort"),
     Row(stages.abort, ("in transfer",), "abort", held=True, servers=ALL),
     Row(stages.abort, ("retracted",), "abort", servers=ALL),
@@ -71,21 +71,21 @@ TABLE = [
     Row(stages.abort_all, (*UNANNOUNCED, *COMMITTED, *HERE, LOST), "abort"),
     Row(stages.abort_all, ("in transfer",), "abort", held=True),
     Row(stages.abort, (*UNANNOUNCED, *COMMITTED), "abort", servers=STATES),
-    # An operator asks.
+    # Operations of an operator.
     Row(stages.flush, ANYWHERE, "whole", servers=("16",)),
     Row(stages.new_weights, ANYWHERE, "whole"),
     Row(stages.new_weights, ("retracted",), "whole", servers=ALL),
     Row(stages.pause_in_place, ANYWHERE, "whole", servers=("16",)),
     Row(stages.pause_and_retract, ANYWHERE, "whole"),
     Row(stages.new_weights, (*FROM_PREFILL,), "whole", servers=STATES),
-    # Memory is short.
+    # Lack of memory.
     Row(stages.retract_some, ("running", "running here"), "whole"),
     Row(stages.evict, ANYWHERE, "whole", servers=("16",)),
     Row(stages.evict, ("retracted",), "whole", servers=ALL),
     Row(stages.five_minutes, ("in line",), 503),
     Row(stages.five_minutes, ("pending",), 500),
     Row(stages.five_minutes, ("handshake", "in transfer", "retracted"), "whole"),
-    # Its prefill server dies, or stands still.
+    # Its prefill server dies, or stalls.
     Row(stages.fail_room, ("handshake", "in line", "in transfer"), 500),
     Row(stages.freeze, ("in transfer",), 500, held=True, servers=ALL),
     Row(stages.fail_room, ("handshake", "in line", "in transfer"), "whole", options=FALLBACK),
@@ -94,7 +94,7 @@ TABLE = [
 
 
 def cells() -> list[Any]:
-    """Each row at each of its stages, on each of its servers; no cell twice."""
+    """Return each row at each of its stages, on each of its servers, without duplicates."""
     found = {}
     for row in TABLE:
         for stage in row.stages:
@@ -109,9 +109,9 @@ def cells() -> list[Any]:
 @pytest.mark.hazard("retracted-without-node", "retraction-of-shared-pages")
 @pytest.mark.parametrize(("row", "stage", "server"), cells())
 def test_what_comes_out(row: Row, stage: str, server: Server) -> None:
-    """Guards against a lock, a row, a metadata slot, a copy on the CPU or an answer that is
-    forgotten, or given twice; against KV of a failed transfer, of old weights or of nobody in an
-    answer or in the tree; and against a request that waits for ever."""
+    """Guards against a lock, a row, a metadata slot, a CPU copy or an answer that is forgotten, or
+    given twice; against KV of a failed transfer, of old weights or without an owner in an answer or
+    in the tree; and against a request that waits for ever."""
     options = server.options | stages.options(stage) | row.options
     if server.ranks == 1:
         play(Decoder(server.page, 1024, **options), row, stage, server.prefix)
@@ -129,8 +129,8 @@ def test_what_comes_out(row: Row, stage: str, server: Server) -> None:
 
 
 def play(decoder: Decoder, row: Row, stage: str, prefix: int) -> None:
-    """One cell of the table."""
-    if prefix:  # with a draft model a slot is shared with the token behind it only
+    """Run one cell of the table."""
+    if prefix:  # with a draft model a slot is shared only with the token behind it
         serve(decoder, PROMPT[:prefix] + [7] * bool(decoder.steps))
     others = len(decoder.submitted)
     before = in_tree(decoder, PROMPT)
@@ -154,7 +154,7 @@ def play(decoder: Decoder, row: Row, stage: str, prefix: int) -> None:
             whole = page_floor(len(PROMPT) - bool(decoder.steps), decoder.page_size)
             assert in_tree(decoder, PROMPT) == (whole if stage in COMMITTED else before)
     finish(decoder)
-    assert len(decoder.rooms) == rooms, "prefill is asked once"
+    assert len(decoder.rooms) == rooms, "the request is sent to prefill once"
     assert not has_copies(req)
     if row.comes == "whole" and stage != "held":
         assert req.output_ids[1:] == [2] * (ANSWER - 1)
@@ -164,13 +164,13 @@ def play(decoder: Decoder, row: Row, stage: str, prefix: int) -> None:
 
 
 def end_of(decoder: Decoder, req: Any) -> dict[str, Any]:
-    """What its client was told; of some aborts the tokenizer says it in words of its own."""
+    """Return the client's answer; for some aborts the tokenizer makes its own message."""
     assert decoder.mailbox.ends[req.rid] == 1
     return decoder.mailbox.reasons[req.rid] or {"type": "abort"}
 
 
 def has_ended(decoder: Decoder, req: Any, how: str | int) -> None:
-    """Its client was told so, once, and nothing of it is left."""
+    """Check that the client was answered so, once, and that nothing is left."""
     reason = end_of(decoder, req)
     assert reason["type"] == "abort" and how in ("abort", reason.get("status_code"))
     line = decoder.disagg_decode_prealloc_queue
@@ -180,14 +180,14 @@ def has_ended(decoder: Decoder, req: Any, how: str | int) -> None:
 
 
 def has_copies(req: Any) -> bool:
-    """Whether the CPU keeps KV that it has left when it was retracted."""
+    """Return True if the CPU keeps the KV of a retracted request."""
     record = req.delta
     return bool(record.draft_copy or record.state_copy or hasattr(req, "kv_cache_cpu"))
 
 
 def nothing_is_hit_of_before(decoder: Decoder, req: Any, *, is_local: bool) -> None:
-    """Weights are new: what requests of before have left is not for those of now. ``is_local``: of
-    a prompt that is computed here, at least a token is."""
+    """Check that requests with new weights do not hit KV of old ones. ``is_local``: decode computes
+    the prompt, so at least one token is computed."""
     assert in_tree(decoder, [*PROMPT, *req.output_ids]) == 0
     whole = page_floor(len(PROMPT) - (is_local or bool(decoder.steps)), decoder.page_size)
     for expected in (0, whole):

@@ -1,4 +1,4 @@
-"""Hypothesis looks for a short sequence of events that breaks an invariant, and shrinks it.
+"""Hypothesis searches a short sequence of events that breaks an invariant, and shrinks it.
 
 48 sequences of up to 50 steps for each setting of ``test_any_sequence_of_events``, checked after
 every step; ten times as many at night.
@@ -28,18 +28,18 @@ from component.decode.pair import Pair, RankGroup, ranks_reduce
 from effort import tries
 
 NUMBERS = st.integers(0, 2**30)
-#: For each of two settings, with one rank and with two.
+#: Minimum number of sequences, with this number of steps on average, for each server.
 SEQUENCES, STEPS = tries(32), 50
-#: What can happen at any time.
+#: Events that can happen at any time.
 TICKS = ["queues", "batch", "flush", "update_weights", "pause_and_update"]
-#: Hypothesis ends some sequences early; so many of them have that many steps in all.
+#: Number of sequences to run: more, because Hypothesis ends some early.
 EXAMPLES = tries(48)
 
 
 class DecodeServer(RuleBasedStateMachine):
     """The actions of a decode server's life, in any order; each checks everything."""
 
-    #: Sequences, and steps of them, that were really taken.
+    #: Numbers of sequences and steps that were really taken.
     taken: ClassVar[Counter[str]]
     lives: list[Any]
 
@@ -49,22 +49,22 @@ class DecodeServer(RuleBasedStateMachine):
         steps=st.sampled_from([0, 0, 1, 3]),
     )
     def start(self, page: int, pages: int, steps: int) -> None:
-        """``steps``: of a draft model, 0 for none."""
+        """Build the server; ``steps``: draft steps, 0 without a draft model."""
         tokens = min(max(pages * page, 600), 2048) // page * page
         self.lives = self.build(page, tokens, steps)
         self.taken["sequences"] += 1
 
     def build(self, page: int, tokens: int, steps: int) -> list[Any]:
-        """The life of each rank."""
+        """Return the life of each rank."""
         return [Life(Decoder(page, tokens, rows=6, steps=steps))]
 
     def on_ranks(self, action: Callable[[Any], Any]) -> None:
-        """Do something on each rank, at the same time."""
+        """Run an action on each rank, at the same time."""
         action(self.lives[0])
 
     @property
     def decoder(self) -> Decoder:
-        """The first rank; what it queues, all do."""
+        """The first rank; all ranks have the same queues."""
         decoder: Decoder = self.lives[0].decoder
         return decoder
 
@@ -78,7 +78,7 @@ class DecodeServer(RuleBasedStateMachine):
 
     @rule()
     def serve(self) -> None:
-        """The usual way of things, so that short sequences get far."""
+        """Serve one normal turn, so that short sequences make progress."""
         self.taken["steps"] += 1
         self.on_ranks(lambda life: life.serve())
 
@@ -123,7 +123,7 @@ class DecodeServer(RuleBasedStateMachine):
 
 
 class LocalServer(DecodeServer):
-    """Some turns are computed here."""
+    """A server that computes some turns itself."""
 
     def build(self, page: int, tokens: int, steps: int) -> list[Any]:
         return [Life(Decoder(page, tokens, rows=6, local=60, lost=100, chunk=24, steps=steps))]
@@ -142,7 +142,7 @@ class LocalServer(DecodeServer):
 
 
 class TwoRanks(DecodeServer):
-    """The same with two ranks that see different things."""
+    """The same server with two ranks that see different events."""
 
     pair: Pair
 
@@ -182,17 +182,17 @@ class TwoRanks(DecodeServer):
 
 @pytest.fixture(autouse=True)
 def _two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Deadlines that are met within fifty steps."""
+    """Set deadlines that fifty steps can reach."""
     monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_ADMISSION_TIMEOUT", "60")
     with ranks_reduce():
         yield
 
 
 @pytest.mark.fuzz
-@pytest.mark.timeout(1800)  # minutes on a slow machine; cut short it looks like flaky data
+@pytest.mark.timeout(1800)  # takes minutes on a slow machine; a timeout would look like flaky data
 @pytest.mark.parametrize("server", [DecodeServer, TwoRanks, LocalServer])
 def test_any_sequence_of_events(server: type[DecodeServer]) -> None:
-    """Guards against an order of events that has no test of its own."""
+    """Guards against an order of events without a separate test."""
     server.taken = Counter()
     run_state_machine_as_test(
         server,
@@ -204,6 +204,6 @@ def test_any_sequence_of_events(server: type[DecodeServer]) -> None:
     )
     assert server.taken["sequences"] >= SEQUENCES
     assert server.taken["steps"] >= SEQUENCES * STEPS
-    if server is LocalServer:  # enough of either kind for them to meet, and some prefill failed
+    if server is LocalServer:  # enough turns of both kinds, and some after a loss of prefill
         taken = server.taken
         assert min(taken["local"], taken["long"]) > 20 and taken["no_prefill"] > 0, taken

@@ -1,7 +1,7 @@
 """With overlap scheduling, a step still writes, and reads, slots of requests that have ended.
 
 ``overlapped`` has the loop, the device and the peer; ``Ahead`` the same with a draft model (spec
-v2), where a step looks up on the device which slots it writes.
+v2), with which a step looks up on the device which slots it writes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def decoder_of(page: int, steps: int) -> Any:
 def one_ends_and_one_arrives(
     decoder: Any, tokens: int, room: int, prefix: int = 0
 ) -> Iterator[None]:
-    """A request ends while a step that it is part of is in flight; the next one gets its row, and
-    all memory but ``room`` tokens. ``prefix``: so much it shares with the tree."""
+    """Let a request end while a step with it is in flight; the next one gets its row, and all
+    memory but ``room`` tokens. ``prefix``: number of tokens that it shares with the tree."""
     shared = ids(9, 80)
     if decoder.steps:
         decoder.submit(shared, new=1)
@@ -53,7 +53,7 @@ def one_ends_and_one_arrives(
     yield from until_idle(decoder)
 
 
-#: Page, tokens of the prompt that ends, draft steps; what a late request wants free beside it.
+#: Page, tokens of the ended prompt, draft steps; tokens of memory to leave for a late request.
 CASES = [(1, 40, 0, 2), (16, 40, 0, 32), (16, 39 + 16, 0, 32), (16, 16 * 3 - 9, 0, 32)]
 CASES += [(1, 40, 3, 64), (2, 40, 3, 64), (16, 40, 3, 64)]
 
@@ -64,10 +64,10 @@ CASES += [(1, 40, 3, 64), (2, 40, 3, 64), (16, 40, 3, 64)]
 def test_pages_of_the_step_in_flight_are_announced_after_it(
     page: int, tokens: int, steps: int, room: int, protected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against KV that prefill wrote and a step, launched earlier, writes over: the tree
+    """Guards against KV that prefill wrote and that an earlier launched step overwrites: the tree
     would share it for ever. The slot may have been freed, be the last of a page that the tree
-    evicted at once, or one that a request held ahead of its text. Others are announced at once.
-    Without the protection it does."""
+    evicted at once, or be held ahead of a text. Other slots are announced at once. Without the
+    protection the fault occurs."""
     if not protected:
         monkeypatch.setattr(StepWrites, "after", lambda self, pages, announce: announce())
         decoder = decoder_of(page, steps)
@@ -87,8 +87,8 @@ def test_pages_of_the_step_in_flight_are_announced_after_it(
 def test_a_row_is_given_away_when_the_step_in_flight_has_looked_into_it(
     page: int, protected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a step that writes into the prefix of whoever got the row of a request that
-    has ended; without the protection it does."""
+    """Guards against a step that writes into the prefix of the next owner of an ended request's
+    row; without the protection it does."""
     decoder = decoder_of(page, 3)
     script = one_ends_and_one_arrives(decoder, 40, 200, prefix=79)
     if protected:
@@ -101,7 +101,7 @@ def test_a_row_is_given_away_when_the_step_in_flight_has_looked_into_it(
 
 
 class Reading(Overlapped):
-    """What a step writes depends on what it reads."""
+    """A scheduler with steps that write values which depend on the ones they read."""
 
     def run_batch(self, batch: ScheduleBatch, *arguments: Any) -> Any:
         result = super().run_batch(batch, *arguments)
@@ -126,9 +126,9 @@ class Reading(Overlapped):
 @pytest.mark.hazard("page-of-step-in-flight")
 @pytest.mark.parametrize(("page", "tokens"), [(1, 40), (16, 40)])
 def test_pages_that_the_step_in_flight_reads_are_announced_after_it(page: int, tokens: int) -> None:
-    """Guards against KV in the tree that a step computed from what prefill wrote meanwhile: a
-    request ends whose answer began like one that the tree holds. Its own slots of that beginning
-    are free at once; that of its last token, which the step in flight computes, is shared."""
+    """Guards against KV in the tree that a step computed from prefill's later writes: a request
+    ends whose answer began like one in the tree. Its own slots of that beginning are free at once;
+    that of its last token, which the step in flight computes, is shared."""
 
     def script(decoder: Reading) -> Iterator[None]:
         first = decoder.submit([5] * tokens, new=25)
@@ -154,8 +154,8 @@ def test_pages_that_the_step_in_flight_reads_are_announced_after_it(page: int, t
 
 @pytest.mark.parametrize("starts_over", [False, True])
 def test_given_up_before_it_was_announced(starts_over: bool) -> None:
-    """Guards against an announcement of a room that failed in between: its pages are free. Also
-    where its request is computed locally instead, and has not ended."""
+    """Guards against an announcement of a room that failed in between, with freed pages; also if
+    its request is computed locally instead, and has not ended."""
 
     def script(decoder: Overlapped) -> Iterator[None]:
         ends = decoder.submit([5] * 40, new=9)

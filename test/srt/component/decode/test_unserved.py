@@ -1,5 +1,5 @@
-"""Requests that a pair cannot serve, at the tokenizer of its servers, and grammars that allow no
-token, where a batch is sampled."""
+"""Requests that a pair cannot serve, at the tokenizer of its servers; and grammars that allow no
+token, when a batch is sampled."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FIELDS: dict[str, Any] = {
 BATCH: dict[str, Any] = {"input_ids": [[3], [2]], "bootstrap_room": [1, 2], "rid": None}
 
 
-#: SGLang builds the request of a session without its room, and raises at the others.
+#: SGLang builds a session's request without its room, and raises for the others.
 INVALID = [
     ({}, {"session_params": {"id": "x"}}, "bootstrap_room needs bootstrap_host"),
     ({}, {"bootstrap_host": None}, "bootstrap_room needs bootstrap_host"),
@@ -74,7 +74,7 @@ INVALID = [
     ({"logit_bias": {"5": 1e39}}, {}, "logit_bias of 5 is 1e+39"),
     ({"logit_bias": {"5": float("nan")}}, {}, "logit_bias of 5 is nan"),
     ({"logit_bias": {"5": None}}, {}, "logit_bias of 5 is"),
-    # SGLang fills these in itself, and asserts that they are right.
+    # SGLang sets these itself, and asserts that they are right.
     ({}, {"lora_id": "unknown"}, "lora_id is set"),
     ({}, {"need_wait_for_mm_inputs": True}, "need_wait_for_mm_inputs is set"),
     ({}, {"num_items_assigned": {"image": [1]}}, "num_items_assigned is set"),
@@ -86,8 +86,8 @@ INVALID = [
     ("greedy", {}, "sampling_params is 'greedy'"),
     ([{}], {}, "sampling_params is [{}]: a list needs a list of prompts"),
     ([{}, None], BATCH, "sampling_params is None"),
-    ({}, {"rid": "HEALTH_CHECK_1"}, "rid is 'HEALTH_CHECK_1'"),  # left out while others run
-    # SGLang takes an entry of each list for each prompt, and raises after it has sent some.
+    ({}, {"rid": "HEALTH_CHECK_1"}, "rid is 'HEALTH_CHECK_1'"),  # ignored while others run
+    # SGLang uses an entry of each list for each prompt, and raises after it has sent some.
     *(
         ({}, BATCH | fields, "cannot be split into its prompts")
         for fields in (
@@ -120,8 +120,8 @@ INVALID = [
     ({"structural_tag": ""}, {}, "structural_tag is empty"),
     ({"top_k": "a"}, {}, "top_k is 'a'"),
     ({"top_p": [1]}, {}, "top_p is [1]"),
-    ({"n": 2**40}, {}, f"n is {2**40}"),  # lists of this length would be made of its fields
-    ({"n": 1025}, {}, "n is 1025"),  # one client's samples would fill the line
+    ({"n": 2**40}, {}, f"n is {2**40}"),  # its fields would become lists of this length
+    ({"n": 1025}, {}, "n is 1025"),  # one client's samples would fill the queue
     ({"n": 0}, {}, "n is 0"),
     ({"n": "2"}, {}, "n is '2'"),
     ({"stop": 5}, {}, "stop is 5"),
@@ -138,7 +138,7 @@ INVALID = [
 
 
 class Tokenizer(TokenizerManager):
-    """SGLang's with ours, as the replacement table binds it, without its processes."""
+    """SGLang's tokenizer manager with the package's mixin, without its processes."""
 
     def __init__(self, mode: str = "prefill") -> None:
         self.server_args = SimpleNamespace(
@@ -169,22 +169,22 @@ class Tokenizer(TokenizerManager):
         self.send_to_scheduler = SimpleNamespace(send_pyobj=self.sent.append)
 
     def auto_create_handle_loop(self) -> None:
-        """No schedulers answer."""
+        """Do nothing: there are no schedulers."""
 
     async def _wait_one_response(self, obj: Any, state: Any, request: Any = None) -> Any:
-        """Answers at once, as SGLang notes it."""
+        """Answer at once, with SGLang's bookkeeping."""
         del self.rid_to_state[obj.rid]
         yield {"meta_info": {"id": obj.rid}}
 
 
 @pytest.fixture(autouse=True)
 def no_media(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang looks for images to share, by the arguments of a server that runs."""
+    """Replace SGLang's search for shared images, which needs the arguments of a running server."""
     monkeypatch.setattr(tokenizer_manager, "wrap_shm_features", lambda tokenized: tokenized)
 
 
 def answer(tokenizer: Tokenizer, obj: Any, request: Any = None) -> Any:
-    """The first response, as SGLang's HTTP server asks for it; the generator is closed then."""
+    """Return the first response, as SGLang's HTTP server does, and close the generator."""
 
     async def ask() -> Any:
         async with aclosing(tokenizer.generate_request(obj, request)) as responses:
@@ -199,9 +199,9 @@ def test_the_tokenizer_of_each_server_of_a_pair_refuses(
     mode: str, sampling: dict[str, Any], fields: dict[str, Any], told: str
 ) -> None:
     """Guards against one client's ids and numbers that end both servers: SGLang's tokenizer, which
-    answers a ``ValueError`` with status 400, sends them on to the schedulers; against a check that
+    answers a ``ValueError`` with status 400, passes them to the schedulers; against a check that
     one of the two lacks: the other would wait for a room; and against memory that a refused request
-    takes for good."""
+    keeps."""
     tokenizer = Tokenizer(mode)
     with pytest.raises(ValueError, match=re.escape(told)):
         answer(tokenizer, GenerateReqInput(sampling_params=sampling, **FIELDS | fields))
@@ -215,10 +215,10 @@ SAMPLING = {"stop_token_ids": [1], "logit_bias": {"2": -100}, "temperature": 0, 
     ("mode", "sampling", "fields"),
     [
         ("prefill", {}, {"custom_labels": {"tenant": "a"}}),
-        ("null", {}, {"input_ids": [-1]}),  # a server of no pair is stock
+        ("null", {}, {"input_ids": [-1]}),  # a server outside a pair is stock
         ("prefill", SAMPLING, {"token_ids_logprob": [0, VOCABULARY - 1], "top_logprobs_num": 5}),
         ("decode", {"json_schema": "$$ANY$$"}, {"bootstrap_room": 0}),
-        # As SGLang's own checks of health come, and as stock answers it, with status 400.
+        # SGLang's own health checks, and a request that stock answers with status 400.
         ("decode", {}, {"bootstrap_room": None, "bootstrap_host": None}),
         (
             "decode",
@@ -228,27 +228,27 @@ SAMPLING = {"stop_token_ids": [1], "logit_bias": {"2": -100}, "temperature": 0, 
     ],
 )
 def test_what_is_served(mode: str, sampling: dict[str, Any], fields: dict[str, Any]) -> None:
-    """Guards against a refusal of what SGLang serves."""
+    """Guards against the refusal of a request that SGLang serves."""
     obj = GenerateReqInput(sampling_params=sampling, **FIELDS | fields)
     assert answer(Tokenizer(mode), obj)["meta_info"] == {"id": "a"}
 
 
 def test_samples_of_a_chat() -> None:
-    """Guards against a refusal of all parallel samples of chats: SGLang's API gives a request of
-    text an empty list of modalities, which has no entry for each sample."""
+    """Guards against a refusal of all parallel samples of chats: SGLang's API gives a text request
+    an empty list of modalities, which has no entry for each sample."""
     fields = FIELDS | {"rid": None, "modalities": []}
     check_request(GenerateReqInput(sampling_params={"n": 2}, **fields), None)
 
 
 def test_a_health_check() -> None:
-    """Guards against a check of health that is refused for its id."""
+    """Guards against a health check that is refused for its id."""
     obj = GenerateReqInput(sampling_params={}, **FIELDS | {"rid": "HEALTH_CHECK_1"})
     assert answer(Tokenizer("decode"), obj, SimpleNamespace(method="GET"))
 
 
 def test_what_metadata_hold() -> None:
-    """Guards against bounds, those in the tables above, that are not those of SGLang's buffers,
-    where it raises."""
+    """Guards against bounds in the tables above that differ from the sizes of SGLang's buffers,
+    which raise beyond them."""
     buffers = MetadataBuffers(1, 16, torch.float32)
     most = without_engine.request(0, [3, 2, 1], 8, VOCABULARY)
     most.bootstrap_room, most.return_logprob, most.top_logprobs_num = 2**63 - 1, True, 128
@@ -265,8 +265,8 @@ def test_what_metadata_hold() -> None:
 
 
 def test_a_batch_with_one_that_is_refused() -> None:
-    """Guards against the others' prompts in memory, for good, and a server that waits for them when
-    it is asked to end: SGLang notes all of a batch before it looks at one."""
+    """Guards against the other prompts of a batch that stay in memory, and against a shutdown that
+    waits for them: SGLang registers all of a batch before it checks any."""
     tokenizer = Tokenizer()
     batch = {"input_ids": [[3], [-1], [5]], "bootstrap_room": [1, 2, 3], "rid": ["a", "b", "c"]}
     batch["bootstrap_host"] = ["h"] * 3
@@ -275,7 +275,7 @@ def test_a_batch_with_one_that_is_refused() -> None:
     assert tokenizer.rid_to_state == {} and tokenizer.sent == []
 
 
-#: Prompts with an id that no model has, as clients of servers without a router send them.
+#: Prompts with an id that no model has, sent without a router.
 WRONG_IDS = [
     (GenerateReqInput, {"input_ids": [3, -1]}, "input_ids has -1"),
     (GenerateReqInput, {"input_ids": [[3], [VOCABULARY]]}, f"input_ids has {VOCABULARY}"),
@@ -291,8 +291,8 @@ WRONG_IDS = [
 def test_a_buffer_only_server_refuses_wrong_ids(
     kind: type[GenerateReqInput | EmbeddingReqInput], fields: dict[str, Any], told: str
 ) -> None:
-    """Guards against one client's ids that end an aggregated server: page hashes, which are made of
-    them in the scheduler, take 32 bits without a sign. A processor of images passes them on."""
+    """Guards against one client's ids that end an aggregated server: the scheduler's page hashes
+    take unsigned 32 bits. A processor of images passes them on."""
     tokenizer = Tokenizer("null")
     tokenizer.server_args.hicache_host_memory_mode = "buffer_only"
     tokenizer.server_args.limit_mm_data_per_request = None
@@ -306,8 +306,7 @@ def test_a_buffer_only_server_refuses_wrong_ids(
 
 
 def test_what_sglang_raises_at_leaves_nothing() -> None:
-    """Guards against the same on a server of no pair, where SGLang gets the parameters as they
-    are."""
+    """Guards against the same outside a pair, where SGLang gets the parameters unchanged."""
     tokenizer = Tokenizer("null")
     with pytest.raises(AttributeError):
         answer(tokenizer, GenerateReqInput(sampling_params=[{}], **FIELDS))
@@ -315,15 +314,14 @@ def test_what_sglang_raises_at_leaves_nothing() -> None:
 
 
 def test_samples_leave_nothing() -> None:
-    """Guards against the same of parallel samples, of which SGLang notes each twice."""
+    """Guards against the same with parallel samples, each of which SGLang registers twice."""
     tokenizer = Tokenizer()
     assert len(answer(tokenizer, GenerateReqInput(sampling_params={"n": 3}, **FIELDS))) == 3
     assert len(tokenizer.sent) == 4 and tokenizer.rid_to_state == {}
 
 
 def test_an_id_that_is_in_use() -> None:
-    """Guards against a refused request that takes along what is noted of the one whose id it has,
-    and that is being looked at."""
+    """Guards against a refused request that removes the state of a running one with its id."""
     earlier = GenerateReqInput(sampling_params={}, **FIELDS)
     tokenizer, first = Tokenizer(), {"a": SimpleNamespace(obj=earlier)}
     tokenizer.rid_to_state = dict(first)
@@ -341,7 +339,7 @@ def test_an_id_that_is_in_use() -> None:
 )
 def test_input_embeds(flag: bool, told: str) -> None:
     """Guards against SGLang's advice to add ``--disable-radix-cache``, which the flag refuses; and
-    against a refusal, or another text, on a server that does not use the flag."""
+    against a refusal, or another text, on a server without the flag."""
     tokenizer = Tokenizer("decode")
     tokenizer.server_args.disaggregation_decode_enable_radix_cache = flag
     embeds = {name: value for name, value in FIELDS.items() if name != "input_ids"}
@@ -354,7 +352,7 @@ def test_input_embeds(flag: bool, told: str) -> None:
 
 
 class Output(SchedulerOutputProcessorMixin):
-    """The part of a scheduler that sends what its requests have generated."""
+    """The part of a scheduler that sends generated tokens."""
 
     def __init__(self) -> None:
         self.disaggregation_mode = DisaggregationMode.DECODE
@@ -367,15 +365,16 @@ class Output(SchedulerOutputProcessorMixin):
         self.send_to_detokenizer = SimpleNamespace(send_output=self.sent.append)
 
     def get_load(self) -> None:
-        """Not asked here."""
+        """Do nothing: not used here."""
 
     def _get_cached_tokens_details(self, req: Any) -> None:
-        """Not asked here."""
+        """Do nothing: not used here."""
 
 
 def test_who_asked_for_routed_experts_beside_who_did_not() -> None:
-    """SGLang lists them of those that asked, and reads one of each. Guards against a tokenizer or a
-    detokenizer that ends, and against a client that gets another one's."""
+    """Guards against a tokenizer or a detokenizer that ends, and against a client that gets another
+    one's experts: SGLang lists them only for requests that asked for them, and reads one for each
+    request."""
     output, reqs = Output(), []
     for number in range(4):
         req = without_engine.request(number, [3, 2, 1], 1, VOCABULARY)
@@ -391,8 +390,8 @@ def test_who_asked_for_routed_experts_beside_who_did_not() -> None:
 
 @pytest.mark.hazard("room-number-reused", "bad-kv-in-tree")
 def test_a_room_number_in_use() -> None:
-    """A client chose the number, and uses it twice. Guards against KV that was never written
-    counting as arrived, with that of the first request of the number."""
+    """Guards against KV that was never written and counts as arrived, with the KV of the first
+    request of the number: a client chose the number, and uses it twice."""
     decoder = Decoder(16, 1024)
     decoder.kv_manager.request_status[7] = KVPoll.WaitingForInput
     req = without_engine.request(0, [3, 2, 1], 8, VOCABULARY)
@@ -407,9 +406,9 @@ def test_a_room_number_in_use() -> None:
 
 @pytest.mark.hazard("another-prompt-sent", "bad-kv-in-tree")
 def test_a_request_that_sglang_has_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang refuses it while it compiles its grammar, or for its length, and puts the prompt [0]
-    in the place of its own. Guards against prefill's KV of the true prompt, which is as long, in
-    the tree under [0], where health requests and clients find it; and against another status."""
+    """Guards against prefill's KV of the true prompt in the tree under [0], where health requests
+    and clients find it, and against another status: SGLang refuses the request while it compiles
+    its grammar, or for its length, and replaces its prompt by [0]."""
     module = "sglang.srt.managers.schedule_batch.get_tensor_model_parallel_rank"
     monkeypatch.setattr(module, lambda: 0)
     decoder = Decoder(1, 64)
@@ -425,21 +424,21 @@ def test_a_request_that_sglang_has_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Grammars(BaseGrammarBackend):
-    """A grammar library that raises, as xgrammar does at tags of a shape it does not expect."""
+    """A grammar library that raises, as xgrammar does for tags of an unexpected shape."""
 
     def dispatch_structural_tag(self, key_string: str) -> Any:
         return json.loads(key_string)["format"]
 
 
 def test_a_grammar_that_raises() -> None:
-    """Guards against a scheduler that ends with it: SGLang takes the result of its thread there."""
+    """Guards against a scheduler that ends when it takes the result of the grammar's thread."""
     value, _ = Grammars().get_cached_or_future_value(("structural_tag", "{}"), False)
     invalid = value.result()
     assert isinstance(invalid, InvalidGrammarObject) and "format" in invalid.error_message
 
 
 class Bits:
-    """A grammar as xgrammar's: a bit for each of 40 tokens that it allows."""
+    """A grammar like xgrammar's: a bit for each of 40 allowed tokens."""
 
     finished = False
 
@@ -459,13 +458,13 @@ class Bits:
         return vocab_mask
 
     def apply_vocab_mask(self, logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
-        """Not asked here."""
+        """Do nothing: not used here."""
 
 
 def test_a_grammar_that_allows_no_token() -> None:
-    """Guards against a server that ends with one request whose grammar leads nowhere: logits that
-    are all masked have no probabilities, and the sampler raises. SGLang ends the request when the
-    grammar refuses the token that was drawn."""
+    """Guards against a server that ends with one request whose grammar leads nowhere: fully masked
+    logits have no probabilities, and the sampler raises. SGLang ends the request when the grammar
+    refuses the drawn token."""
     batch = SamplingBatchInfo.__new__(SamplingBatchInfo)
     batch.grammars, batch.temperatures = [Bits(0), None, Bits(4)], torch.ones(3)
     batch.vocab_size, batch.device = 40, "cpu"
@@ -477,8 +476,8 @@ def test_a_grammar_that_allows_no_token() -> None:
 
 
 def test_a_mask_that_raises() -> None:
-    """Guards against the same with llguidance, which raises at a grammar that allows no token, when
-    its mask is asked for and at the next token. SGLang ends the request there."""
+    """Guards against the same with llguidance, which raises for a grammar that allows no token,
+    when its mask is queried and at the next token. SGLang ends the request then."""
     llguidance = pytest.importorskip("llguidance")
     from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
 

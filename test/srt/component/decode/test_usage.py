@@ -1,4 +1,4 @@
-"""What a decode server reports about its pool, every token once; and when it may sleep."""
+"""A decode server's reports about its pool, with every token once; and when it may sleep."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT = [token % 50 for token in range(3, 163)]  # 160 tokens: 10 pages of 16
 
 @pytest.fixture(params=[1, 16])
 def decoder(request: pytest.FixtureRequest) -> Decoder:
-    """A server whose tree holds the prompt, with three requests for it in transfer."""
+    """A server with the prompt in its tree, and three requests for it in transfer."""
     decoder = Decoder(request.param, 1024)
     serve(decoder, PROMPT)
     reqs = admit(decoder, *([*PROMPT, *[number] * 32] for number in range(3)), new=4)
@@ -57,7 +57,7 @@ def test_gauges_count_every_token_once(decoder: Decoder) -> None:
 
 
 def test_usage_is_protected_and_private_tokens(decoder: Decoder) -> None:
-    """Guards against SGLang's usage, by which routers balance, counting a shared prefix for each
+    """Guards against SGLang's usage, by which routers balance, that counts a shared prefix for each
     request, or pages of ended transfers as free."""
     used, usage, free, evictable = decoder._get_token_info()
     assert (used, usage) == (160 + 3 * 32, (160 + 3 * 32) / 1024)
@@ -106,8 +106,9 @@ def test_load_counts_local_turns() -> None:
 
 @pytest.mark.parametrize(("first", "counted"), [(1, 6), (5, 1)])
 def test_reasoning_tokens_of_a_remote_turn(first: int, counted: int) -> None:
-    """Guards against a client that is told one too few, or, where prefill's token ends the
-    reasoning, the whole answer: stock counts only what decode computes."""
+    """Guards against a client's count that lacks one token, or, if prefill's token ends the
+    reasoning, against one that has the whole answer: stock counts only tokens that decode
+    computes."""
     server = Decoder(16, 640)
     server._think_end_id = 5
     (req,) = admit(server, [7] * 20, new=6)
@@ -120,7 +121,7 @@ def test_reasoning_tokens_of_a_remote_turn(first: int, counted: int) -> None:
 def test_the_event_log_names_admitted_requests(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Guards against ids that the log's encoder does not know: every event of decode was lost."""
+    """Guards against ids unknown to the log's encoder: every event of decode was lost."""
     monkeypatch.setenv(EVENT_LOG.name, str(tmp_path))
     event_log.cache_clear()
     decoder = Decoder(16, 640)
@@ -136,21 +137,21 @@ def test_the_event_log_names_admitted_requests(
 
 
 def test_queues_are_counted_by_priority(decoder: Decoder) -> None:
-    """Guards against statistics that end a server which schedules by priority: SGLang asks the
-    entries of decode's queues for one."""
+    """Guards against statistics that end a server with priority scheduling: SGLang reads the
+    priority of the entries in decode's queues."""
     for number, req in enumerate(decoder.in_transfer):
         req.priority = number % 2
     counted = QueueCount.from_reqs(decoder.disagg_decode_transfer_queue.queue, True)
     assert (counted.total, counted.by_priority) == (3, {0: 2, 1: 1})
 
 
-# ---- checks of health ----
+# ---- health checks ----
 
 
 @pytest.mark.parametrize("what", ["nothing", "queue", "transfer", "retracted", "held", "released"])
 def test_health_of_a_server_on_which_nothing_runs(what: str) -> None:
     """Guards against a server that is restarted because prefill computes a long prompt: SGLang's
-    check becomes a request, which waits for memory that transfers own, behind others that do."""
+    health check becomes a request, which waits behind others for memory that transfers own."""
     decoder = Decoder(16, 1024)
     if what in ("queue", "transfer"):
         admit(decoder, [7] * 1000, new=4)
@@ -168,7 +169,7 @@ def test_health_of_a_server_on_which_nothing_runs(what: str) -> None:
 
 
 class Sleeper:
-    """Counts instead of sleeping."""
+    """Counts sleeps instead of sleeping."""
 
     def __init__(self) -> None:
         self.naps = 0
@@ -178,15 +179,15 @@ class Sleeper:
 
 
 def naps(decoder: Any) -> int:
-    """How often the scheduler would sleep now: once or not at all."""
+    """Return the number of sleeps of the scheduler now: one or none."""
     decoder.idle_sleeper = Sleeper()
     decoder.maybe_sleep_on_idle()
     return decoder.idle_sleeper.naps
 
 
 def test_a_prefill_server_is_awake_while_a_handshake_is_under_way() -> None:
-    """Guards against up to a second of sleep on a request whose decode server announces its pages
-    meanwhile: stock's scheduler does that."""
+    """Guards against up to a second of sleep during a handshake, although the decode server
+    announces its pages then: stock's scheduler does that."""
     prefill = Scheduler.__new__(Scheduler)
     manager = SimpleNamespace(rooms=object())
     bootstrap = SimpleNamespace(queue=[], kv_manager=manager)
@@ -203,8 +204,8 @@ def test_a_prefill_server_is_awake_while_a_handshake_is_under_way() -> None:
 
 @pytest.mark.parametrize("stage", ["retracted", "held"])
 def test_a_decode_server_is_awake_while_requests_wait_that_stock_does_not_count(stage: str) -> None:
-    """Guards against a second of sleep for each look at a retracted request, or at pages that are
-    free once prefill has stopped writing to them."""
+    """Guards against a second of sleep before each check of a retracted request, or of pages that
+    are freed once prefill has stopped writing to them."""
     decoder = Decoder(16, 640)
     bring_to(decoder, stage)
     decoder.submitted[0].to_finish = FINISH_ABORT()

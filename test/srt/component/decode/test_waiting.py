@@ -1,4 +1,4 @@
-"""A request that waits for memory: it says so once, and not for ever."""
+"""A request that waits for memory: one log line, and a deadline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def full(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> Decoder:
-    """A server whose pool one transfer fills, at second 0; a parameter is its settings."""
+    """A server with a pool that one transfer fills, at second 0; a parameter is its settings."""
     caplog.set_level(logging.WARNING)
     for name, value in getattr(request, "param", {}).items():
         monkeypatch.setenv(name, value)
@@ -34,20 +34,20 @@ def full(
 
 
 def at(decoder: Decoder, now: float) -> None:
-    """A step at this second."""
+    """Run a step at second ``now``."""
     decoder.now = now
     tick(decoder)
 
 
 def waits(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The lines that say that somebody waits."""
+    """Return the log lines about waiting requests."""
     return [line for line in caplog.messages if "for decode memory" in line]
 
 
 def test_the_deadline_is_told_in_words(full: Decoder) -> None:
-    """Guards against a client that waits for ever, and against an error that does not say which
-    setting it met, which request and room it was about, and what was missing. Who was admitted has
-    no deadline."""
+    """Guards against a client that waits for ever, and against an error that does not name the
+    exceeded setting, the request and its room, and the missing memory. An admitted request has no
+    deadline."""
     (filler,) = full.in_transfer
     head, behind = admit(full, ids(2, 200), ids(3, 300), new=4)
     at(full, 299.9)
@@ -69,8 +69,7 @@ def test_the_deadline_is_told_in_words(full: Decoder) -> None:
 
 @pytest.mark.parametrize("full", [{TIMEOUT: "5"}], indirect=True)
 def test_the_deadline_counts_from_the_handshake(full: Decoder) -> None:
-    """Guards against a slow prefill server that uses up the time for memory, and against a setting
-    that nobody reads."""
+    """Guards against a slow prefill server that uses up the time, and a setting without effect."""
     (req,) = admit(full, ids(2, 200), new=4, ready=False)
     at(full, 200.0)
     full.room(req).state = KVPoll.WaitingForInput
@@ -85,9 +84,9 @@ def test_the_deadline_counts_from_the_handshake(full: Decoder) -> None:
 def test_a_long_wait_is_logged_once(
     full: Decoder, seconds: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Guards against a server that gives no sign of being full, and against a line for every step;
-    the line says what is wanted and where the pool's tokens are, those that a dead peer's transfer
-    holds too. Guards against a setting that nobody reads."""
+    """Guards against a full server without a sign in its log, and against a line for every step.
+    The line names the needed tokens and the use of the pool, including the part that a dead peer's
+    transfer holds. Guards against a setting without effect."""
     full.abort(full.in_transfer[0].rid)
     (req,) = admit(full, ids(2, 200), new=4)
     at(full, seconds - 0.1)
@@ -102,8 +101,8 @@ def test_a_long_wait_is_logged_once(
 
 
 def test_retracted_requests_say_that_they_wait(caplog: pytest.LogCaptureFixture) -> None:
-    """Guards against a client whose answer stands still without a trace in the log; and against a
-    second retraction that counts as the first one's wait."""
+    """Guards against a client whose answer stalls without a trace in the log, and against a second
+    retraction that counts as the first one's wait."""
     decoder = Decoder(16, 640)
     run(decoder, ids(1, 100), ids(2, 100), steps=3)
     rows = decoder.req_to_token_pool
@@ -125,8 +124,8 @@ def test_retracted_requests_say_that_they_wait(caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("paused", [False, True])
 def test_handshakes_end_while_a_retracted_request_waits(paused: bool) -> None:
-    """Guards against clients that get no answer for as long as a retracted request waits: its
-    prefill server was lost, or they have left. No request is admitted before it."""
+    """Guards against clients that get no answer for as long as a retracted request waits, after the
+    loss of their prefill server or their disconnect. No request is admitted before it."""
     decoder = Decoder(16, 640)
     run(decoder, ids(1, 100), ids(2, 100), steps=3)
     first = retract(decoder)
@@ -148,14 +147,14 @@ def test_handshakes_end_while_a_retracted_request_waits(paused: bool) -> None:
     finish(decoder)
 
 
-# ---- a long line ----
+# ---- a long queue ----
 
 LONG_LINE = 1000
 STEPS = -(-LONG_LINE // admission.MAX_CHECKED)
 
 
 def polls_of_a_step(decoder: Decoder) -> int:
-    """How many receivers the next step polls."""
+    """Return the number of receivers that the next step polls."""
     polled: list[Room] = []
     with pytest.MonkeyPatch.context() as patch:
         poll = Room.poll
@@ -166,8 +165,8 @@ def polls_of_a_step(decoder: Decoder) -> int:
 
 @pytest.mark.hazard("step-per-waiting-request")
 def test_a_step_polls_a_part_of_many_handshakes() -> None:
-    """Guards against a prefill server that does not answer, with 10,000 requests for it, and costs
-    every step a pass over all of them; a request for another server does not wait for those."""
+    """Guards against a silent prefill server with 10,000 requests for it that costs every step a
+    pass over all of them; a request for another server does not wait for those."""
     decoder, asked = Decoder(16, 640), list[str]()
     servers: Any = Unasked()
     servers.connections.ensure = lambda address: bool(asked.append(address))
@@ -189,7 +188,7 @@ def test_a_step_polls_a_part_of_many_handshakes() -> None:
 
 
 class Rid(str):
-    """Counts how often SGLang, or this package, compares it with the id of an abort."""
+    """Counts the comparisons of this id with the id of an abort."""
 
     compared = 0
 
@@ -200,8 +199,8 @@ class Rid(str):
 
 @pytest.mark.parametrize("options", [{}, {"local": 60, "lost": 60}], ids=["", "local turns"])
 def test_an_abort_goes_through_a_long_line_once(options: dict[str, int]) -> None:
-    """Guards against an abort that costs milliseconds more than SGLang's own look at its queues:
-    with 10,000 in line every client that leaves would stop those that run."""
+    """Guards against an abort that costs milliseconds more than SGLang's own search of its queues:
+    with 10,000 queued requests every client that leaves would stall running ones."""
     decoder = Decoder(16, 640, **options)
     reqs = [decoder.submit(ids(2 + number, 600), new=4) for number in range(LONG_LINE)]
     tick(decoder)
@@ -218,17 +217,17 @@ def test_an_abort_goes_through_a_long_line_once(options: dict[str, int]) -> None
 def test_a_step_looks_at_a_part_of_a_long_line(
     full: Decoder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Guards against a step that costs the more the more requests wait, or logs a line for each;
-    and against one that nobody looks at: who fails or has waited too long is answered within a turn
-    of the line."""
+    """Guards against a step whose cost, or number of log lines, grows with the number of waiting
+    requests; and against a request that is never checked: failed and expired requests are answered
+    within one pass of the queue."""
     reqs = [full.submit(ids(2 + number, 200), new=4) for number in range(LONG_LINE)]
     tick(full, STEPS)
     full.now = 10.0
     assert all(polls_of_a_step(full) < 300 for _ in range(2 * STEPS))
     found = waits(caplog)
-    assert len(found) < 20  # all who wait for the same are one
+    assert len(found) < 20  # all requests that wait for the same one share a line
     words = [word.strip(",;") for text in found for word in text.split()]
-    # The head is named by those behind it, too.
+    # Requests behind the head name it, too.
     assert [words.count(req.rid) for req in reqs[1:]] == [1] * (LONG_LINE - 1)
     assert f"request {reqs[0].rid} ahead of it does not fit" in found[1]
     gone = [reqs[place] for place in (0, 1, 127, 128, 500, 999)]

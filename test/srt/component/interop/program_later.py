@@ -1,7 +1,7 @@
-"""Runs under the later release: prints what its decode side sends, and reads what ours sends.
+"""Runs under the later release: prints its decode side's messages, and parses ours.
 
-Lines of JSON on standard output; the argument is a JSON list of messages (frames in hexadecimal) of
-ours, by backend, of which its prefill side says what it understands.
+Writes lines of JSON to standard output. The argument is a JSON object: by backend, our decode
+side's messages (frames in hexadecimal), which the release's prefill side parses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-#: By name: pages, prefix, and whether nothing goes to this rank.
+#: Name -> pages, prefix, and True if this prefill rank sends nothing.
 ROOMS = {
     "all": ([4, 5], 0, False),
     "rest": ([4, 5], 16, False),
@@ -26,7 +26,7 @@ ROOMS = {
 
 
 def receiver_of(kind: Any) -> tuple[Any, list[list[bytes]]]:
-    """A receiver with what its messages need, and the messages."""
+    """Return a receiver with the fields that its messages need, and the list of its messages."""
     sent: list[list[bytes]] = []
     socket = SimpleNamespace(send_multipart=sent.append)
 
@@ -53,8 +53,8 @@ def receiver_of(kind: Any) -> tuple[Any, list[list[bytes]]]:
     return receiver, sent
 
 
-def say(**what: Any) -> None:
-    print(json.dumps(what), flush=True)
+def say(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
-"""What a decode server of SGLang 0.5.12.post1 announces, read by our prefill rank; on request, the
-real release says it again, and reads what ours announces."""
+"""Announcements of a decode server of SGLang 0.5.12.post1, parsed by our prefill rank. On request,
+the real release sends them again, and parses our announcements."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from sglang.srt.disaggregation.delta.peer_messages import find_frame
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
 
-ROOM, PAGE = 7, 8
+ROOM = 7
+PAGE = 8
 _PAGES = b"\x04\x00\x00\x00\x05\x00\x00\x00"
 _KV = b"\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00"
 _METADATA = b"\x09\x00\x00\x00\x00\x00\x00\x00"
 _NIXL = [b"NixlMsgGuard", b"7", b"10.0.0.2", b"4000", b"D"]
 _MOONCAKE = [b"7", b"10.0.0.2", b"4000", b"10.0.0.2:5000"]
 
-#: By backend and by what is announced: two pages 4 and 5 in metadata slot 3, after a prefix of so
-#: many tokens; no pages (a full hit of 24 tokens); nothing to this rank (latent KV, of which one
-#: prefill rank of several sends all).
+#: By backend and kind of announcement: pages 4 and 5 in metadata slot 3, after a prefix of 0 or 16
+#: tokens; no pages (a full hit of 24 tokens); nothing from this rank (latent KV, which one prefill
+#: rank of several sends).
 ANNOUNCED: dict[str, dict[str, list[bytes]]] = {
     "nixl": {
         "all": [*_NIXL, _PAGES, b"3", b"1", b"", b"0"],
@@ -67,7 +68,7 @@ REGISTERED: dict[str, list[bytes]] = {
 
 
 class Prefill:
-    """A prefill rank with one request, to which a decode server of a later release is known."""
+    """A prefill rank with one request and a registered decode server of a later release."""
 
     def __init__(self, say: Dialect, **fields: Any) -> None:
         self._say = say
@@ -75,14 +76,14 @@ class Prefill:
         self.manager.kv_args.page_size = PAGE
         self.reader.handle(REGISTERED[say.backend])
 
-    def announced(self, what: str) -> Any:
-        """Its announcement arrives; what the manager keeps of it."""
-        self.reader.handle(ANNOUNCED[self._say.backend][what])
+    def announced(self, kind: str) -> Any:
+        """Receive an announcement; return the manager's record of it."""
+        self.reader.handle(ANNOUNCED[self._say.backend][kind])
         (info,) = bare.destinations(self.manager, ROOM)
         return info
 
     def sender(self, prompt_pages: int) -> Any:
-        """The request comes, and leaves the bootstrap queue."""
+        """Return the sender of the request, past the bootstrap queue."""
         sender = self._say.sender(self.manager, "10.0.0.1:8998", ROOM, [0], 0)
         assert sender.poll() == KVPoll.WaitingForInput
         sender.init(prompt_pages, 0)
@@ -94,25 +95,25 @@ both = pytest.mark.parametrize("say", DIALECTS, ids=repr)
 
 @both
 @pytest.mark.parametrize(
-    ("what", "prompt_pages", "prefix", "pages"),
+    ("kind", "prompt_pages", "prefix", "pages"),
     [("all", 2, 0, 2), ("rest", 4, 16, 2), ("full hit", 3, 24, 0)],
 )
 def test_a_prefix_of_a_later_release(
-    say: Dialect, what: str, prompt_pages: int, prefix: int, pages: int
+    say: Dialect, kind: str, prompt_pages: int, prefix: int, pages: int
 ) -> None:
-    """Guards against a partial hit that fails for its number of pages, and against a full hit that
-    counts as a rank to which nothing goes: decode would wait 300 s for its metadata."""
+    """Guards against a partial hit that fails because of its number of pages, and against a full
+    hit that counts as nothing to send: decode would wait 300 s for its metadata."""
     prefill = Prefill(say)
-    assert not say.is_dummy(prefill.announced(what))
+    assert not say.is_dummy(prefill.announced(kind))
     sender = prefill.sender(prompt_pages)
     assert prefill.manager.failure_records == {}
     assert (sender.decode_prefix_len, sender.num_kv_indices) == (prefix, pages)
 
 
 @both
-def test_a_prefix_that_does_not_fit(say: Dialect) -> None:
-    """Guards against a wrong part of the prompt in silence; and against words of ours to a decode
-    rank that cannot read them, which would end the thread that reads (Mooncake)."""
+def test_a_prefix_of_another_length_than_the_pages(say: Dialect) -> None:
+    """Guards against a wrong part of the prompt without an error, and against our own messages to a
+    decode rank that cannot parse them, which would end its reader thread (Mooncake)."""
     prefill = Prefill(say)
     prefill.announced("rest")
     prefill.sender(prompt_pages=5)
@@ -122,29 +123,30 @@ def test_a_prefix_that_does_not_fit(say: Dialect) -> None:
 
 
 @both
-@pytest.mark.parametrize("what", ["nothing", "nothing after a prefix"])
-def test_a_rank_to_which_nothing_goes(say: Dialect, what: str) -> None:
-    """Of latent KV one prefill rank sends all. Guards against another that writes metadata too, and
-    that fails the room because it was listed no pages. Over NIXL both look like a full hit."""
+@pytest.mark.parametrize("kind", ["nothing", "nothing after a prefix"])
+def test_a_rank_that_sends_nothing(say: Dialect, kind: str) -> None:
+    """Guards against a second rank that also writes metadata, or that fails the room because no
+    pages are listed for it: one prefill rank sends all latent KV. Over NIXL both look like a full
+    hit."""
     prefill = Prefill(say, is_mla_backend=True, attn_tp_size=2, attn_tp_rank=1)
-    assert say.is_dummy(prefill.announced(what))
+    assert say.is_dummy(prefill.announced(kind))
     prefill.sender(prompt_pages=4)
     assert prefill.manager.failure_records == {}
 
 
 def test_the_rank_that_sends_latent_kv() -> None:
-    """Guards against a full hit taken for such a rank where one prefill rank does send."""
+    """Guards against a full hit that counts as nothing to send, on the rank that sends."""
     prefill = Prefill(NIXL, is_mla_backend=True, attn_tp_size=2, attn_tp_rank=0)
     assert not NIXL.is_dummy(prefill.announced("full hit"))
 
 
 @both
 @pytest.mark.parametrize("frame", [b"x", b"-16", b"\xff", b"1" * 30])
-def test_a_ninth_frame_that_is_no_length(
+def test_a_ninth_frame_that_is_not_a_length(
     say: Dialect, frame: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A release after those we know may say something else there. Guards against its being served
-    as if it had said nothing."""
+    """Guards against a room that is served as if it had no ninth frame: a later release may put
+    something else there."""
     prefill = Prefill(say)
     with caplog.at_level(logging.ERROR):
         prefill.reader.handle([*ANNOUNCED[say.backend]["all"][:-1], frame])
@@ -152,18 +154,16 @@ def test_a_ninth_frame_that_is_no_length(
 
 
 @both
-def test_state_that_is_packed_in_another_way(
-    say: Dialect, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Later releases list the state of hybrid models (Mamba, SWA, NSA) by component. Guards against
-    their lengths read as addresses, and written to."""
+def test_state_in_another_format(say: Dialect, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against lengths that are parsed as addresses, and written to: later releases list the
+    state of hybrid models (Mamba, SWA, NSA) by component."""
     prefill = Prefill(say)
-    at = 8 if say is NIXL else 6
+    index = 8 if say is NIXL else 6
     two_components = struct.pack("<3I2Q", 2, 8, 8, 1000, 2000)
     pointers = struct.pack("<2I2Q", 1, 16, 1000, 2000)
     for packed in (two_components, pointers):
         registered = list(REGISTERED[say.backend])
-        registered[at] = packed
+        registered[index] = packed
         if say is NIXL:
             registered[4] = b"E"
         else:
@@ -180,8 +180,8 @@ KINDS: dict[str, Any] = {"nixl": NixlKVReceiver, "mooncake": MooncakeKVReceiver}
 
 
 def announced_by_us(backend: str, with_frame: bool) -> list[bytes]:
-    """What our decode side says of room 7 with pages 4 and 5, to a prefill server that takes a
-    prefix or to another one; without NIXL's guard, which prefill takes off."""
+    """Return our announcement of room 7 with pages 4 and 5, for a prefill server that accepts a
+    prefix or for another one; without NIXL's guard, which prefill removes."""
     kind = KINDS[backend]
     sent: list[list[bytes]] = []
     socket = SimpleNamespace(send_multipart=sent.append)
@@ -211,14 +211,14 @@ def announced_by_us(backend: str, with_frame: bool) -> list[bytes]:
 
 @pytest.mark.parametrize("backend", KINDS)
 def test_our_frame_has_the_length_of_the_prompt(backend: str) -> None:
-    """Guards against a comparison of lengths that prefill never makes."""
+    """Guards against a frame without the prompt's length, which prefill could then not compare."""
     frame = find_frame(announced_by_us(backend, with_frame=True))
     assert frame is not None and frame.prompt_tokens == 33
 
 
 @pytest.fixture(scope="module")
-def said() -> list[dict[str, Any]]:
-    """What the real release sends, and what it understands of ours."""
+def messages() -> list[dict[str, Any]]:
+    """Messages of the real release, and its parsing of ours."""
     environment = later_release.environment() | {"SGLANG_CPU_STANDIN": "1"}
     ours = {
         backend: {
@@ -227,7 +227,7 @@ def said() -> list[dict[str, Any]]:
         }
         for backend in KINDS
     }
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(PROGRAM), json.dumps(ours)],
         env=os.environ | environment,
         capture_output=True,
@@ -235,19 +235,21 @@ def said() -> list[dict[str, Any]]:
         timeout=300,
         check=False,
     )
-    assert found.returncode == 0, found.stderr[-3000:]
-    lines = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
+    assert result.returncode == 0, result.stderr[-3000:]
+    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     assert lines[0] == {"version": later_release.RELEASE}
     return lines
 
 
 @later_release.ON_REQUEST
 @pytest.mark.parametrize("backend", KINDS)
-def test_it_sends_what_our_tests_say(said: list[dict[str, Any]], backend: str) -> None:
+def test_the_release_sends_the_frames_of_these_tests(
+    messages: list[dict[str, Any]], backend: str
+) -> None:
     """Guards against frames in our tests that the release never sends."""
     sent = {
         line["sends"]: [bytes.fromhex(frame) for frame in line["frames"]]
-        for line in said
+        for line in messages
         if line.get("backend") == backend and "sends" in line
     }
     assert sent.pop("registration") == REGISTERED[backend]
@@ -256,18 +258,20 @@ def test_it_sends_what_our_tests_say(said: list[dict[str, Any]], backend: str) -
 
 @later_release.ON_REQUEST
 @pytest.mark.parametrize("backend", KINDS)
-def test_it_reads_a_whole_prompt(said: list[dict[str, Any]], backend: str) -> None:
-    """What a prefill server that does not say that it takes a prefix is sent. Guards against a
-    message that the later release cannot read."""
-    (line,) = [x for x in said if x.get("backend") == backend and x.get("reads") == "whole prompt"]
+def test_the_release_parses_a_whole_prompt(messages: list[dict[str, Any]], backend: str) -> None:
+    """Guards against a message that the later release cannot parse: the one for a prefill server
+    that does not announce support of a prefix."""
+    (line,) = [
+        x for x in messages if x.get("backend") == backend and x.get("reads") == "whole prompt"
+    ]
     assert (line["room"], line["pages"], line["prefix"]) == (7, [4, 5], None)
 
 
 @later_release.ON_REQUEST
 @pytest.mark.parametrize("backend", KINDS)
-def test_our_frame_is_not_for_it(said: list[dict[str, Any]], backend: str) -> None:
-    """It raises where it reads the ninth frame as a number, on the thread that reads all messages:
-    why it must never be sent one. If it stops to, a prefix may be sent in another way."""
-    (line,) = [x for x in said if x.get("backend") == backend and x.get("reads") != "whole prompt"
-               and "reads" in x]  # fmt: skip
+def test_the_release_cannot_parse_our_frame(messages: list[dict[str, Any]], backend: str) -> None:
+    """Guards the reason why the release must never get our frame: parsing it as a number raises on
+    the thread that reads all messages. If that changes, a prefix may be sent in another way."""
+    (line,) = [x for x in messages if x.get("backend") == backend
+               and x.get("reads") != "whole prompt" and "reads" in x]  # fmt: skip
     assert line["error"] in ("ValueError", "UnicodeDecodeError")

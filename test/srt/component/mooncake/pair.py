@@ -45,7 +45,7 @@ class Pair(pair.Pair):
 
     def start(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            # So long a transfer that was broken off counts as under way.
+            # How long an aborted transfer counts as in flight.
             hold = replace(environment.QUARANTINE_TIMEOUT, default=1.0)
             patch.setattr(environment, "QUARANTINE_TIMEOUT", hold)
             self.prefill.manager.start_prefill_thread()
@@ -68,7 +68,7 @@ class Pair(pair.Pair):
 
     @contextmanager
     def engine(self, transfer: Callable[..., int]) -> Iterator[None]:
-        """``transfer(real, *arguments)`` stands in for the engine's batch transfer."""
+        """Replace the engine's batch transfer by ``transfer(real, *arguments)``."""
         engine = self.prefill.manager.engine
         real = engine.batch_transfer_sync
         engine.batch_transfer_sync = lambda *arguments: transfer(real, *arguments)

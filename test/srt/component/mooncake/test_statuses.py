@@ -1,4 +1,4 @@
-"""Messages on a decode rank's port, from prefill servers and from strangers."""
+"""Messages on a decode rank's port, from prefill servers and from unknown senders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOGGER = "sglang.srt.disaggregation.delta.peer_messages"
 
 
 def status(room: int, value: int = 4, writer: int = 0) -> list[bytes]:
-    """The word of one writer: 4 is success, 0 failure."""
+    """Return one writer's status: 4 is success, 0 failure."""
     return [str(number).encode() for number in (room, value, writer)]
 
 
@@ -24,20 +24,20 @@ def metadata(
     room: int = 7, buffer: int = 0, slot: int = 7, data: bytes = b"\1" * ITEM,
     length: int | None = None,
 ) -> list[bytes]:  # fmt: skip
-    """One metadata buffer of a room, sent beside the engine."""
+    """Return one metadata buffer of a room, sent beside the engine."""
     numbers = [str(number).encode() for number in (room, buffer, slot)]
     size = len(data) if length is None else length
     return [b"AUX_DATA", *numbers, size.to_bytes(4, "big"), data]
 
 
 def reader_of(manager: Any) -> MessageReader:
-    """What the manager's reading thread runs."""
+    """Return the reader that the manager's reading thread runs."""
     return MessageReader(manager.servers.take, manager.take_status)
 
 
 def test_a_room_is_complete_when_each_of_its_writers_is() -> None:
-    """Guards against a writer that is counted twice, or for a room that waits for others: the
-    request would start on KV that is not there."""
+    """Guards against a writer that is counted twice, or that completes a room with other writers:
+    the request would start on missing KV."""
     manager = decode("mooncake", 7, writers=2)
     reader = reader_of(manager)
     for _ in range(3):
@@ -48,7 +48,7 @@ def test_a_room_is_complete_when_each_of_its_writers_is() -> None:
 
 
 def test_a_failure_is_final() -> None:
-    """Guards against a room that comes back to life, and against its reason that is lost."""
+    """Guards against a failed room that is revived, and against a lost reason."""
     manager = decode("mooncake", 7)
     reader = reader_of(manager)
     reader.handle(status(7, 0))
@@ -58,8 +58,8 @@ def test_a_failure_is_final() -> None:
 
 
 def test_words_of_unknown_rooms_leave_nothing() -> None:
-    """Guards against tables that grow with every room that was aborted: its late completion,
-    failure, metadata and notice are dropped."""
+    """Guards against tables that grow with every aborted room: its late completion, failure,
+    metadata and notification are dropped."""
     manager = decode("mooncake")
     reader = reader_of(manager)
     for message in (
@@ -73,8 +73,8 @@ def test_words_of_unknown_rooms_leave_nothing() -> None:
 
 
 def test_words_of_a_room_that_is_followed() -> None:
-    """Guards against pages of a room that was given up that stay held although every writer has
-    delivered or stopped, and are released when only one of them has."""
+    """Guards against an abandoned room's pages that stay held although every writer has delivered
+    or stopped, and against pages that are freed when only one of them has."""
     manager = decode("mooncake", 7, writers=2)
     reader = reader_of(manager)
     receiver = announced(manager, 7, writers=2)
@@ -107,8 +107,8 @@ def test_words_of_a_room_that_is_followed() -> None:
 def test_what_cannot_be_served_is_dropped_by_name(
     message: list[bytes], complaint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One stray or broken message must not end the thread that reads for every room, nor be
-    written to memory; the log must say what is wrong."""
+    """Guards against a stray or broken message that ends the thread which reads for every room, or
+    is written to memory; the log must name the fault."""
     manager = decode("mooncake", 7)
     with caplog.at_level(logging.ERROR, LOGGER):
         reader_of(manager).handle(message)

@@ -1,6 +1,6 @@
-"""What Mooncake alone does with a room: dummies, failed sessions, metadata over TCP.
+"""Mooncake's own behaviour in a room: dummies, failed sessions, metadata over TCP.
 
-What both backends must do is in ``component/transfer``; tests run as they do there.
+``component/transfer`` tests the behaviour of both backends; these tests run in the same way.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ pytestmark = pytest.mark.parametrize("pair", ["mooncake"], indirect=True)
 
 @pytest.mark.hazard("leaking-room-records")
 def test_dummy_rank_sends_nothing_and_proves_nothing(pair: Pair) -> None:
-    """Guards against writes from a dummy rank, against its request that never ends, and against
-    its word on a withdrawal, which counted as that of the rank that writes."""
+    """Guards against writes from a dummy rank, against its request that never ends, and against its
+    answer to a withdrawal, which counted as that of the writing rank."""
     (info,) = pair.decode.manager.connection_pool[f"{ADDRESS}_0_0_0"]
     info["is_dummy"] = True
     sender, receiver = pair.ready_room(4, 5)
     sender.send(pages(30, 31))
-    until(lambda: sender.poll() == KVPoll.Success, "a dummy's part is done")
+    until(lambda: sender.poll() == KVPoll.Success, "the dummy's part is done")
     sender.clear()
     assert pair.arrived([], []) and receiver.poll() == KVPoll.WaitingForInput
     receiver.abort()
-    deferred = receiver.defer_free()  # asks the dummy, too
+    deferred = receiver.defer_free()  # notifies the dummy, too
     assert pair.reason(receiver)
     again = pair.sender(sender.bootstrap_room)
     until(lambda: again.poll() == KVPoll.Failed, "withdrawal")
     assert pair.reason(again)
     info["is_dummy"] = False
-    pair.serve(31, 6)  # what it said is here by then
-    assert not deferred.is_drained(), "a rank that writes nothing spoke for the one that writes"
+    pair.serve(31, 6)  # its answer has arrived by then
+    assert not deferred.is_drained(), "the dummy's answer counted for the writing rank"
     deferred.free(lambda entry: None)
 
 
 def test_metadata_over_tcp_arrive(pair: Pair) -> None:
-    """Guards against metadata that stock sends beside the engine and that no longer arrive."""
+    """Guards against lost metadata that stock sends beside the engine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_MOONCAKE_SEND_AUX_TCP", "1")
         pair.prefill.aux[3] = 55
@@ -47,8 +47,8 @@ def test_metadata_over_tcp_arrive(pair: Pair) -> None:
 
 
 def test_a_stock_server_of_two_ranks(pair: Pair) -> None:
-    """Guards against a room that is announced as stock announces it, and never complete: what one
-    rank of its server had said was forgotten when the other one spoke."""
+    """Guards against a room with a stock announcement that never completes: the status of one rank
+    of its server was forgotten when the other one's arrived."""
     manager, room = pair.decode.manager, pair.next_room()
     receiver = pair.receiver(room)
     receiver.send_metadata(pages(1, 2), 0, None)
@@ -61,8 +61,8 @@ def test_a_stock_server_of_two_ranks(pair: Pair) -> None:
 
 
 def test_stock_decode_is_told_of_a_failed_transfer(pair: Pair) -> None:
-    """Guards against an unpatched decode server that waits for what failed: it knows nothing but
-    the status."""
+    """Guards against an unpatched decode server that waits for a failed transfer: it only
+    understands the status."""
     sender, receiver = pair.room()
     receiver.send_metadata(pages(1, 2), 0, None)
     pair.announced(sender)
@@ -74,8 +74,8 @@ def test_stock_decode_is_told_of_a_failed_transfer(pair: Pair) -> None:
 
 
 def test_stock_decode_is_told_of_a_mismatch(pair: Pair) -> None:
-    """Guards against an unpatched decode server that waits for its own deadline where prefill has
-    other pages than it announced."""
+    """Guards against an unpatched decode server that waits for its own deadline if prefill has
+    another number of pages than it announced."""
     sender, receiver = pair.room()
     receiver.send_metadata(pages(1, 2), 0, None)
     pair.announced(sender)
@@ -87,9 +87,9 @@ def test_stock_decode_is_told_of_a_mismatch(pair: Pair) -> None:
 
 @pytest.mark.hazard("pages-written-after-release", "peer-lost-for-ever")
 def test_batch_that_the_engine_refuses(pair: Pair) -> None:
-    """How much of the batch is under way is not known. Guards against pages given to others while
-    its writes may still arrive, against clients that wait as long as the pages, and against a
-    decode rank that stays shut out."""
+    """Guards against pages that are reused while writes of a refused batch may still arrive (it is
+    unknown how many are in flight), against clients that wait as long as the pages, and against a
+    decode rank that stays excluded."""
     sender, receiver = pair.ready_room(20, 9)
     second, other = pair.ready_room(4, slot=2)
     with pair.engine(lambda *arguments: -1):
@@ -100,7 +100,7 @@ def test_batch_that_the_engine_refuses(pair: Pair) -> None:
     assert f"room {sender.bootstrap_room}" in text and "127.0.0.1" in text and "status -1" in text
     assert "prefill could not deliver it" in pair.reason(receiver)
     assert not deferred.is_drained(), "an error says nothing about the other writes of the batch"
-    second.send(pages(33))  # announced before: it fails at once, and says why
+    second.send(pages(33))  # announced before: fails at once, with the reason
     assert pair.finish(second, other) == LOST
     for end in (second, other):
         assert "register again" in pair.reason(end)

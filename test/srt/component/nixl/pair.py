@@ -24,8 +24,8 @@ from sglang.srt.patchset import environment
 
 @cache
 def agent_of(name: str, sends: bool) -> Any:
-    """One for all pairs of an interpreter: of dozens, each slows the others down. As SGLang asks
-    for it: a prefill server's has a thread pool."""
+    """Return the agent that all pairs of an interpreter share, because dozens of agents slow each
+    other down. It has SGLang's settings: a prefill server's agent has a thread pool."""
     with configured_agents(Settings().queues if sends else 0):
         config = _api.nixl_agent_config(backends=["UCX"], num_threads=8 if sends else 0)
         return _api.nixl_agent(name, config)
@@ -42,11 +42,11 @@ class Side(pair.Side):
 
 
 def raises(*arguments: Any, **options: Any) -> Any:
-    """As NIXL's binding does when it does not like something."""
+    """Raise, in place of a call of NIXL's binding."""
     raise ZeroDivisionError
 
 
-#: Their memory stays registered with the agents.
+#: Closed pairs, because their memory stays registered with the agents.
 _CLOSED: list[Any] = []
 
 
@@ -69,7 +69,7 @@ class Pair(pair.Pair):
 
     def start(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            # So long a transfer that was broken off counts as under way.
+            # How long an aborted transfer counts as in flight.
             hold = replace(environment.QUARANTINE_TIMEOUT, default=0.1)
             patch.setattr(environment, "QUARANTINE_TIMEOUT", hold)
             self.prefill.manager._start_bootstrap_thread()
@@ -84,7 +84,7 @@ class Pair(pair.Pair):
 
     @contextmanager
     def agent_that(self, **calls: Any) -> Iterator[Any]:
-        """Prefill's agent with some of its calls replaced."""
+        """Replace some calls of prefill's agent within the context."""
         agent = self.prefill.manager.agent
         agent.__dict__.update(calls)
         try:
@@ -95,7 +95,7 @@ class Pair(pair.Pair):
 
     @contextmanager
     def counted(self, *names: str) -> Iterator[Counter[str]]:
-        """Calls of prefill's agent meanwhile."""
+        """Count calls of prefill's agent within the context."""
         agent, calls = self.prefill.manager.agent, Counter[str]()
 
         def count(name: str) -> Any:

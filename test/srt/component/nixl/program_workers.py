@@ -1,5 +1,5 @@
 """A prefill server's NIXL manager, made by its own constructor. One thread for each of its transfer
-threads makes a transfer; NIXL's log says which UCX worker each of them got."""
+threads makes a transfer; NIXL's log names the UCX worker of each."""
 
 from __future__ import annotations
 

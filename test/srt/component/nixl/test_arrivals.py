@@ -1,5 +1,5 @@
-"""What a decode rank makes of NIXL's notifications: whether a room is complete, drained or failed,
-and where the metadata go that come in the note which completes it."""
+"""A decode rank's handling of NIXL's notifications: a room is complete, drained or failed, and the
+metadata of the completing note are stored."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ LENGTHS = (64, 8)
 
 
 class Rank:
-    """A decode rank with a room that ``writers`` prefill ranks write to, and whose metadata go to
-    ``SLOT`` where it was ``announced`` so."""
+    """A decode rank with a room that ``writers`` prefill ranks write to. Its metadata go to
+    ``SLOT`` if the room was ``announced``."""
 
     def __init__(
         self, writers: int = 1, expects_state: bool = False, announced: bool = True
@@ -44,18 +44,18 @@ class Rank:
             assert self.manager.expect_metadata(ROOM, SLOT)
 
     def take(self, *notes: bytes) -> bool:
-        """These arrive, and are read; returns whether the room is complete."""
+        """Let notes arrive, and read them; return True if the room is complete."""
         self.manager.agent.notes = {"prefill": list(notes)}
         self.manager.update_transfer_status()
         return bool(self.manager.check_transfer_done(ROOM))
 
     def slots(self) -> list[list[int]]:
-        """The bytes of each buffer's slots, where they are all one number."""
+        """Return the byte that fills each slot, for each buffer."""
         assert all((buffer == buffer[:, :1]).all() for buffer in self.buffers)
         return [buffer[:, 0].tolist() for buffer in self.buffers]
 
     def receiver(self, room: int = ROOM) -> Any:
-        """The request's, in transfer."""
+        """Return the receiver of a request in transfer."""
         self.manager.update_status(room, KVPoll.WaitingForInput)
         made: Any = NixlKVReceiver.__new__(NixlKVReceiver)
         made.__dict__.update(
@@ -68,13 +68,13 @@ class Rank:
 def note(
     value: int = 5, writer: int = 0, room: int = ROOM, lengths: tuple[int, ...] = LENGTHS
 ) -> bytes:
-    """A completion whose metadata are all ``value``."""
+    """Return a completion note with metadata bytes that are all ``value``."""
     return done(room, writer, [bytes([value]) * length for length in lengths])
 
 
 EMPTY, WRITTEN = [[0] * 4] * 2, [[0, 0, 5, 0]] * 2
 
-# ---- complete ----
+# ---- complete rooms ----
 
 
 @pytest.mark.hazard("chunks-overtake", "writers-confused")
@@ -82,13 +82,13 @@ EMPTY, WRITTEN = [[0] * 4] * 2, [[0, 0, 5, 0]] * 2
     ("texts", "writers"),
     [
         ((b"5_kv_0_0_0", b"5_kv_1_1_0", b"5_aux_0"), 1),
-        ((b"5_kv_0_0_0", b"5_kv_1_1_0", b"5_aux"), 1),  # of a stock prefill
+        ((b"5_kv_0_0_0", b"5_kv_1_1_0", b"5_aux"), 1),  # from a stock prefill rank
         ((b"5_kv_0_1_0", b"5_kv_0_0_1", b"5_kv_1_1_1", b"5_aux_0", b"5_aux_1"), 2),
     ],
 )
 def test_every_order_ends_with_the_last_event(texts: tuple[bytes, ...], writers: int) -> None:
-    """Guards against a room that is complete before its last chunk, or its metadata, has arrived,
-    or for all when the first of its writers is; in any order, with repetitions."""
+    """Guards against a room that is complete before its last chunk or its metadata have arrived, or
+    as soon as its first writer is; in any order, with repetitions."""
     for order in permutations(texts):
         rank = Rank(writers)
         for text in order[:-1]:
@@ -100,19 +100,19 @@ def test_every_order_ends_with_the_last_event(texts: tuple[bytes, ...], writers:
 @pytest.mark.parametrize(
     ("texts", "writers", "expects_state", "is_complete"),
     [
-        # One note of a writer stands for its chunks, state and metadata, and for no other writer's.
+        # A writer's note covers its own chunks, state and metadata, but no other writer's.
         ([note()], 1, False, True),
         ([note(), note(6)], 1, True, True),
         ([note(), note()], 2, False, False),
         ([note(6), note(5, 1)], 2, False, True),
-        ([note(), b"5_kv_0_1_1", b"5_aux_1"], 2, False, True),  # an older prefill rank beside it
-        # A stock prefill with two pipeline stages does not say whose metadata came.
+        ([note(), b"5_kv_0_1_1", b"5_aux_1"], 2, False, True),  # with an older prefill rank
+        # A stock prefill with two pipeline stages does not name the metadata's writer.
         ([b"5_kv_0_1_0", b"5_aux"], 2, False, False),
         ([b"5_kv_0_1_0", b"5_kv_0_1_1", b"5_aux"], 2, False, True),
-        # "Nothing to send" of one rank does not stand for the other one's chunks.
+        # "Nothing to send" from one rank does not cover the other rank's chunks.
         ([b"5_kv_0_1_0", b"5_aux_0", b"5_aux_1"], 2, False, False),
         ([b"5_kv_0_1_0", b"5_aux_0", b"5_aux_1", b"5_kv_0_1_1"], 2, False, True),
-        # State is waited for where it is expected; dense models have none.
+        # State is awaited only if it is expected; dense models have none.
         ([b"5_kv_0_1_0", b"5_aux_0"], 1, False, True),
         ([b"5_kv_0_1_0", b"5_aux_0"], 1, True, False),
         ([b"5_kv_0_1_0", b"5_aux_0", b"5_state_0"], 1, True, True),
@@ -122,8 +122,8 @@ def test_what_completes_a_room(
     texts: list[bytes], writers: int, expects_state: bool, is_complete: bool
 ) -> None:
     """Guards against a room that never ends, and against one that ends early: the request would
-    start on KV or metadata that are not there; against metadata in another request's slot, and
-    against a repeated note that is written into a slot which is another's by then."""
+    start on missing KV or metadata; against metadata in another request's slot, and against a
+    repeated note written into a slot that has been reused."""
     rank = Rank(writers, expects_state)
     assert rank.take(*texts) is is_complete
     assert rank.slots() == (WRITTEN if any(b"done" in text for text in texts) else EMPTY)
@@ -136,9 +136,9 @@ def test_what_completes_a_room(
     "why", ["of another room", "announced without a slot", "not in host memory"]
 )
 def test_a_note_whose_metadata_go_nowhere(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against metadata in a slot of another room, against a stranger's note that completes a
-    room of a stock prefill server, and against a copy to an address of the GPU, which ends the
-    process: SGLang puts the slots there for one kind of memory pool."""
+    """Guards against metadata in a slot of another room, against an unknown sender's note that
+    completes a room of a stock prefill server, and against a copy to a GPU address, which ends the
+    process: SGLang keeps the slots there for one kind of memory pool."""
     if why == "not in host memory":
         monkeypatch.setenv("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "INTRA_NODE_NVLINK")
         assert not Rank(announced=False).manager.expect_metadata(ROOM, SLOT)
@@ -149,23 +149,23 @@ def test_a_note_whose_metadata_go_nowhere(why: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("lengths", [(), (64,), (8, 64), (64, 8, 8), (64, 9), (63, 8)])
 def test_metadata_that_do_not_fit(lengths: tuple[int, ...]) -> None:
-    """Guards against bytes beyond a slot, and against a room that is complete without them."""
+    """Guards against bytes beyond a slot, and a room that is complete without its metadata."""
     rank = Rank()
     assert not rank.take(note(lengths=lengths)) and rank.slots() == EMPTY
     text = rank.manager.failure_records[ROOM]
     assert f"metadata of {list(lengths)} bytes" in text and "expects [64, 8]" in text
-    assert rank.manager.transfer_statuses[ROOM].is_drained(1), "it writes no more"
+    assert rank.manager.transfer_statuses[ROOM].is_drained(1), "the writer has stopped"
 
 
-# ---- drained ----
+# ---- drained rooms ----
 
 
 @pytest.mark.hazard("writers-confused")
 @pytest.mark.parametrize("last", [note(6, 1), wire.Stopped(ROOM, 1, "aborted")])
 def test_a_room_that_was_given_up(last: Any) -> None:
-    """Guards against pages given away when one of two writers has delivered or stopped, and against
-    pages that stay held when both have; and against metadata in the slot of a room whose client was
-    answered."""
+    """Guards against pages freed when one of two writers has delivered or stopped, against pages
+    that stay held when both have, and against metadata in the slot of a room whose client was
+    already answered."""
     rank = Rank(writers=2)
     servers = rank.manager.servers
     deferred = announced(rank.manager, ROOM, writers=2).defer_free()
@@ -177,7 +177,7 @@ def test_a_room_that_was_given_up(last: Any) -> None:
     assert deferred.is_drained() and rank.slots() == EMPTY
 
 
-# ---- what goes wrong ----
+# ---- faults ----
 
 
 @pytest.mark.hazard("dead-peer-leftovers")
@@ -193,9 +193,9 @@ def test_a_room_that_was_given_up(last: Any) -> None:
 def test_a_poll_between_the_two_words_of_a_heartbeat(
     arrived: list[bytes], polls: list[int]
 ) -> None:
-    """Without the radix flag SGLang's heartbeat gives prefill up, and the scheduler polls after the
-    room's record says that it failed, and before its status does. Guards against a dead server's
-    rooms that are reported as delivered, and against one that is complete and fails."""
+    """Guards against a dead server's rooms that are reported as delivered, and against a complete
+    room that fails. Without the radix flag SGLang's heartbeat fails a room in two steps, and the
+    scheduler may poll after the failure record and before the status."""
     rank, seen = Rank(), []
     manager, receiver = rank.manager, rank.receiver()
     manager.servers = None
@@ -215,8 +215,8 @@ def test_a_poll_between_the_two_words_of_a_heartbeat(
 def test_notifications_that_cannot_be_read(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Guards against an error of the transport that ends the scheduler, which polls: rooms end by
-    their deadline, pages of rooms that were given up stay held, and the log does not fill up."""
+    """Guards against an error of the transport that ends the polling scheduler: rooms end by their
+    deadline, pages of abandoned rooms stay held, and the log does not fill up."""
     rank = Rank()
 
     def broken_off() -> Any:
@@ -237,7 +237,7 @@ def test_notifications_that_cannot_be_read(
 @pytest.mark.hazard("drained-per-request")
 def test_many_rooms_are_read_once_a_step() -> None:
     """Guards against one call of the agent for each of a decode server's rooms in every step, also
-    of those that were given up and may still be written to."""
+    for abandoned rooms that may still be written to."""
     rank, drains = Rank(), []
     agent = rank.manager.agent
     read = agent.get_new_notifs
@@ -253,8 +253,8 @@ def test_many_rooms_are_read_once_a_step() -> None:
 
 @pytest.mark.fuzz
 def test_broken_notifications_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """A notification that cannot be understood, or is of a room that is not here, must not end the
-    scheduler that reads it, nor leave an entry."""
+    """Guards against an invalid notification, or one for an unknown room, that ends the scheduler
+    or leaves an entry."""
     caplog.set_level(logging.CRITICAL)
     rng, rank = random.Random(0), Rank()
     texts = [b"5_kv_0_0_0", b"7_kv_0_1_0", b"5_state_1", b"9_aux_0"]

@@ -1,5 +1,5 @@
-"""New connections to prefill servers, and what decode learns of them: SGLang's own classes over a
-scripted network. Questions in the background are asked where a test's step ends."""
+"""New connections to prefill servers, and the results on decode: SGLang's own classes over a
+scripted network. Background queries are answered when a test's step ends."""
 
 from __future__ import annotations
 
@@ -33,26 +33,25 @@ TOPOLOGY = {
 
 
 class Hangs(BaseException):
-    """No answer comes."""
+    """Raised in place of an answer that never comes."""
 
 
 class Network:
-    """Prefill servers' bootstrap servers, as far as HTTP shows them; and the pool that asks them in
-    the background."""
+    """HTTP of prefill's bootstrap servers; and the pool that queries them in the background."""
 
     def __init__(self) -> None:
         self.is_step = False
-        #: What was asked by the scheduler: nothing may be.
+        #: Queries on the scheduler's thread; there must be none.
         self.blocking: list[str] = []
         self.asked: list[str] = []
         self.dp_size = 1
         self.rank_port = 4000
-        #: None: as a stock server, which has no such route.
+        #: Reported capabilities; None for a stock server, which has no such route.
         self.says: wire.Capabilities | None = None
-        #: Data-parallel ranks by room, as far as prefill knows them.
+        #: Room -> data-parallel rank, as far as prefill knows it.
         self.rooms: dict[str, int] = {}
         self.refuses = False
-        #: Questions with such a text in them are not answered.
+        #: Queries with this text are not answered.
         self.hangs = ""
         self._jobs: list[tuple[Future[Any], Callable[[], Any]]] = []
         self._hanging: list[Future[Any]] = []
@@ -62,7 +61,7 @@ class Network:
         return self._jobs[-1][0]
 
     def answer(self) -> None:
-        """Everything that was submitted, but for what hangs."""
+        """Answer all submitted queries except hanging ones."""
         for future, ask in [
             job for job in self._jobs if not self.hangs or job[0] not in self._hanging
         ]:
@@ -113,7 +112,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Network:
 
 
 class Decode:
-    """The queue of a decode rank; what needs an engine is left out."""
+    """The queue of a decode rank, without the parts that need an engine."""
 
     def __init__(self, network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
         self._network, self.now = network, 1000.0
@@ -149,7 +148,7 @@ class Decode:
         monkeypatch.setattr(conn.NixlKVReceiver, "_register_kv_args", register)
 
     def request(self, room: int, dp_rank: int | None = None, host: str = HOST) -> Any:
-        """A request arrives; its receiver."""
+        """Add a request; return its receiver."""
         req = SimpleNamespace(
             rid=f"r{room}", bootstrap_host=host, bootstrap_port=PORT, bootstrap_room=room,
             disagg_prefill_dp_rank=dp_rank, origin_input_ids=[1],
@@ -158,8 +157,7 @@ class Decode:
         return self.queue.queue[-1].kv_receiver
 
     def steps(self, count: int = 6, seconds: float = 0.1) -> None:
-        """What every step of the scheduler does about connections; then what it asked is
-        answered."""
+        """Run scheduler steps, as far as connections are concerned; answer queries after each."""
         for _ in range(count):
             self.now += seconds
             self._network.is_step = True
@@ -168,7 +166,7 @@ class Decode:
             self._network.answer()
 
     def why(self, room: int) -> str:
-        """The cause of a room that failed."""
+        """Return the error of a failed room."""
         text: str = self.manager.failure_records[room]
         return text
 
@@ -182,22 +180,22 @@ def is_ready(receiver: Any) -> bool:
     return bool(receiver.poll() == KVPoll.WaitingForInput)
 
 
-# ---- questions before a room can be announced ----
+# ---- queries before a room can be announced ----
 
 
 @pytest.mark.parametrize("dp_rank", [None, 1])
 def test_nothing_is_asked_on_the_schedulers_thread(
     network: Network, decode: Decode, dp_rank: int | None
 ) -> None:
-    """Topology, data-parallel rank and addresses of the ranks are three HTTP requests, of which
-    SGLang makes each in a step of its scheduler."""
+    """Guards against HTTP requests in a step of the scheduler: SGLang makes three of them there,
+    for topology, data-parallel rank and addresses of the ranks."""
     network.dp_size, network.rooms["7"] = 2, 1
     receiver = decode.request(7, dp_rank)
     decode.steps()
     assert is_ready(receiver) and network.blocking == [] and decode.registered == [4000]
     assert any("query_dp_ranks" in url for url in network.asked) == (dp_rank is None)
     before = len(network.asked)
-    assert is_ready(decode.request(8, 1)), "connected: at once, and without a question"
+    assert is_ready(decode.request(8, 1)), "already connected: ready at once, without a query"
     assert len(network.asked) == before and decode.queue.pending_reqs == []
 
 
@@ -205,8 +203,8 @@ def test_nothing_is_asked_on_the_schedulers_thread(
     "hangs", ["pd_capabilities", "prefill_dp_rank=-1", "dp_rank=1&", "query_dp"]
 )
 def test_a_server_that_hangs(network: Network, decode: Decode, hangs: str) -> None:
-    """Guards against steps that take as long as a question, against asking anew in each of them,
-    and against a request that waits for ever."""
+    """Guards against steps that take as long as a query, against a new query in each step, and
+    against a request that waits for ever."""
     network.dp_size, network.rooms["7"], network.hangs = 2, 1, hangs
     receiver = decode.request(7)
     decode.steps(50)
@@ -225,7 +223,7 @@ def test_a_server_that_hangs(network: Network, decode: Decode, hangs: str) -> No
 def test_nothing_is_kept_of_a_server_that_nobody_asks_for(
     network: Network, decode: Decode, ends: str
 ) -> None:
-    """Guards against an entry for each address that a client has ever named."""
+    """Guards against entries that stay for each address that a client has ever named."""
     servers, hosts = decode.manager.servers, [f"10.9.9.{number}" for number in range(3)]
     network.refuses = ends != "late answer"
     network.hangs = "" if network.refuses else "pd_capabilities"
@@ -243,9 +241,9 @@ def test_nothing_is_kept_of_a_server_that_nobody_asks_for(
 
 
 def test_a_rank_that_is_not_named(network: Network, decode: Decode) -> None:
-    """The router sent the other half of the request to nobody. Guards against a server that is
-    asked in every step for minutes, against a request whose rank is known and that waits for one
-    whose is not, and against a request that waits for its data-parallel rank for ever."""
+    """Guards against a server that is queried in every step for minutes, because the router sent
+    the request's other half to no prefill rank; against a request with a known rank that waits for
+    one without; and against a request that waits for its data-parallel rank for ever."""
     network.dp_size = 2
     receiver = decode.request(7)
     decode.steps(2000)  # 200 s
@@ -253,7 +251,7 @@ def test_a_rank_that_is_not_named(network: Network, decode: Decode) -> None:
     network.rooms["8"] = 1
     late = decode.request(8)
     decode.steps(6, seconds=0.0)
-    assert is_ready(late), "asked for at once"
+    assert is_ready(late), "queried at once"
     assert [entry.req.bootstrap_room for entry in decode.queue.pending_reqs] == [7]
     decode.steps(1, seconds=300)
     assert receiver.poll() == KVPoll.Failed and "data-parallel rank" in decode.why(7)
@@ -261,9 +259,9 @@ def test_a_rank_that_is_not_named(network: Network, decode: Decode) -> None:
 
 @pytest.mark.parametrize("lost", ["connected", "while it is asked"])
 def test_a_prefill_server_that_was_restarted(network: Network, decode: Decode, lost: str) -> None:
-    """Guards against the addresses of ranks that are gone being used for the server after them; and
-    against requests whose rank the router names, which SGLang takes for one that is connected:
-    they failed for ever where no other request looked for the server."""
+    """Guards against the use of a previous server's rank addresses after a restart, and against
+    requests with a rank named by the router: SGLang assumes that rank to be connected, and such
+    requests failed for ever unless another request looked the server up."""
     network.dp_size = 2
     network.hangs = "prefill_dp_rank=1" if lost == "while it is asked" else ""
     before = decode.request(6, 1)
@@ -280,8 +278,8 @@ def test_a_prefill_server_that_was_restarted(network: Network, decode: Decode, l
 
 @pytest.mark.parametrize("left", [False, True])
 def test_a_rank_that_does_not_exist(network: Network, decode: Decode, left: bool) -> None:
-    """Guards against a request that waits where the server says that it has no such rank, and
-    against one that fails by what was answered to a client that ``left`` long ago."""
+    """Guards against a request that waits although the server has no such rank, and against a
+    request that fails by the answer to a client that ``left`` long ago."""
     network.rank_port = 0
     receiver = decode.request(7, 0)
     decode.steps(2)
@@ -299,14 +297,14 @@ def test_a_rank_that_does_not_exist(network: Network, decode: Decode, left: bool
 
 
 def test_a_server_that_cannot_be_reached(network: Network, decode: Decode) -> None:
-    """Guards against more or fewer than SGLang's number of attempts, a second apart, and against
-    their count being kept for a later request."""
+    """Guards against another number of attempts than SGLang's, a second apart, and against a count
+    that is kept for a later request."""
     network.refuses = True
     for room in (7, 8):
         network.asked.clear()
         receiver = decode.request(room)
         decode.steps(130)
-        assert receiver.poll() == KVPoll.Bootstrapping, "thirteen seconds"
+        assert receiver.poll() == KVPoll.Bootstrapping, "after thirteen seconds"
         decode.steps(70)
         assert receiver.poll() == KVPoll.Failed and len(network.asked) == 15
         assert "could not be reached" in decode.why(room)
@@ -314,7 +312,7 @@ def test_a_server_that_cannot_be_reached(network: Network, decode: Decode) -> No
 
 
 def test_an_aborted_request_is_not_initialised(network: Network, decode: Decode) -> None:
-    """Guards against a request that its client gave up and that connects all the same."""
+    """Guards against an aborted request that still connects."""
     network.hangs = "pd_capabilities"
     receiver = decode.request(7)
     decode.steps()
@@ -325,7 +323,7 @@ def test_an_aborted_request_is_not_initialised(network: Network, decode: Decode)
     assert decode.queue.pending_reqs == []
 
 
-# ---- what the server is ----
+# ---- capabilities of the server ----
 
 
 @pytest.mark.hazard("peer-ignores-prefix")
@@ -348,7 +346,7 @@ def test_asked_until_it_answers_and_after_it_was_lost(network: Network, decode: 
 
 
 def test_without_the_flag_it_is_asked_what_stock_asks(network: Network, decode: Decode) -> None:
-    """Guards against requests that a stock server would not make."""
+    """Guards against queries that stock decode would not make."""
     manager = decode.manager
     manager.server_args.disaggregation_decode_enable_radix_cache = False
     del manager.servers
@@ -369,8 +367,8 @@ def test_prompts_without_draft_kv_are_said_once(
     ours: str | None,
     warned: int,
 ) -> None:
-    """Guards against drafts that are rejected behind every prompt, and no line that says why; and
-    against one for each handshake."""
+    """Guards against drafts that are rejected behind every prompt without a log line with the
+    reason, and against a line for each handshake."""
     network.says = msgspec.structs.replace(wire.OURS, incarnation="a", speculative=theirs)
     decode.manager.server_args.speculative_algorithm = ours
     for room in (7, 8):
@@ -381,8 +379,8 @@ def test_prompts_without_draft_kv_are_said_once(
 
 
 def test_a_draft_behind_the_target() -> None:
-    """Guards against values in the draft model's buffers, where decode has a draft of as many
-    layers as the target and prefill has none: stock looks for pipeline stages there."""
+    """Guards against values in the draft model's buffers if decode has a draft with as many layers
+    as the target and prefill has none: stock assumes pipeline stages."""
     made = bare.prefill("nixl")
     made.kv_args.prefill_start_layer = 0
     ours, theirs = [1, 2, 3, 4], [11, 12, 13, 14, 21, 22, 23, 24]
@@ -396,8 +394,8 @@ def test_a_draft_behind_the_target() -> None:
 def test_sockets_are_bounded_as_in_stock_without_the_flag(
     flag: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against queues that grow without end where nobody looks whether the peer is alive, and
-    against a scheduler that waits for a dead peer where somebody does."""
+    """Guards against queues that grow without limit if no thread checks whether the peer is alive,
+    and against a scheduler that waits for a dead peer if one does."""
     monkeypatch.setattr(CommonKVReceiver, "drops_dead_sockets", False)
     monkeypatch.setattr(CommonKVReceiver, "_socket_cache", {})
     manager = bare.without_engine(conn.NixlKVManager)
@@ -413,13 +411,13 @@ def test_sockets_are_bounded_as_in_stock_without_the_flag(
     ("kind", "last"),
     [
         (conn.NixlKVManager, KVPoll.Failed),
-        # Of a backend that this patch set has nothing to do with.
+        # The manager of a backend that this patch set does not change.
         (CommonKVManager, KVPoll.Success),
     ],
 )
 def test_a_room_that_failed(kind: Any, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a late message that brings a failed room back to life; and against another
-    backend of SGLang's that behaves otherwise, or needs variables of ours."""
+    """Guards against a late message that revives a failed room, and against changed behaviour, or a
+    need for the package's variables, in another backend of SGLang."""
     if kind is CommonKVManager:
         monkeypatch.setenv("SGLANG_DISAGGREGATION_CLAIM_TIMEOUT", "not read here")
     made = bare.without_engine(kind)

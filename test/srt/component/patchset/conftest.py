@@ -1,4 +1,4 @@
-"""A model that is only a configuration: enough for arguments and for dummy weights."""
+"""A model with only a configuration, which is enough for arguments and dummy weights."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Feature groups with a mixin that does not fit its real SGLang class: what is left of them?
+"""Feature groups with a mixin that does not fit its real SGLang class.
 
-Run in a process of its own, with a model's path, {group: "module:Name"} and {start: {argument:
-value}} in JSON: gives these rows a mixin that overrides what SGLang's class has not, starts
-schedulers with these arguments (up to SGLang's own constructor), and imports all targets. Prints
-one JSON object: how each start ended, the states of the groups, and which classes have our mixins.
+Run in its own process, with a model's path, {group: "module:Name"} and {start: {argument: value}}
+in JSON. Gives these rows a mixin that overrides a method SGLang's class lacks, starts schedulers
+with these arguments (up to SGLang's own constructor), and imports all targets. Prints one JSON
+object: the result of each start, the states of the groups, and the classes with mixins.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing_extensions import override
 
 
 class Misfit:
-    """Overrides what no class of SGLang has."""
+    """A mixin that overrides a method which no class of SGLang has."""
 
     @override
     def renamed_by_upstream(self) -> None:
-        """As if SGLang had renamed it."""
+        """Stand for a method that SGLang has renamed."""
 
 
 def load_table() -> Any:
-    """The table, before SGLang is imported and the hook reads it."""
+    """Load the table before SGLang is imported and the hook reads it."""
     hook = find_spec("sglang_disagg_patchset_hook")
     assert hook is not None and hook.origin is not None
     file = Path(hook.origin).with_name("sglang") / "srt/patchset/table.py"
@@ -46,22 +46,22 @@ def spoil(table: Any, misfits: dict[str, str]) -> None:
     this.Misfit = Misfit  # type: ignore[attr-defined]
     sys.modules["misfits"] = this
     groups = []
-    for each in table.GROUPS:
-        rows = list(each.rows)
-        if each.name in misfits:
-            at = [row.target for row in rows].index(misfits[each.name])
-            rows[at] = dataclasses.replace(rows[at], mixin="misfits:Misfit")
-        groups.append(dataclasses.replace(each, rows=tuple(rows)))
+    for group in table.GROUPS:
+        rows = list(group.rows)
+        if group.name in misfits:
+            index = [row.target for row in rows].index(misfits[group.name])
+            rows[index] = dataclasses.replace(rows[index], mixin="misfits:Misfit")
+        groups.append(dataclasses.replace(group, rows=tuple(rows)))
     table.GROUPS = tuple(groups)
-    table.TABLE = tuple(row for each in groups for row in each.rows)
+    table.TABLE = tuple(row for group in groups for row in group.rows)
 
 
 def mixed_in(table: Any) -> dict[str, list[str]]:
-    """For each group, the targets whose classes have its mixins, or whose objects may get them."""
+    """Return for each group the targets that have its mixins, or get them on objects."""
     from sglang.srt.patchset import status
 
     assert status.attachment is not None
-    found: dict[str, list[str]] = {}
+    targets: dict[str, list[str]] = {}
     for group in table.GROUPS:
         for row in group.rows:
             cls = getattr(importlib.import_module(row.module), row.name)
@@ -69,8 +69,8 @@ def mixed_in(table: Any) -> dict[str, list[str]]:
             is_in = issubclass(cls, getattr(importlib.import_module(mixin_module), mixin))
             assert not (is_in and row.when)
             if is_in or row in status.attachment.optional:
-                found.setdefault(group.name, []).append(row.target)
-    return found
+                targets.setdefault(group.name, []).append(row.target)
+    return targets
 
 
 class StartedError(Exception):
@@ -78,7 +78,7 @@ class StartedError(Exception):
 
 
 def start(server_args: Any) -> str:
-    """How the start of a scheduler ends; "StartedError: " with the optional mixins that it got."""
+    """Return the error that ends a scheduler's start: "StartedError: " and its optional mixins."""
     from sglang.srt.managers.scheduler import Scheduler
 
     def stock(self: Any, server_args: Any) -> None:
@@ -93,11 +93,11 @@ def start(server_args: Any) -> str:
         return f"{type(error).__name__}: {error}"
     finally:
         bottom.__init__ = original
-    return "nothing happened"
+    return "no error"
 
 
 def optional() -> list[type]:
-    """The mixins of the real table that are put on single schedulers."""
+    """Return the mixins of the real table that are put on single schedulers."""
     from sglang.srt.disaggregation.delta.decode.invariants import BalancedScheduler
     from sglang.srt.disaggregation.delta.decode.local_scheduler import LocalTurnsScheduler
     from sglang.srt.disaggregation.delta.decode.offload import OffloadScheduler
@@ -105,12 +105,12 @@ def optional() -> list[type]:
     from sglang.srt.mem_cache.buffer_only.scheduler import BufferOnlyScheduler
     from sglang.srt.mem_cache.buffer_only.store_scheduler import StoreScheduler
 
-    of_decode = [DisaggScheduler, LocalTurnsScheduler, OffloadScheduler]
-    return [BalancedScheduler, *of_decode, BufferOnlyScheduler, StoreScheduler]
+    decode_mixins = [DisaggScheduler, LocalTurnsScheduler, OffloadScheduler]
+    return [BalancedScheduler, *decode_mixins, BufferOnlyScheduler, StoreScheduler]
 
 
 def parse(model: str, arguments: dict[str, Any]) -> Any:
-    """The server arguments, or how they were refused."""
+    """Return the server arguments, or the error that refused them."""
     from sglang.srt.server_args import ServerArgs
 
     try:
@@ -120,7 +120,7 @@ def parse(model: str, arguments: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Spoil, start, look."""
+    """Break the groups, start schedulers and print the results."""
     model, misfits, starts = sys.argv[1:]
     table = load_table()
     spoil(table, json.loads(misfits))
@@ -130,7 +130,7 @@ def main() -> None:
     mixed = mixed_in(table)
     from sglang.srt.patchset import state
 
-    states = {each.group.name: each.status.value for each in state().groups}
+    states = {group.group.name: group.status.value for group in state().groups}
     print(json.dumps({"ended": ended, "states": states, "mixed_in": mixed}))
 
 

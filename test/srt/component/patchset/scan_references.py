@@ -1,6 +1,6 @@
 """Import everything a server imports, then look for stock classes that the table has replaced.
 
-Run by ``test_stale_references.py`` in a process of its own; prints one line a finding.
+Run by ``test_stale_references.py`` in its own process; prints one line a finding.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ ENTRY_POINTS = (
 
 
 def holders(base: type, module: str, bound: type) -> Iterator[str]:
-    """Places that still refer to ``base`` although ``module`` now has ``bound``."""
+    """Yield places that still refer to ``base`` although ``module`` now has ``bound``."""
     if base.__module__ != module:
-        return  # the row names a consumer: others keep the stock class on purpose
+        return  # the row names a consumer: other modules keep the stock class on purpose
     for name, loaded in list(sys.modules.items()):
         if name.startswith("sglang") and loaded is not None:
             for key, value in list(vars(loaded).items()):
@@ -49,7 +49,7 @@ def holders(base: type, module: str, bound: type) -> Iterator[str]:
 
 
 def _hidden(base: type) -> Iterator[str]:
-    """References in registries, defaults and closures; the closure of ``super()`` is legitimate."""
+    """Yield references in registries, defaults and closures, except those of ``super()``."""
     modules = {id(vars(m)) for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)}
     for referrer in gc.get_referrers(base):
         if isinstance(referrer, dict) and id(referrer) not in modules:
@@ -59,7 +59,7 @@ def _hidden(base: type) -> Iterator[str]:
 
 
 def main() -> None:
-    """Print what was found, and the number of rows that were looked at."""
+    """Print the findings, and the number of checked rows."""
     from sglang.srt.patchset import status
 
     for name in ENTRY_POINTS:

@@ -1,4 +1,4 @@
-"""Feature groups on SGLang's real classes: one mixin that does not fit, in a fresh interpreter."""
+"""Feature groups on SGLang's real classes: one misfitting mixin, in a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FLAGS = {
     "buffer_only": "--hicache-host-memory-mode buffer_only",
     "writes": "--disaggregation-decode-enable-radix-cache",
 }
-#: What a scheduler of each start has that others have not.
+#: Optional mixins of each start's scheduler.
 OPTIONAL = {
     "nixl": "DisaggScheduler",
     "mooncake": "DisaggScheduler LocalTurnsScheduler",
@@ -57,7 +57,7 @@ SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 @pytest.mark.parametrize(
     ("misfits", "stock", "refused"),
     [
-        # Independent groups at once: each is one interpreter less.
+        # Independent groups together, which saves an interpreter for each.
         pytest.param(
             {"nixl_async": f"{DISAGG}.nixl.conn:NixlKVManager", "buffer_only": SCHEDULER},
             {"nixl_async", "buffer_only", "decode_offload"},
@@ -94,16 +94,16 @@ SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 def test_a_misfit_leaves_its_group_stock(
     model_config: Any, misfits: dict[str, str], stock: set[str], refused: dict[str, str]
 ) -> None:
-    """Seen before: a server started with half a feature, its checks were in the missing half, and
-    requests hung. No class may be left with a part of the group, and no flag may rely on it."""
-    found = look(model_config(), misfits, STARTS)
+    """Guards against half a feature: such a server started without the other half's checks, and
+    requests hung. No class may keep a part of the group, and no flag may rely on it."""
+    seen = run_program(model_config(), misfits, STARTS)
     names = {group.name for group in GROUPS}
-    assert {name for name, state in found["states"].items() if state == "stock"} == stock
-    assert set(found["mixed_in"]) == names - stock
+    assert {name for name, state in seen["states"].items() if state == "stock"} == stock
+    assert set(seen["mixed_in"]) == names - stock
     for name in names - stock:
-        (group,) = [each for each in GROUPS if each.name == name]
-        assert found["mixed_in"][name] == [row.target for row in group.rows]
-    for start, ended in found["ended"].items():
+        (group,) = [group for group in GROUPS if group.name == name]
+        assert seen["mixed_in"][name] == [row.target for row in group.rows]
+    for start, ended in seen["ended"].items():
         if start not in refused:
             assert ended == started(start)
             continue
@@ -113,7 +113,7 @@ def test_a_misfit_leaves_its_group_stock(
 
 
 def test_an_older_nixl_leaves_its_group_stock(model_config: Any, tmp_path: Path) -> None:
-    """Seen before: every NIXL server refused to start with it, although no flag was given."""
+    """Guards against servers that refuse to start with an older NIXL without any flag."""
     (tmp_path / "nixl-1.2.0.dist-info").mkdir()
     metadata = tmp_path / "nixl-1.2.0.dist-info/METADATA"
     metadata.write_text("Metadata-Version: 2.1\nName: nixl\nVersion: 1.2.0\n")
@@ -126,17 +126,17 @@ def test_an_older_nixl_leaves_its_group_stock(model_config: Any, tmp_path: Path)
         mode: CPU | {"disaggregation_mode": mode, "disaggregation_transfer_backend": "nixl"}
         for mode in ("prefill", "decode")
     }
-    found = look(model_config(), {}, STARTS | plain, PYTHONPATH=str(tmp_path))
-    states = found["states"]
+    seen = run_program(model_config(), {}, STARTS | plain, PYTHONPATH=str(tmp_path))
+    states = seen["states"]
     assert states.pop("nixl_async") == "stock" and set(states.values()) == {"attached"}
-    assert "nixl_async" not in found["mixed_in"]
-    refused = found["ended"].pop("nixl")
-    assert found["ended"].pop("writes") == refused
+    assert "nixl_async" not in seen["mixed_in"]
+    refused = seen["ended"].pop("nixl")
+    assert seen["ended"].pop("writes") == refused
     reason = "nixl 1.2.0 is installed, 1.5 or newer is needed"
     assert refused.startswith(f"PatchsetError: {FLAGS['nixl']} needs the feature group nixl_async")
     assert refused.endswith(reason)
-    assert all(ended == started(name) for name, ended in found["ended"].items())
-    assert found["stderr"].count(reason) == 1
+    assert all(ended == started(name) for name, ended in seen["ended"].items())
+    assert seen["stderr"].count(reason) == 1
 
 
 @pytest.mark.parametrize(
@@ -165,11 +165,12 @@ def test_an_older_nixl_leaves_its_group_stock(model_config: Any, tmp_path: Path)
 def test_a_group_is_switched_off_by_name(
     model_config: Any, disabled: str, off: set[str], refused: str
 ) -> None:
-    """On the real table: what needs the group goes with it, the flags say why, the rest stays."""
-    found = look(model_config(), {}, STARTS, SGLANG_PATCHSET_DISABLE=disabled)
-    assert {name for name, state in found["states"].items() if state == "off"} == off
-    assert set(found["mixed_in"]) == {group.name for group in GROUPS} - off
-    for name, ended in found["ended"].items():
+    """Guards against a dependent group that stays, a flag refused without the reason, and other
+    groups that are switched off."""
+    seen = run_program(model_config(), {}, STARTS, SGLANG_PATCHSET_DISABLE=disabled)
+    assert {name for name, state in seen["states"].items() if state == "off"} == off
+    assert set(seen["mixed_in"]) == {group.name for group in GROUPS} - off
+    for name, ended in seen["ended"].items():
         if name in refused.split():
             assert ended.startswith("PatchsetError:") and "SGLANG_PATCHSET_DISABLE" in ended
         else:
@@ -177,12 +178,12 @@ def test_a_group_is_switched_off_by_name(
 
 
 def started(start: str) -> str:
-    """How a start ends that reaches SGLang's constructor, with no mixin of a flag not given."""
+    """Return the result of a start that reaches SGLang's constructor, with its flags' mixins."""
     return f"StartedError: {OPTIONAL.get(start, '')}"
 
 
-def look(model: str, misfits: dict[str, str], starts: dict[str, Any], **env: str) -> Any:
-    """What the program saw, and what it said."""
+def run_program(model: str, misfits: dict[str, str], starts: dict[str, Any], **env: str) -> Any:
+    """Return the program's result, with its stderr."""
     program = Path(__file__).with_name("program_groups.py")
     command = [sys.executable, "-W", "ignore", program, model]
     done = subprocess.run(

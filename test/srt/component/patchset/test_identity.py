@@ -1,4 +1,5 @@
-"""A started scheduler says what it is: in the log, on ``/metrics`` and in ``/server_info``."""
+"""A started scheduler identifies the package: in the log, on ``/metrics`` and in
+``/server_info``."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ FLAGS = "--disaggregation-decode-enable-radix-cache --disaggregation-decode-loca
 
 @pytest.fixture
 def args() -> ServerArgs:
-    """Of a decode server with two flags of ours."""
+    """Arguments of a decode server with two flags of the package."""
     return ServerArgs(
         model_path="dummy",
         device="cpu",
@@ -34,7 +35,7 @@ def args() -> ServerArgs:
 
 @pytest.fixture(autouse=True)
 def engineless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's own constructor and answer leave only what they leave for ours."""
+    """Replace SGLang's own constructor and answer by their results that the package reads."""
 
     def construct(self: Any, server_args: ServerArgs, tp_rank: int, has_metrics: bool) -> None:
         self.server_args, self.tp_rank, self.pp_rank, self.dp_rank = server_args, tp_rank, 0, None
@@ -49,16 +50,16 @@ def engineless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stock, "get_internal_state", answer)
 
 
-def test_a_started_server_says_what_it_is(
+def test_a_started_server_identifies_the_package(
     args: ServerArgs, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Guards against a rollout that can only be checked by a shell on each server. SGLang answers
-    ``/server_info`` with the dict of its arguments itself: what is added must not stay in it."""
+    ``/server_info`` with the dict of its arguments itself, so additions must not stay in it."""
     with caplog.at_level(logging.INFO):
         scheduler = Scheduler(args, 0, True)
-    (said,) = [text for text in caplog.messages if "sglang-disagg-patchset" in text]
-    assert f"sglang-disagg-patchset {__version__}: feature groups base,delta,nixl_async" in said
-    assert said.endswith(f"delta protocol 1; flags {FLAGS}")
+    (logged,) = [text for text in caplog.messages if "sglang-disagg-patchset" in text]
+    assert f"sglang-disagg-patchset {__version__}: feature groups base,delta,nixl_async" in logged
+    assert logged.endswith(f"delta protocol 1; flags {FLAGS}")
 
     before = dict(vars(args))
     about = scheduler.get_internal_state(GetInternalStateReq()).internal_state["disagg_patchset"]
@@ -72,18 +73,16 @@ def test_a_started_server_says_what_it_is(
 def test_one_line_a_server_and_no_metric_where_there_are_none(
     args: ServerArgs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Guards against a line of every rank, and a start that fails without ``--enable-metrics``."""
+    """Guards against a log line for every rank, and a start that fails without
+    ``--enable-metrics``."""
     with caplog.at_level(logging.INFO):
         Scheduler(args, 1, False)
     assert [text for text in caplog.messages if "sglang-disagg-patchset" in text] == []
 
 
-def test_groups_that_a_server_has_no_use_for_are_not_asked(
-    args: ServerArgs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against a server that imports NIXL, or complains that it is not there, only to say
-    what it is."""
-    monkeypatch.setattr(status.attachment, "examine", lambda name: pytest.fail(f"asked {name}"))
+def test_unused_groups_are_not_examined(args: ServerArgs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a server that imports NIXL, or reports it missing, to identify the package."""
+    monkeypatch.setattr(status.attachment, "examine", lambda name: pytest.fail(f"examined {name}"))
     args.disaggregation_mode, args.disaggregation_decode_enable_radix_cache = "null", False
     scheduler = Scheduler(args, 0, False)
     answer = scheduler.get_internal_state(GetInternalStateReq())

@@ -1,4 +1,4 @@
-"""Every process of a server is patched, however it was started."""
+"""Every process of a server is patched, regardless of its start method."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import subprocess
 import sys
 import textwrap
 
-# A sitecustomize for the processes of the test: while the scheduler's module is being imported, it
-# writes down what became of the table so far.
+# A sitecustomize for the processes of the test: during the import of a scheduler's module, it
+# records the state of the table.
 OBSERVER = """
 import os, sys
 class Observer:
@@ -42,7 +42,8 @@ if __name__ == "__main__":
 
 
 def test_engine_in_a_program(model_config, tmp_path):
-    """``sglang.Engine`` with two data parallel ranks: program, controller and two schedulers."""
+    """Guards against an unpatched process of ``sglang.Engine`` with two data parallel ranks: the
+    program, the controller or a scheduler."""
     (tmp_path / "sitecustomize.py").write_text(OBSERVER)
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))

@@ -1,4 +1,4 @@
-"""How many files a request passes through is what docs/design.md says."""
+"""The number of files that a request passes through is that of docs/design.md."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[4]
-SAID = re.compile(r"at most (\d+) of our files on decode and (\d+) on prefill")
+DOCUMENTED = re.compile(r"at most (\d+) of our files on decode and (\d+) on prefill")
 
-#: Features that the traced servers were not asked for.
+#: Features that are off on the traced servers.
 OFF = re.compile("/local_|/turn_|speculation|retraction|/mooncake/|buffer_only/")
-#: So many files fewer are not worth a change of the text.
+#: Number of files by which the text may be too high.
 SLACK = 3
 
 
 def test_a_request_passes_through_as_many_files_as_the_text_says() -> None:
-    """Guards against a path that grows by a file here and a file there, and against a number that
-    was true once."""
+    """Guards against a path that grows file by file, and against an outdated number in the text."""
     script = ROOT / "scripts/request_path.py"
     done = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, timeout=300, check=False
     )
     paths = dict(re.findall(r"^(decode|prefill): \d+ files: (.*)$", done.stdout, re.MULTILINE))
     assert set(paths) == {"decode", "prefill"}, done.stderr
-    said = SAID.search(" ".join((ROOT / "docs/design.md").read_text().split()))
-    assert said is not None
-    for (side, names), bound in zip(sorted(paths.items()), map(int, said.groups()), strict=True):
+    documented = DOCUMENTED.search(" ".join((ROOT / "docs/design.md").read_text().split()))
+    assert documented is not None
+    for (side, names), bound in zip(
+        sorted(paths.items()), map(int, documented.groups()), strict=True
+    ):
         files = names.split(", ")
         assert bound - SLACK <= len(files) <= bound, (side, len(files), files)
-        # The two sides share what the folders say that they share.
+        # No file of the other side's folder is on the path.
         other = {"decode": "/prefill/", "prefill": "/decode/"}[side]
         assert [file for file in files if f"delta{other}" in file or OFF.search(file)] == []

@@ -1,4 +1,4 @@
-"""The flag on SGLang's real ``ServerArgs``: command line, constructor, and the stock behaviour."""
+"""The flags on SGLang's real ``ServerArgs``: command line, constructor, and stock behaviour."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CPU = {
 
 
 def test_decode_server_keeps_its_tree(model_config, caplog):
-    """The point of the flag; and the log must not claim the opposite."""
+    """Guards against a flag without effect, and against a log that claims the opposite."""
     with caplog.at_level(logging.WARNING):
         args = ServerArgs(model_path=model_config(), **DECODE, **CPU, **{FIELD: True})
     assert args.disable_radix_cache is False
@@ -38,8 +38,8 @@ def test_decode_server_keeps_its_tree(model_config, caplog):
 
 
 @pytest.mark.parametrize("mode", ["null", "prefill", "decode"])
-def test_without_the_flag_all_is_stock(model_config, caplog, mode):
-    """A server that passes no flag of ours must come out exactly as SGLang makes it."""
+def test_without_the_flag_arguments_are_stock(model_config, caplog, mode):
+    """Guards against changed arguments or warnings on a server without a flag of the package."""
     kwargs = {"disaggregation_mode": mode, "disaggregation_transfer_backend": "nixl", **CPU}
     path = model_config()
     (stock_class,) = [c for c in ServerArgs.__mro__[1:] if c.__name__ == "ServerArgs"]
@@ -59,14 +59,14 @@ def test_without_the_flag_all_is_stock(model_config, caplog, mode):
 @pytest.mark.parametrize("mode", ["null", "prefill", "decode"])
 @pytest.mark.parametrize("value", ["0", "soon"])
 def test_a_wrong_variable_is_refused_on_every_server(monkeypatch, mode, value):
-    """Guards against a text that is found on decode only, or by the thread that reads it."""
+    """Guards against an invalid value that is refused on decode only, or only when it is read."""
     monkeypatch.setenv("SGLANG_DISAGGREGATION_HANDSHAKE_TIMEOUT", value)
     with pytest.raises(ValueError, match="HANDSHAKE_TIMEOUT must be a number of seconds from 0.1"):
         ServerArgs(model_path="dummy", disaggregation_mode=mode, **CPU)
 
 
 def test_each_setting_of_a_refusal_can_be_given():
-    """Guards against a row that refuses nothing: SGLang renamed the setting, or it was misspelt."""
+    """Guards against a row that refuses nothing because SGLang has no such setting."""
     rows = (*refusals.ALWAYS, *refusals.AS_GIVEN, *refusals.FILLED_IN, *refusals.WARNED)
     settings = {row.other for row in rows if row.when is None}
     settings.update(flag for row in rows for flag in row.flags)
@@ -109,8 +109,8 @@ LINE = [
     ],
 )
 def test_every_name_of_a_flag(field, value, forms):
-    """Guards against a command line that no longer starts, a flag without help, and a refusal that
-    names no flag."""
+    """Guards against a command line that no longer starts, a flag without help, and a refusal
+    without the flag's name."""
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     assert getattr(prepare_server_args(LINE), field) != value and forms[0] in parser.format_help()
@@ -124,7 +124,7 @@ def test_every_name_of_a_flag(field, value, forms):
 
 
 def test_field_order_and_pickle():
-    """Upstream's positional order stays, and spawned processes get the flag."""
+    """Guards against a changed positional order, and against spawned processes without the flag."""
     (stock_class,) = [c for c in ServerArgs.__mro__[1:] if c.__name__ == "ServerArgs"]
     names = [f.name for f in dataclasses.fields(ServerArgs)]
     assert names[: len(dataclasses.fields(stock_class))] == [
@@ -163,7 +163,7 @@ FP4 = {"kv_cache_dtype": "fp4_e2m1"}
 @pytest.mark.parametrize(
     ("model", "changes", "named"),
     [
-        # ``dummy``: the short way that SGLang takes for such models.
+        # ``dummy``: SGLang handles such models in a shorter way.
         *(
             (model, changes, named)
             for model in ("dummy", {})
@@ -175,7 +175,7 @@ FP4 = {"kv_cache_dtype": "fp4_e2m1"}
                 ({"pp_size": 2}, "--pipeline-parallel-size"),
             )
         ),
-        # SGLang starts such a pair, and its answers are wrong, with our flag or without.
+        # SGLang starts such a pair, and its answers are wrong, with or without the flag.
         ("dummy", FP4, "--kv-cache-dtype fp4_e2m1"),
         ("dummy", FP4 | {FIELD: False}, "--kv-cache-dtype fp4_e2m1"),
         (
@@ -193,7 +193,7 @@ FP4 = {"kv_cache_dtype": "fp4_e2m1"}
     ids=str,
 )
 def test_refusals_reach_the_user(model_config, model, changes, named):
-    """Through SGLang's real class, after what it fills in and before any weights."""
+    """Guards against a refusal that SGLang's class skips, or that comes after the weights."""
     path = model if model == "dummy" else model_config(**model)
     with pytest.raises(ValueError, match=named):
         ServerArgs(**{"model_path": path, **CPU, **DECODE, FIELD: True, **changes})
@@ -202,11 +202,11 @@ def test_refusals_reach_the_user(model_config, model, changes, named):
 @pytest.mark.parametrize("model", [STATE_SPACE, KIMI], ids=["falcon_h1", "kimi_linear"])
 @pytest.mark.parametrize("flag", [True, False])
 def test_recurrent_state_turns_overlap_off(model_config, model, flag):
-    """SGLang has no tree with states for some of these models, and turns the tree off: decode's has
-    none in it. Guards against a step in flight, which would have put the last token of a retracted
-    request into its state already; and against a server without the flag that is changed."""
-    given = {"model_path": model_config(**model), **CPU, **DECODE, FIELD: flag}
-    args = ServerArgs(**given, disable_overlap_schedule=False)
+    """Guards against a step in flight that puts the last token of a retracted request into its
+    state, and against a changed server without the flag. For some of these models SGLang has no
+    tree with states and turns the tree off; decode's tree has no states."""
+    settings = {"model_path": model_config(**model), **CPU, **DECODE, FIELD: flag}
+    args = ServerArgs(**settings, disable_overlap_schedule=False)
     stock = model is KIMI and not flag
     assert args.disable_radix_cache is not flag
     assert args.disable_overlap_schedule is not stock
@@ -215,9 +215,10 @@ def test_recurrent_state_turns_overlap_off(model_config, model, flag):
 @pytest.mark.parametrize(
     ("full", "windows", "less"), [(12, 12, 0.10), (18, 18, 0.10), (12, 36, 0.15), (12, 33, 0.14667)]
 )
-def test_what_one_pool_for_all_layers_costs(full, windows, less, monkeypatch):
-    """Guards the numbers of the page and of the refusal, with SGLang's own division of memory into
-    a pool of full attention and one of windows: gpt-oss-20b and -120b, Llama 4 and Step-3.5."""
+def test_the_cost_of_one_pool_for_all_layers(full, windows, less, monkeypatch):
+    """Guards the numbers of the docs and of the refusal against SGLang's own division of memory
+    into a pool for full attention and one for windows: gpt-oss-20b and -120b, Llama 4 and
+    Step-3.5."""
     mixin = model_runner_kv_cache_mixin
     monkeypatch.setattr(mixin, "get_attention_tp_size", lambda: 1)
     runner = SimpleNamespace(
@@ -242,8 +243,8 @@ def test_what_one_pool_for_all_layers_costs(full, windows, less, monkeypatch):
 
 @pytest.mark.parametrize(("heads", "value_dim"), [(4, 128), (8, 192)])
 def test_one_pool_does_not_fit_mimo_v2(heads, value_dim):
-    """Guards the page: values of MiMo-V2 are shorter than keys, and its Flash has more KV heads in
-    layers with a window. SGLang makes its one pool of the heads of full attention and one width."""
+    """Guards the docs: MiMo-V2's values are shorter than its keys, and its Flash has more KV heads
+    in layers with a window, but SGLang's one pool has full attention's heads and one width."""
     pool = MHATokenToKVPool(8, 1, torch.float32, 4, 192, 1, "cpu", False)
     key, value = torch.ones(3, heads, 192), torch.ones(3, heads, value_dim)
     with pytest.raises(RuntimeError, match="shape mismatch"):
@@ -251,8 +252,8 @@ def test_one_pool_does_not_fit_mimo_v2(heads, value_dim):
 
 
 def test_sglang_refuses_pdmux_in_a_pair():
-    """Guards a setting that local turns do not refuse since SGLang does: its own scheduler loop
-    would run no chunk of theirs."""
+    """Guards a setting that local turns do not refuse because SGLang does: its own scheduler loop
+    would never run their chunks."""
     args = ServerArgs(
         model_path="dummy",
         disaggregation_mode="decode",

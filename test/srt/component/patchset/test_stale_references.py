@@ -1,4 +1,4 @@
-"""No part of SGLang may have got hold of a class before it was replaced."""
+"""No part of SGLang may keep a reference to a class that was replaced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang.srt.patchset import TABLE
 
 
 def test_every_row_binds_and_no_stock_class_is_left():
-    """A stale reference runs unpatched code in one corner: the worst kind of half-attached."""
+    """Guards against a stale reference, which runs unpatched code in one place."""
     scan = Path(__file__).with_name("scan_references.py")
     result = subprocess.run(
         [sys.executable, "-W", "ignore", scan], capture_output=True, text=True, timeout=240

@@ -1,4 +1,4 @@
-"""The wheel of `make wheel`, installed beside SGLang into an environment of its own."""
+"""The wheel of `make wheel`, installed beside SGLang into a separate environment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OURS = "sglang_disagg_patchset"
 
 @dataclass
 class Environment:
-    """A virtual environment with SGLang, its dependencies and no editable installation of ours."""
+    """A virtual environment with SGLang and its dependencies, without this package."""
 
     folder: Path
 
@@ -32,7 +32,7 @@ class Environment:
         return self.folder / "lib" / version / "site-packages"
 
     def python(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run its interpreter, outside the repository."""
+        """Run the environment's interpreter, outside the repository."""
         return subprocess.run(
             [self.folder / "bin/python", *arguments],
             env=clean_environment(**env),
@@ -43,25 +43,26 @@ class Environment:
         )
 
     def uv(self, *arguments: str | Path) -> None:
-        """Have `uv pip` change it, with nothing from the network."""
-        own = Path(sys.executable).parent / "uv"
-        command = [own if own.exists() else "uv", "pip", *arguments, "--offline", "--python"]
+        """Change the environment with `uv pip`, without the network."""
+        beside = Path(sys.executable).parent / "uv"
+        command = [beside if beside.exists() else "uv", "pip", *arguments, "--offline", "--python"]
         subprocess.run([*command, self.folder / "bin/python"], check=True, timeout=120)
 
     def sglang(self) -> dict[str, bytes]:
-        """SGLang's files and what is in them."""
+        """Return SGLang's files and their contents."""
         return {name: (self.packages / name).read_bytes() for name in of_sglang()}
 
 
 def of_sglang() -> list[str]:
-    """The files of SGLang's distribution, without compiled ones and its commands."""
+    """Return the files of SGLang's distribution, without compiled ones and its commands."""
     names = map(str, metadata.files("sglang") or ())
     return [name for name in names if not name.startswith("..") and not name.endswith(".pyc")]
 
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """SGLang's files are copied, because a wheel is laid among them; the rest is linked."""
+    """An environment without the wheel. SGLang's files are copied, because the wheel is installed
+    among them; the rest is linked."""
     environment = Environment(tmp_path_factory.mktemp("clean") / "venv")
     venv.create(environment.folder, symlinks=True)
     here = Path(sysconfig.get_path("purelib"))
@@ -80,7 +81,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make wheel` builds."""
+    """The wheel that `make wheel` builds."""
     out = tmp_path_factory.mktemp("dist")
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, ROOT]
     subprocess.run(build, check=True, capture_output=True, timeout=120)
@@ -89,37 +90,37 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(clean: Environment, wheel: Path) -> Environment:
-    """The same with the wheel."""
+    """The environment with the wheel installed."""
     before = clean.sglang()
     clean.uv("install", "--no-deps", wheel)
     assert clean.sglang() == before, "the wheel overwrote files of SGLang"
     return clean
 
 
-def test_it_attaches(installed: Environment) -> None:
-    """Guards against a wheel that only works where the repository is: as in a fleet's image, every
-    row is bound, by files of the wheel, in an interpreter that only has the .pth to find them."""
+def test_the_wheel_attaches(installed: Environment) -> None:
+    """Guards against a wheel that only works inside the repository: as in a fleet's image, files of
+    the wheel bind every row, in an interpreter that finds them only through the .pth file."""
     code = (
         "import sglang, sglang.srt.patchset as p, sglang_disagg_patchset_hook as hook;"
         "print(*sglang.__path__, p.__file__, hook.__file__)"
     )
-    said = installed.python("-c", code, SGLANG_CPU_STANDIN="1")
-    assert said.returncode == 0, said.stderr
-    assert len(said.stdout.split()) == 3
-    assert all(path.startswith(str(installed.packages)) for path in said.stdout.split())
+    result = installed.python("-c", code, SGLANG_CPU_STANDIN="1")
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.split()) == 3
+    assert all(path.startswith(str(installed.packages)) for path in result.stdout.split())
 
-    # As in the build of an image, where neither a GPU driver nor the stand-in is asked for.
-    said = installed.python("-m", "sglang.srt.patchset", "--check", SGLANG_CPU_STANDIN="0")
-    assert said.returncode == 0, said.stdout + said.stderr
-    assert f"version  {__version__}\n" in said.stdout
-    assert said.stdout.count(": attached\n") == len(GROUPS)
+    # As in an image build, with neither a GPU driver nor the stand-in.
+    result = installed.python("-m", "sglang.srt.patchset", "--check", SGLANG_CPU_STANDIN="0")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"version  {__version__}\n" in result.stdout
+    assert result.stdout.count(": attached\n") == len(GROUPS)
 
 
-def test_it_can_be_taken_away(installed: Environment) -> None:
-    """Guards against an uninstall that leaves files of ours, or takes some of SGLang's along."""
+def test_the_wheel_can_be_uninstalled(installed: Environment) -> None:
+    """Guards against an uninstall that leaves the wheel's files, or removes files of SGLang."""
     before = installed.sglang()
     installed.uv("uninstall", OURS.replace("_", "-"))
     assert installed.sglang() == before
     assert [*installed.packages.glob(f"*{OURS}*")] == []
-    said = installed.python("-c", "import sglang.srt.patchset")
-    assert "No module named 'sglang.srt.patchset'" in said.stderr
+    result = installed.python("-c", "import sglang.srt.patchset")
+    assert "No module named 'sglang.srt.patchset'" in result.stderr

@@ -1,4 +1,4 @@
-"""SGLang's own KV pools in CPU memory, as bytes: page contents, and what changed in them."""
+"""SGLang's own KV pools in CPU memory, as bytes: page contents and their changes."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ RANK_LAYOUTS = [
 def mha(
     page: int, dtype: torch.dtype = torch.float32, heads: int = 2, v_dim: int = HEAD_DIM
 ) -> Any:
-    """Keys and values of a layer apart; ``v_dim``: elements of a value head."""
+    """Return a pool with separate keys and values; ``v_dim``: elements of a value head."""
     return MHATokenToKVPool(
         (PAGES - 1) * page, page, dtype, heads, HEAD_DIM, LAYERS, "cpu", False, v_head_dim=v_dim
     )
 
 
 def mla(page: int, dtype: torch.dtype) -> Any:
-    """One latent buffer a layer; 20 elements a token, so that pages of it are no power of two."""
+    """Return a pool with one latent buffer a layer. 20 elements a token: no power of two."""
     return MLATokenToKVPool((PAGES - 1) * page, page, dtype, 16, 4, LAYERS, "cpu", False)
 
 
 def nsa(page: int) -> Any:
-    """The same beside an index of sparse attention, which SGLang has for pages of 64 alone."""
+    """Return a latent pool with a sparse attention's index, which SGLang has for pages of 64."""
     size, width = (PAGES - 1) * page, {"index_head_dim": 128, "kv_cache_dim": 20}
     return NSATokenToKVPool(
         size, page, 16, torch.bfloat16, 4, LAYERS, "cpu", enable_memory_saver=False, **width
@@ -61,8 +61,8 @@ def nsa(page: int) -> Any:
 
 
 def recurrent(page: int, latent: bool) -> Any:
-    """Two layers of KV, by head or latent (Kimi-Linear), and three layers with state: the window of
-    one convolution, or of three, and the matrix of the recurrence; ``PAGES`` state slots."""
+    """Return two layers of KV, by head or latent (Kimi-Linear), and three layers with state: the
+    window of one convolution or of three, and the recurrence's matrix; ``PAGES`` state slots."""
     shape = {"conv": [(6, 3), (5, 3), (7, 3)] if latent else [(10, 3)], "temporal": (2, 3, 5)}
     dtype = SimpleNamespace(conv=torch.bfloat16, temporal=torch.float32)
     states = MambaPool(
@@ -79,7 +79,7 @@ def recurrent(page: int, latent: bool) -> Any:
     )  # fmt: skip
 
 
-#: Pools of both servers, by name; each is built from a page size.
+#: Pool name -> function that makes the pool for a page size.
 POOLS: dict[str, Callable[[int], Any]] = {
     "mla_bfloat16": lambda page: mla(page, torch.bfloat16),
     "mla_fp8_e4m3": lambda page: mla(page, torch.float8_e4m3fn),
@@ -91,30 +91,30 @@ POOLS: dict[str, Callable[[int], Any]] = {
     "mha_short_values": lambda page: mha(page, torch.float16, v_dim=HEAD_DIM // 2),
 }
 
-#: Each of them with the page sizes that it is tried with.
+#: Each pool with its tested page sizes.
 CASES = [(name, page) for name in POOLS for page in ((64,) if name.startswith("nsa") else (1, 16))]
 
 
 def is_mla(pool: Any) -> bool:
-    """Whether a pool has one buffer a layer."""
+    """Return True if a pool has one buffer a layer."""
     return isinstance(getattr(pool, "full_kv_pool", pool), MLATokenToKVPool)
 
 
 def has_states(pool: Any) -> bool:
-    """True if a pool has slots of recurrent state."""
+    """Return True if a pool has slots of recurrent state."""
     return isinstance(pool, HybridLinearKVPool)
 
 
 def as_bytes(pool: Any) -> list[np.ndarray]:
-    """Every buffer of a pool as (page, bytes of it): views, in the order of registration, without
-    recurrent state."""
+    """Return every buffer of a pool as (page, its bytes): views, in the order of registration,
+    without recurrent state."""
     kv = getattr(pool, "full_kv_pool", pool)
     tensors = kv.kv_buffer if is_mla(kv) else [*kv.k_buffer, *kv.v_buffer]
     return _as_bytes([*tensors, *index_buffers(pool)])
 
 
 def states_as_bytes(pool: Any) -> list[np.ndarray]:
-    """Every buffer of recurrent state as (slot, bytes of it), one a layer; none without."""
+    """Return every buffer of recurrent state as (slot, its bytes), one a layer, if any."""
     if not has_states(pool):
         return []
     cache = pool.mamba_pool.mamba_cache
@@ -126,14 +126,14 @@ def _as_bytes(tensors: Iterable[torch.Tensor]) -> list[np.ndarray]:
 
 
 def fill(pool: Any, seed: int) -> None:
-    """Random bytes everywhere, also in pages that nobody holds."""
+    """Fill all pages with random bytes, including free ones."""
     rng = np.random.default_rng(seed)
     for buffer in (*as_bytes(pool), *states_as_bytes(pool)):
         buffer[:] = rng.integers(0, 256, buffer.shape, np.uint8)
 
 
 def snapshot(pool: Any) -> list[np.ndarray]:
-    """A copy of all its bytes."""
+    """Return a copy of all bytes of a pool."""
     return [buffer.copy() for buffer in (*as_bytes(pool), *states_as_bytes(pool))]
 
 
@@ -145,8 +145,8 @@ def assert_arrived(
     target: Pages,
     states: tuple[int, int] = (0, 0),
 ) -> None:
-    """``target`` pages of decode hold ``source`` pages of prefill, and all others what they did; so
-    do slots of recurrent state, of which ``states`` names prefill's and decode's."""
+    """Check that ``target`` pages of decode hold ``source`` pages of prefill, and that no other
+    page changed; likewise for slots of recurrent state (``states``: prefill's and decode's)."""
     kv = zip(before, as_bytes(decode), as_bytes(prefill), strict=False)
     for was, ours, theirs in kv:
         was[target] = theirs[source]
@@ -160,11 +160,11 @@ def assert_arrived(
 
 
 def kv_args(pool: Any, **changes: Any) -> dict[str, Any]:
-    """What a scheduler tells its transfer manager about the pool."""
+    """Return the pool's description that a scheduler passes to its transfer manager."""
     pointers, lengths, item_lens = pool.get_contiguous_buf_infos()
     heads = 1 if is_mla(pool) else pool.head_num
     state = RECURRENT_TYPE if has_states(pool) else INDEX_TYPE
-    found = {
+    args = {
         "kv_data_ptrs": pointers,
         "kv_data_lens": lengths,
         "kv_item_lens": item_lens,
@@ -174,13 +174,15 @@ def kv_args(pool: Any, **changes: Any) -> dict[str, Any]:
     }
     if index_buffers(pool) or has_states(pool):
         names = "state_data_ptrs", "state_data_lens", "state_item_lens"
-        found |= dict(zip(names, pool.get_state_buf_infos(), strict=True)) | {"state_type": state}
-    return found | changes
+        args |= dict(zip(names, pool.get_state_buf_infos(), strict=True)) | {"state_type": state}
+    return args | changes
 
 
 def rank_pools(size: int, total: int, page: int, seed: int, v_dim: int = HEAD_DIM) -> list[Any]:
-    """A pool for each of ``size`` ranks of a model with ``total`` KV heads, filled alike: the
-    replicas of a head are equal, and ranks of another size, of the same seed, hold the same KV."""
+    """Return a pool for each of ``size`` ranks of a model with ``total`` KV heads.
+
+    Replicas of a head are equal, and ranks of another ``size`` with the same seed hold the same KV.
+    """
     rng = np.random.default_rng(seed)
     sides = [
         rng.integers(0, 256, (LAYERS, PAGES, page, total, dim * 4), np.uint8)
@@ -198,9 +200,10 @@ def rank_pools(size: int, total: int, page: int, seed: int, v_dim: int = HEAD_DI
 
 
 def scattered(seed: int, count: int) -> tuple[Pages, Pages]:
-    """Source and destination pages of one request: a run of three on both sides, then any order.
+    """Return source and destination pages of a request: a run of three on both sides, then any
+    order.
 
-    Never page 0, which no request owns.
+    Excludes page 0, which no request owns.
     """
     rng = np.random.default_rng(seed)
 

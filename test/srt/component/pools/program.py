@@ -1,6 +1,6 @@
 """Rooms of a backend between real KV pools; prints one line for each scenario.
 
-Run by ``test_ranks.py``, whose tests say what each scenario guards against.
+Run by ``test_ranks.py``, whose tests document the scenarios.
 
 python program.py BACKEND
 """
@@ -31,11 +31,13 @@ from component.transfer.pair import ADDRESS, DONE, pages
 from sglang.srt.disaggregation.delta.nixl import descriptors
 from sglang.srt.disaggregation.delta.pages import index_buffers, sources_of
 
-PROMPT, PREFIX = 11, 4
-"""Pages of a prompt, and those of them that decode holds."""
+PROMPT = 11
+"""Pages of a prompt."""
+PREFIX = 4
+"""Pages of the prompt that decode holds."""
 BACKEND = sys.argv[1]
 Pair = importlib.import_module(f"component.{BACKEND}.pair").Pair
-#: By page size: NIXL's form of descriptors, and costs with which it is always taken.
+#: Page size -> NIXL call that builds the descriptors.
 FORMS = {1: "initialize_xfer", 16: "make_prepped_xfer"}
 
 
@@ -45,7 +47,7 @@ class PoolPair(Pair):  # type: ignore[misc, valid-type]
     def __init__(
         self, prefill: Any, decode: Any, ranks: Any = ((0, 1), (0, 1)), **heads: int
     ) -> None:
-        """``ranks``: of prefill and of decode, each the rank and how many there are."""
+        """``ranks``: prefill's and decode's, each as the rank and the number of ranks."""
         self._pools = {"prefill": (prefill, *ranks[0]), "decode": (decode, *ranks[1])}
         self._heads = heads
         super().__init__()
@@ -57,7 +59,7 @@ class PoolPair(Pair):  # type: ignore[misc, valid-type]
         manager.kv_args.__dict__.update(kv_args(side.pool, **self._heads), engine_rank=rank)
         manager.is_mla_backend = is_mla(side.pool)
         manager.attn_tp_rank, manager.attn_tp_size = rank, size
-        manager.start_delta(mode, manager.server_args)  # anew: the rank is another one now
+        manager.start_delta(mode, manager.server_args)  # again, because the rank has changed
         manager.register_buffer_to_engine()
         return side
 
@@ -69,10 +71,12 @@ class PoolPair(Pair):  # type: ignore[misc, valid-type]
     def move(
         self, source: list[int], target: list[int], prefix: int, states: tuple[int, int] = (0, 0)
     ) -> int:
-        """A room whose decode server holds ``prefix`` pages; in two chunks where there are two.
-        Returns the bytes that were to be moved. ``states``: slots of recurrent state, as
-        ``assert_arrived`` has them."""
-        ours = self.prefill.manager.kv_args
+        """Transfer a room with ``prefix`` pages on decode, in two chunks if possible.
+
+        Return the expected number of bytes. ``states``: slots of recurrent state, as in
+        ``assert_arrived``.
+        """
+        kv_args_of_prefill = self.prefill.manager.kv_args
         sent, listed = None, None
         if has_states(self.decode.pool):
             sent, listed = (pages(slot) for slot in states)
@@ -92,13 +96,13 @@ class PoolPair(Pair):  # type: ignore[misc, valid-type]
         sender.clear()
         receiver.clear()
         assert not self.leftovers(), self.leftovers()
-        of_state = 0 if sent is None else len(sent) * sum(ours.state_item_lens)
-        return (PROMPT - prefix) * self.page_bytes + of_state
+        state_bytes = 0 if sent is None else len(sent) * sum(kv_args_of_prefill.state_item_lens)
+        return (PROMPT - prefix) * self.page_bytes + state_bytes
 
 
 def run(name: str, page: int) -> None:
-    """A delta, a full hit and a whole prompt between two new servers, whose pools of one kind are
-    each full of other random bytes; with recurrent state, each moves the state of its prompt."""
+    """Move a delta, a full hit and a whole prompt between two new servers with pools of one kind
+    and different random bytes; with recurrent state, each also moves its prompt's state."""
     prefill, decode = POOLS[name](page), POOLS[name](page)
     fill(prefill, 0)
     fill(decode, 1)
@@ -115,8 +119,8 @@ def run(name: str, page: int) -> None:
 def run_ranks(
     prefill_size: int, decode_size: int, heads: int, page: int, v_dim: int = HEAD_DIM
 ) -> None:
-    """Every prefill rank sends its slice to every decode rank that SGLang connects it to, also
-    where another replica has sent the heads."""
+    """Let every prefill rank send its slice to every decode rank that SGLang connects it to, even
+    if another replica has sent the heads."""
     call = FORMS[page]
     descriptors.is_selected_faster = lambda *_: call == "make_prepped_xfer"
     prefill = rank_pools(prefill_size, heads, page, seed=1, v_dim=v_dim)

@@ -1,5 +1,5 @@
 """SGLang's own KV pools over real NIXL agents and Mooncake engines: a room of each kind of pool,
-and head slices between ranks of unequal numbers."""
+and head slices between unequal numbers of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang.srt.disaggregation.delta.pages import RECURRENT_TYPE, sources_of
 
 @pytest.fixture(scope="module", params=["nixl", "mooncake"])
 def printed(request: pytest.FixtureRequest) -> str:
-    """What the program printed with this backend."""
+    """Output of the program for this backend."""
     if request.param == "mooncake":
         pytest.importorskip("mooncake.engine", reason="needs Mooncake's transfer engine")
     return programs.run(__file__, "program.py", request.param)
@@ -29,10 +29,10 @@ def printed(request: pytest.FixtureRequest) -> str:
 def test_unequal_ranks_move_their_heads(
     printed: str, prefill: int, decode: int, heads: int, page: int
 ) -> None:
-    """Guards against heads at another rank's place, in either form of NIXL's descriptors (one for
-    each page size), against lists that NIXL does not prepare, against replicas missed or written
-    over one another (SGLang sends rank r of 4 head r % 2 of 2), and against a rank that sends
-    nothing and says nothing: decode waits for every one."""
+    """Guards against heads at another rank's place, with either form of NIXL's descriptors (one for
+    each page size), against lists that NIXL does not prepare, against replicas that are missing or
+    overwrite each other (SGLang sends head r % 2 of 2 to rank r of 4), and against a silent rank
+    that sends nothing: decode waits for every rank."""
     programs.passed(printed, f"{prefill}_{decode}_heads_{heads}_{page}")
 
 
@@ -42,7 +42,7 @@ def test_slices_of_values_shorter_than_keys(printed: str) -> None:
 
 
 def manager_of(size: int, rank: int, **more: Any) -> Any:
-    """SGLang's manager of one decode rank, without an engine."""
+    """Return SGLang's manager of one decode rank, without an engine."""
     args = SimpleNamespace(engine_rank=rank, state_type=more.pop("state_type", "none"))
     return without_engine(
         CommonKVManager,
@@ -64,26 +64,25 @@ def manager_of(size: int, rank: int, **more: Any) -> Any:
 def test_recurrent_state_needs_ranks_of_equal_number(
     prefill_size: int, decode_size: int, stages: int
 ) -> None:
-    """Guards against slices of states that SGLang puts at wrong places: a rank's convolution has a
-    part of the queries, of the keys and of the values; and against prefill's stages, of which each
-    has the states of some layers only. Without the flag it is SGLang's matter."""
+    """Guards against misplaced slices of states, since a rank's convolution has a part of the
+    queries, of the keys and of the values; and against prefill's pipeline stages, each with the
+    states of some layers only. Without the flag SGLang's own check applies."""
     info = SimpleNamespace(attn_tp_size=prefill_size, attn_cp_size=1, pp_size=stages)
     manager_of(decode_size, 0, state_type=RECURRENT_TYPE)._resolve_rank_mapping(info)
-    ours = manager_of(decode_size, 0, state_type=RECURRENT_TYPE, servers=object())
+    with_flag = manager_of(decode_size, 0, state_type=RECURRENT_TYPE, servers=object())
     if (prefill_size, stages) == (decode_size, 1):
-        ours._resolve_rank_mapping(info)
+        with_flag._resolve_rank_mapping(info)
         return
     sizes = rf"\({prefill_size}, {stages}\) on prefill and \({decode_size}, 1\) on decode"
     with pytest.raises(RuntimeError, match=sizes):
-        ours._resolve_rank_mapping(info)
+        with_flag._resolve_rank_mapping(info)
 
 
 @pytest.mark.parametrize("prefill_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("decode_size", [1, 2, 4, 8])
 def test_sources_are_those_that_sglang_connects(prefill_size: int, decode_size: int) -> None:
-    """Guards against a mapping of ours that differs from SGLang's: a rank that was told to send
-    nothing would hold heads that nobody else sends, or decode would not wait for one that writes.
-    """
+    """Guards against a mapping that differs from SGLang's: a silent rank would hold heads that no
+    other rank sends, or decode would not wait for a writing rank."""
     info = PrefillServerInfo(
         attn_tp_size=prefill_size,
         attn_cp_size=1,
@@ -103,8 +102,8 @@ def test_sources_are_those_that_sglang_connects(prefill_size: int, decode_size: 
 
 @pytest.mark.parametrize(("pool", "page"), CASES)
 def test_a_room_moves_its_pages_byte_for_byte(printed: str, pool: str, page: int) -> None:
-    """Guards against pools that are not keys and values of one shape: latent buffers, bytes stored
-    for fp8, values shorter than keys, an index beside latent buffers. A delta, a full hit and a
-    whole prompt, scattered, in chunks; no byte outside the announced pages may change, and the
-    bytes counted are those of the KV moved."""
+    """Guards against pools that are not keys and values of one shape: latent buffers, fp8 stored as
+    bytes, values shorter than keys, an index beside latent buffers. A delta, a full hit and a whole
+    prompt, scattered, in chunks: no byte outside the announced pages may change, and the counted
+    bytes are those of the moved KV."""
     programs.passed(printed, f"{pool}_{page}")

@@ -1,4 +1,5 @@
-"""Two ranks of a prefill server: real in-flight queues, trees and pools; transfers of numpy."""
+"""Two ranks of a prefill server: real in-flight queues, trees and pools, with transfers in
+numpy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A prefill scheduler without a model: SGLang's in-flight queue, tree and pools, as patched, above
-a prefill rank whose agent copies between memories of numpy when a test says so."""
+"""A prefill scheduler without a model: SGLang's in-flight queue, tree and pools, as patched, on a
+prefill rank with an agent that copies between numpy memories on a test's command."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ class Prefiller(SchedulerDisaggregationPrefillMixin, SchedulerPPMixin):  # type:
         self.disagg_prefill_bootstrap_queue = queue
 
     def stream_output(self, reqs: list[Any], *arguments: Any) -> None:
-        """The client gets its answer."""
+        """Record the client's answer."""
         self.mailbox.stream(reqs)
 
     # ---- a request ----
 
     def prefill(self, room: int, tokens: int, target: list[int], slot: int = 0) -> Any:
-        """A request of so many tokens is computed and queued; decode lists the pages ``target``."""
+        """Compute and queue a request of ``tokens`` tokens; decode announces ``target``."""
         req = self.request(room, tokens)
         req.metadata_buffer_index = self.req_to_metadata_buffer_idx_allocator.alloc()
         self.rank.announce(room, target, slot=slot)
@@ -94,7 +94,7 @@ class Prefiller(SchedulerDisaggregationPrefillMixin, SchedulerPPMixin):  # type:
         return req
 
     def request(self, room: int, tokens: int) -> Any:
-        """A request of so many tokens is here."""
+        """Return a new request of ``tokens`` tokens."""
         req = Req(
             f"r{room}", "", [room] * tokens, SamplingParams(max_new_tokens=1), bootstrap_room=room,
             eos_token_ids=set(), vocab_size=64,
@@ -104,7 +104,7 @@ class Prefiller(SchedulerDisaggregationPrefillMixin, SchedulerPPMixin):  # type:
         return req
 
     def compute(self, req: Any) -> None:
-        """A request that its decode ranks have announced is computed in one step, and queued."""
+        """Compute an announced request in one step, and queue it."""
         tokens = len(req.origin_input_ids)
         req.init_next_round_input(self.tree_cache)
         assert len(req.prefix_indices) == 0
@@ -119,7 +119,7 @@ class Prefiller(SchedulerDisaggregationPrefillMixin, SchedulerPPMixin):  # type:
         self.send_kv_chunk(req, last_chunk=True)
 
     def expected(self, req: Any, target: list[int], slot: int = 0) -> list[np.ndarray]:
-        """Decode's buffers once all of the request is there."""
+        """Return decode's buffers as they are after the whole request has arrived."""
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
         pages = (row[0 : len(req.origin_input_ids) : PAGE] // PAGE).tolist()
         ours, theirs = self.rank.side, self.rank.decode["decode"]
@@ -132,25 +132,25 @@ class Prefiller(SchedulerDisaggregationPrefillMixin, SchedulerPPMixin):  # type:
         return found
 
     def arrived(self) -> list[np.ndarray]:
-        """Decode's buffers now."""
+        """Return decode's buffers."""
         theirs = self.rank.decode["decode"]
         return [view for _, view in (*theirs.kv, *theirs.metadata)]
 
     # ---- the scheduler ----
 
     def turn(self) -> list[int]:
-        """One look at what is in flight; the rooms that ended."""
+        """Check the requests in flight once; return the rooms that ended."""
         return [req.bootstrap_room for req in self.process_disagg_prefill_inflight_queue()]
 
     def turn_of_a_stage(self) -> list[int]:
-        """The same as a pipeline stage looks, which hears from the others which may end."""
+        """Check as a pipeline stage does, which gets the ids that may end from the other stages."""
         ended = self.get_rids(
             self.disagg_prefill_inflight_queue, True, [KVPoll.Success, KVPoll.Failed]
         )
         return [req.bootstrap_room for req in self.process_disagg_prefill_inflight_queue(ended)]
 
     def overwrite_what_is_free(self) -> None:
-        """Other requests take all pages and metadata slots that may be taken, and fill them."""
+        """Overwrite all free or evictable pages and metadata slots, as other requests would."""
         self.tree_cache.evict(EvictParams(num_tokens=PAGES * PAGE))
         allocator = self.token_to_kv_pool_allocator
         slots = allocator.alloc(allocator.available_size())
@@ -162,7 +162,7 @@ class Prefiller(SchedulerDisaggregationPrefillMixin, SchedulerPPMixin):  # type:
             view[list(self.req_to_metadata_buffer_idx_allocator.free_slots)] = GARBAGE
 
     def free(self) -> tuple[int, int, int]:
-        """Tokens that may be had, free rows and metadata slots: equal on all ranks, always."""
+        """Return free and evictable tokens, free rows and metadata slots: equal on all ranks."""
         return (
             self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size(),
             self.req_to_token_pool.available_size(),
@@ -170,7 +170,7 @@ class Prefiller(SchedulerDisaggregationPrefillMixin, SchedulerPPMixin):  # type:
         )
 
     def check_idle(self) -> None:
-        """Everything is back, and nothing is left of any room."""
+        """Check that everything is free, and that no room is left."""
         assert self.free() == (PAGES * PAGE, 8, SLOTS), self.free()
         assert self.disagg_prefill_inflight_queue == [] and torch.is_tensor(
             self.req_to_token_pool.req_to_token

@@ -1,4 +1,4 @@
-"""A request in flight ends on all ranks of a prefill server in one step, and not before each rank's
+"""A request in flight ends on all ranks of a prefill server in one step, and only after each rank's
 own writes have settled."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOM, TARGET = 7, [10, 11, 12]
 
 
 class Server:
-    """Two ranks, over gloo."""
+    """A prefill server with two ranks, over gloo."""
 
     def __init__(self, patch: pytest.MonkeyPatch, turn: Callable[[Prefiller], list[int]]) -> None:
         self.ranks = [Prefiller(patch) for _ in range(2)]
@@ -30,8 +30,8 @@ class Server:
         self.look = turn
 
     def prefill(self, room: int = ROOM, withdrawn: Sequence[int] = ()) -> list[Any]:
-        """A request is computed on both ranks, and its transfers are under way; but on the ranks
-        ``withdrawn`` decode gives it up first."""
+        """Compute a request on both ranks, and start its transfers; on the ranks ``withdrawn``
+        decode gives it up first."""
         reqs = [rank.prefill(room, 11, TARGET) for rank in self.ranks]
         for number, rank in enumerate(self.ranks):
             if number in withdrawn:
@@ -41,19 +41,19 @@ class Server:
         return reqs
 
     def turn(self) -> list[int]:
-        """One step of both; the rooms that ended, which are the same."""
+        """Run one step of both ranks; return the rooms that ended, equal on both."""
         ours, theirs = self.pair.call(lambda rank: self.look(self.ranks[rank]))
         assert ours == theirs
         assert self.ranks[0].free() == self.ranks[1].free(), "their next decisions would differ"
         return ours
 
     def tick(self, seconds: float = 0.25) -> None:
-        """Time passes, and the workers look."""
+        """Advance the time, and let the workers check their transfers."""
         for rank in self.ranks:
             rank.rank.tick(seconds)
 
     def finish(self) -> None:
-        """Everything settles, and nothing is left."""
+        """Settle all transfers, and check that nothing is left."""
         for rank in self.ranks:
             rank.rank.finish()
         self.turn()
@@ -69,8 +69,8 @@ def server(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         server.pair.close()
 
 
-#: What becomes of a room on one rank: decode gives it up before it is written, it is aborted while
-#: it is written, it is written, or decode has it.
+#: Events of a room on one rank: decode gives it up before it is written, it is aborted while it is
+#: written, it is written, or decode has received it.
 WHAT = ("withdrawn", "aborted", "written", "delivered")
 
 
@@ -78,9 +78,9 @@ WHAT = ("withdrawn", "aborted", "written", "delivered")
 @pytest.mark.parametrize("second", WHAT)
 @pytest.mark.parametrize("first", WHAT)
 def test_a_room_on_two_ranks(server: Server, first: str, second: str) -> None:
-    """Guards against one rank's end freeing the other rank's pages and metadata slot while they are
-    read: whoever takes them would be in what decode gets. And against ranks that free them in
-    different steps, or never because one rank's part was a success."""
+    """Guards against one rank's end that frees the other rank's pages and metadata slot while they
+    are read: decode would get a later request's content. And against ranks that free them in
+    different steps, or never because one rank's part succeeded."""
     what = (first, second)
     reqs = server.prefill(withdrawn=[at for at in (0, 1) if what[at] == "withdrawn"])
     expected = [rank.expected(req, TARGET) for rank, req in zip(server.ranks, reqs, strict=True)]
@@ -98,9 +98,9 @@ def test_a_room_on_two_ranks(server: Server, first: str, second: str) -> None:
             assert server.turn() == []
             for each in server.ranks:
                 each.overwrite_what_is_free()
-        assert rank.rank.sockets.stopped == [], "it is still written"
+        assert rank.rank.sockets.stopped == [], "the room is still written"
         if "withdrawn" in what:
-            assert req.disagg_kv_sender.is_stopped, "it was not told"
+            assert req.disagg_kv_sender.is_stopped, "the rank was not notified"
         rank.rank.finish()
     assert server.turn() == [ROOM]
     for rank, req, is_now, theirs in zip(server.ranks, reqs, what, expected, strict=True):
@@ -120,8 +120,7 @@ TEXTS = {
 
 
 def test_the_other_rank_never_settles(server: Server) -> None:
-    """Guards against a request that is held for ever because one rank's writes hang: their deadline
-    bounds it."""
+    """Guards against a request that is held for ever by one rank's hung writes, with a deadline."""
     server.prefill(withdrawn=[0])
     assert server.turn() == []
     server.tick(TRANSFER_TIMEOUT_S)
@@ -132,15 +131,16 @@ def test_the_other_rank_never_settles(server: Server) -> None:
 
 @pytest.mark.hazard("room-number-reused")
 def test_a_second_request_of_its_number(server: Server) -> None:
-    """Guards against a second request of a number that ends the first: one rank had delivered all
-    of the first and refused the second, the other took both for one, and ended them together."""
+    """Guards against a second request with the same number that ends the first: one rank had
+    delivered all of the first and refused the second, the other took both for one, and ended
+    both."""
     reqs = server.prefill()
     expected = [rank.expected(req, TARGET) for rank, req in zip(server.ranks, reqs, strict=True)]
     server.ranks[0].rank.finish()
     assert server.turn() == []
     second = [rank.rank.sender(ROOM) for rank in server.ranks]
     assert [sender.poll() for sender in second] == [KVPoll.Failed] * 2
-    for sender in second:  # what SGLang's bootstrap queue does with it
+    for sender in second:  # as SGLang's bootstrap queue does
         with pytest.raises(RuntimeError, match="still uses its number"):
             sender.failure_exception()
     server.ranks[1].rank.finish()
@@ -152,7 +152,7 @@ def test_a_second_request_of_its_number(server: Server) -> None:
 
 
 def test_a_step_costs_what_sglangs_does(server: Server) -> None:
-    """Guards against a second reduction in every step of a server where nothing ends."""
+    """Guards against a second reduction in every step without an ended request."""
     server.prefill()
     server.pair.collectives()
     server.look = Prefiller.turn
@@ -166,7 +166,7 @@ def test_with_sglangs_own_queue_decode_gets_other_bytes(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against a check that cannot fail: SGLang's own queue ends the request on both ranks,
-    and what takes its pages is what decode gets."""
+    and decode gets the content of the next owner of its pages."""
     monkeypatch.delattr(DeltaPrefill, "process_disagg_prefill_inflight_queue")
     monkeypatch.delattr(PrefillStages, "get_rids")
     healthy, reqs = server.ranks[0], server.prefill(withdrawn=[1])

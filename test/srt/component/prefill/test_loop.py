@@ -1,4 +1,4 @@
-"""What the end of a batch sends for the first draft on decode, from a prefill scheduler."""
+"""The input of decode's first draft, as a prefill scheduler sends it at the end of a batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 
 class Ending(Prefiller):
-    """Only the end of a batch; nothing is sent."""
+    """Runs only the end of a batch, and records sends."""
 
     spec_algorithm = SpeculativeAlgorithm.EAGLE
     enable_overlap = True
@@ -31,17 +31,17 @@ class Ending(Prefiller):
         self.sent.append(req)
 
     def maybe_send_health_check_signal(self) -> None:
-        """Nobody asks."""
+        """Do nothing: there are no health checks."""
 
     def report_prefill_stats(self, **stats: Any) -> None:
-        """No log."""
+        """Do nothing: there is no log."""
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["v2", "v1"])
 def test_a_prompt_brings_the_start_of_its_draft(
     monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
-    """Guards against metadata that say where another room's draft starts: with overlap scheduling
+    """Guards against metadata with the start of another room's draft: with overlap scheduling
     SGLang's copy of the batch has lost it."""
     prefiller = Ending(monkeypatch)
     monkeypatch.setattr(prefiller.tree_cache, "cache_unfinished_req", lambda req: None)

@@ -1,5 +1,5 @@
-"""SGLang's small load balancer in Python (``--mini-lb``), and prefill's answer to what decode
-computes itself."""
+"""SGLang's small load balancer in Python (``--mini-lb``), and prefill's answer to a request that
+decode computes itself."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HERE = {
 
 
 def server(answers: Any) -> TestServer:
-    """One whose ``/generate`` answers with what ``answers`` makes of a request, streamed or not."""
+    """Return a server whose ``/generate`` sends ``answers(request)``, streamed or not."""
 
     async def generate(request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -48,8 +48,8 @@ def server(answers: Any) -> TestServer:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("logprobs", [False, True])
 def test_decode_is_heard(monkeypatch: pytest.MonkeyPatch, stream: bool, logprobs: bool) -> None:
-    """Guards against an empty answer that the load balancer cannot read where it is asked for log
-    probabilities: it would be the client's error."""
+    """Guards against an empty answer that the load balancer cannot parse if log probabilities are
+    requested: the client would get an error."""
     rooms = []
 
     def prefill_answers(body: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The prefill scheduler: what its chunk sender gives a room is the delta, in order, once."""
+"""The prefill scheduler's chunk sender: a room gets exactly the delta, in order, once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Scenario:
     prefix: int
     #: Tokens computed at the end of each chunk but the last.
     chunks: tuple[int, ...]
-    #: The overlapped loop gives the end of a chunk, the plain one does not.
+    #: The overlapped loop passes the end of a chunk, the plain one does not.
     overlap: bool
     #: The model's state: none, the index of its KV's pages, or recurrent state.
     state: str = ""
@@ -41,7 +41,7 @@ class Scenario:
 
 @st.composite
 def scenarios(draw: st.DrawFn) -> Scenario:
-    """Any prompt, prefix and chunking; prefixes at, inside and beyond chunks, and full hits."""
+    """Draw any prompt and chunking, with prefixes at, inside and beyond chunks, and full hits."""
     page = draw(st.sampled_from([1, 4, 16, 64]))
     prompt = draw(st.integers(1, MAX_PROMPT))
     prefix = page_floor(draw(st.one_of(st.integers(0, prompt), st.just(prompt))), page)
@@ -52,7 +52,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 
 
 def pool_of(state: str) -> Any:
-    """A pool of SGLang's class, of which only the state's attributes are there."""
+    """Return a pool of SGLang's class with only the state's attributes."""
     kinds = {"": SimpleNamespace, "index": NSATokenToKVPool, "recurrent": HybridLinearKVPool}
     pool: Any = kinds[state].__new__(kinds[state])
     if state:
@@ -61,7 +61,7 @@ def pool_of(state: str) -> Any:
 
 
 class Call(NamedTuple):
-    """A call of the backend's sender, and how much was computed when it came."""
+    """A call of the backend's sender, and the tokens computed by then."""
 
     pages: list[int]
     is_last: bool
@@ -71,8 +71,8 @@ class Call(NamedTuple):
 
 
 class Prefill(SchedulerDisaggregationPrefillMixin):  # type: ignore[misc]
-    """The surroundings of one prompt's chunk sender; the backend's counts pages as it does: the
-    last call is the one that completes them."""
+    """The environment of one prompt's chunk sender. The backend's sender counts pages as the real
+    one does: the call that completes them is the last one."""
 
     def __init__(self, scenario: Scenario) -> None:
         page, prompt = scenario.page, scenario.prompt
@@ -111,7 +111,7 @@ class Prefill(SchedulerDisaggregationPrefillMixin):  # type: ignore[misc]
         self.calls.append(call)
 
     def chunk(self, computed: int, text: int, **options: Any) -> None:
-        """So much is computed, and so long is the text that SGLang sees."""
+        """Run the sender after ``computed`` tokens, with a text of ``text`` tokens in SGLang."""
         self.computed, self.req.fill_ids = computed, list(range(text))
         self.send_kv_chunk(self.req, **options)
         self.cursor.append(self.req.start_send_idx)
@@ -128,7 +128,7 @@ def play(scenario: Scenario) -> Prefill:
 
 
 def wrong(scenario: Scenario) -> list[str]:
-    """What is wrong with what a scenario led to."""
+    """Return the violated properties of a scenario."""
     outcome = play(scenario)
     first = FIRST_PAGE + scenario.prefix // scenario.page
     pages = page_ceil(scenario.prompt, scenario.page) // scenario.page
@@ -160,9 +160,9 @@ def wrong(scenario: Scenario) -> list[str]:
 def test_exactly_the_delta_is_sent(scenario: Scenario) -> None:
     """Guards against a cursor that moves before the chunk is known to be needed, and so sends
     prefix pages into the delta's destinations; against a chunk that is sent twice, late, empty, or
-    ahead of the forward pass that fills it; and against a room without its one last call, which
-    takes the metadata along, and the state: of an index what is missing, of a recurrence all.
-    Without a prefix the calls are those of SGLang's own method."""
+    ahead of the forward pass that fills it; and against a room without exactly one last call, which
+    carries the metadata and the state (the missing part of an index, all of a recurrence). Without
+    a prefix the calls are those of SGLang's own method."""
     assert wrong(scenario) == []
     scenario = replace(scenario, prefix=0)
     ours = play(scenario)
@@ -182,7 +182,7 @@ def test_exactly_the_delta_is_sent(scenario: Scenario) -> None:
         (1, (2, 4), 3),  # inside the first chunk
         (2, (2, 4), 2),  # on its border
         (5, (2, 4), 1),  # beyond two chunks
-        (6, (2, 4), 1),  # everything: metadata alone
+        (6, (2, 4), 1),  # a full hit: metadata only
         (6, (), 1),
         (5, (5,), 1),
     ],
@@ -190,7 +190,7 @@ def test_exactly_the_delta_is_sent(scenario: Scenario) -> None:
 def test_where_the_prefix_ends(
     page: int, overlap: bool, prefix: int, chunks: tuple[int, ...], calls: int
 ) -> None:
-    """Guards against the places where an earlier form of this code went wrong, in pages."""
+    """Guards against the boundary cases, in pages, in which an earlier version failed."""
     scenario = Scenario(page, 6 * page, prefix * page, tuple(end * page for end in chunks), overlap)
     assert wrong(scenario) == []
     assert len(play(scenario).calls) == calls

@@ -1,4 +1,4 @@
-"""Which data-parallel rank serves a room: what prefill tells its bootstrap server."""
+"""The data-parallel rank that serves a room, as prefill reports it to its bootstrap server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ADDRESS, ROOM = "10.0.0.1:8998", 7
 
 
 class Bootstrap:
-    """The bootstrap server, which answers the scheduler at once, and others when it is told to."""
+    """The bootstrap server, which answers other threads than the scheduler's only on command."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.scheduler = threading.current_thread()
@@ -35,7 +35,7 @@ class Bootstrap:
 
 
 def rank(**attributes: int) -> Any:
-    """A rank of a prefill server whose data-parallel ranks are chosen in turns."""
+    """Return a rank of a prefill server with round-robin data-parallel ranks."""
     manager = bare.prefill("nixl", **attributes)
     manager.server_args.dp_size, manager.server_args.load_balance_method = 2, "round_robin"
     return manager
@@ -53,10 +53,9 @@ def rank(**attributes: int) -> Any:
 def test_decode_is_told_in_the_background(
     monkeypatch: pytest.MonkeyPatch, attributes: dict[str, int], is_told: bool
 ) -> None:
-    """Guards against a scheduler that waits for HTTP with each request; against a rank that says 0,
-    as SGLang's do without data-parallel attention: decode announced the request to another rank,
-    and it failed by its deadline; and against as many requests as there are tensor-parallel
-    ranks, for each room."""
+    """Guards against a scheduler that waits for HTTP with each request; against a rank that reports
+    0, as SGLang's do without data-parallel attention (decode announced the request to another rank,
+    and it failed by its deadline); and against one HTTP request for each tensor-parallel rank."""
     bootstrap = Bootstrap(monkeypatch)
     manager = rank(**attributes)
     NixlKVSender(manager, ADDRESS, ROOM, [0], 0)
@@ -71,7 +70,7 @@ def test_decode_is_told_in_the_background(
 def test_a_bootstrap_server_that_is_not_there(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Guards against an error that nobody sees."""
+    """Guards against an error that is not logged."""
 
     def refuse(url: str, json: Any, timeout: float) -> Any:
         raise requests.ConnectionError("refused")
@@ -89,8 +88,8 @@ def test_a_bootstrap_server_that_is_not_there(
     + [("round_robin", 0, False)],
 )
 def test_a_router_that_names_another_rank(method: str, here: int, says: bool) -> None:
-    """Guards against a request that fails by its deadline, and nobody knows why: decode announced
-    it to the rank that follows from its number."""
+    """Guards against a request that fails by its deadline without the cause: decode announced it to
+    the rank that follows from its number."""
     manager = rank(attn_dp_rank=here)
     manager.server_args.load_balance_method = method
     manager.bootstrap_timeout = 0

@@ -1,5 +1,5 @@
-"""Pipeline stages of a prefill server run the same requests, whatever becomes of a room on one of
-them; and what a stage sends was computed."""
+"""Pipeline stages of a prefill server run the same requests, even if a room fails on one of them;
+and a stage only sends computed pages."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Stage(Prefiller):
         self.open_bootstrap_queue()
 
     def arrive(self, room: int) -> None:
-        """A request is here, and decode announces it to this stage."""
+        """Queue a request, and announce it to this stage."""
         self.disagg_prefill_bootstrap_queue.queue.append(self.request(room, 11))
         self.rank.announce(room, TARGET if room == ROOM else [20, 21, 22])
 
     def looks(self) -> tuple[set[str], set[str]]:
-        """What this stage says of its queue: the ids that are ready, and those that failed."""
+        """Return the ids of the queue that are ready, and those that failed, on this stage."""
         ready, failed = self.get_rids(
             self.disagg_prefill_bootstrap_queue.queue, True, [KVPoll.WaitingForInput],
             [KVPoll.Failed],
@@ -41,17 +41,17 @@ class Stage(Prefiller):
         return set(ready), set(failed)
 
     def ended(self) -> set[str]:
-        """The ids of what has ended in flight on this stage."""
+        """Return the ids of the requests in flight that have ended on this stage."""
         queue = self.disagg_prefill_inflight_queue
         return set(self.get_rids(queue, True, [KVPoll.Success, KVPoll.Failed]))
 
     @property
     def runs(self) -> list[str]:
-        """The requests of its next batch."""
+        """The requests of the stage's next batch."""
         return sorted(req.rid for req in self.waiting_queue)
 
     def run(self) -> None:
-        """It computes and sends them, and they end."""
+        """Compute, send and end these requests."""
         for req in self.waiting_queue:
             self.compute(req)
         self.waiting_queue = []
@@ -59,8 +59,9 @@ class Stage(Prefiller):
 
 
 class Server:
-    """Two stages, which hear from each other as SGLang's have it: what is ready on both, and what
-    failed on one; then each takes that in after the one before it, and says what it took."""
+    """Two stages that exchange messages as SGLang's do: ids that are ready on both, and ids that
+    failed on one. Each stage then admits requests after the one before it, and passes on the
+    ids."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.stages = [Stage(patch, is_first=True), Stage(patch, is_first=False)]
@@ -73,7 +74,7 @@ class Server:
         before: Callable[[Server], None] = lambda _: None,
         between: Callable[[Server], None] = lambda _: None,
     ) -> None:
-        """One round; ``before`` it and ``between`` the stages something happens."""
+        """Run one round, with actions ``before`` it and ``between`` the stages."""
         looks = [stage.looks() for stage in self.stages]
         ids = [
             sorted(set.intersection(*(ready for ready, _ in looks))),
@@ -86,12 +87,12 @@ class Server:
                 between(self)
 
     def withdraw(self, *stages: int) -> None:
-        """Decode gives one of the two up; its word has reached these stages."""
+        """Withdraw one of the two requests; decode's message has reached these stages."""
         for number in stages:
             self.stages[number].rank.withdraw(ROOM)
 
     def finish(self) -> None:
-        """What runs ends on both stages, and nothing is left on either."""
+        """End the running requests on both stages, and check that nothing is left."""
         for stage in self.stages:
             stage.run()
         both = sorted(set.intersection(*(stage.ended() for stage in self.stages)))
@@ -110,7 +111,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
 
 
 def test_all_is_well(server: Server) -> None:
-    """Guards against stages that take nothing in."""
+    """Guards against stages that admit no request."""
     server.take_in()
     assert [stage.runs for stage in server.stages] == [["r7", "r8"]] * 2
     server.finish()
@@ -121,7 +122,7 @@ def test_all_is_well(server: Server) -> None:
 @pytest.mark.parametrize("when", ["first", "before", "between", "after"])
 def test_a_room_is_withdrawn(server: Server, when: str, where: tuple[int, ...]) -> None:
     """Guards against a stage that runs a request which another one has dropped, because the room
-    failed there alone or between their looks: their next batches differ, and the server ends. And
+    failed only there or between their checks: their next batches differ, and the server ends. And
     against a request that stays in one stage's queue for ever, and one that is computed although
     the first stage knew before that its client has left."""
     if when == "after":
@@ -151,7 +152,7 @@ def test_sglangs_own_stages_part(server: Server, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.hazard("sent-before-written")
 def test_a_chunk_is_sent_when_its_step_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a last stage that runs ahead (``--pp-async-batch-depth``), and sends a chunk
-    in the turn after its launch: decode would get what was in the pages before."""
+    in the turn after its launch: decode would get the pages' previous content."""
     stage, order = Stage(monkeypatch, is_first=False), list[str]()
     stage.arrive(ROOM)
     (req,) = stage.disagg_prefill_bootstrap_queue.queue

@@ -1,5 +1,5 @@
-"""Requests that prefill does not compute: those that SGLang refuses or aborts before they are
-queued, and those that decode gave up while they waited."""
+"""Requests that prefill does not compute: SGLang refuses or aborts them before they are queued, or
+decode gives them up while they wait."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Rank(Prefiller, Scheduler):  # type: ignore[misc]
         self.open_bootstrap_queue()
 
     def arrive(self, room: int, refused: str = "", priority: int | None = None) -> Any:
-        """A request is queued, which SGLang ``refused`` before where that is a text."""
+        """Queue a request; with a text ``refused``, SGLang has refused it before."""
         params = SamplingParams(max_new_tokens=1)
         req = Req(
             f"r{room}", "", [room] * TOKENS, params, bootstrap_room=room, priority=priority,
@@ -61,14 +61,14 @@ class Rank(Prefiller, Scheduler):  # type: ignore[misc]
         return batch
 
     def step(self) -> list[str]:
-        """One turn of SGLang's loop; the ids of what it may compute."""
+        """Run one turn of SGLang's loop; return the ids of the requests that it may compute."""
         queue = self.disagg_prefill_bootstrap_queue
         self.waiting_queue.extend(queue.pop_bootstrapped())
         self.get_next_disagg_prefill_batch_to_run()
         return self.computed
 
     def end(self) -> None:
-        """Everything ends uncomputed, and nothing is left."""
+        """End all requests uncomputed, and check that nothing is left."""
         for room in (ROOM, OTHER):
             self.rank.withdraw(room)
         self.step()
@@ -86,9 +86,9 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
 @pytest.mark.hazard("another-prompt-sent")
 @pytest.mark.parametrize("announced", ["before", "after"])
 def test_a_request_that_sglang_has_refused(rank: Rank, announced: str) -> None:
-    """Guards against KV of the prompt [0], which SGLang puts in the place of a prompt that it
-    refuses or aborts in its grammar queue: decode had as many pages for its own prompt, took them
-    as that, and answered with status 200."""
+    """Guards against KV of the prompt [0], by which SGLang replaces a prompt that it refuses or
+    aborts in its grammar queue: decode had as many pages for its own prompt, took the KV for that,
+    and answered with status 200."""
     if announced == "before":
         rank.rank.announce(ROOM, [10])
     req = rank.arrive(ROOM, refused="Aborted by AbortReq.")
@@ -104,8 +104,8 @@ def test_a_request_that_sglang_has_refused(rank: Rank, announced: str) -> None:
 @pytest.mark.hazard("another-prompt-sent")
 @pytest.mark.parametrize("theirs", [TOKENS, TOKENS - 1, 0])
 def test_prompts_of_another_length(rank: Rank, theirs: int) -> None:
-    """Guards against prompts that differ within a page, as where each server cuts a prompt by its
-    own limit; 0: an older decode server, which does not say."""
+    """Guards against prompts that differ within a page, for example if each server truncates a
+    prompt by its own limit. 0: an older decode server, which does not report the length."""
     rank.rank.announce(ROOM, [10], prompt_tokens=theirs)
     req = rank.arrive(ROOM)
     goes = theirs in (TOKENS, 0)
@@ -134,7 +134,7 @@ def test_decode_gives_up_a_request_that_waits(
     server: tuple[list[Rank], Pair], where: tuple[int, ...]
 ) -> None:
     """Guards against prompts that are computed for no client, before living ones; and against ranks
-    that run different batches, because decode's message reached one of them first."""
+    with different batches, because decode's message reached one of them first."""
     ranks, pair = server
 
     def step() -> list[str]:
@@ -165,8 +165,8 @@ def test_decode_gives_up_a_request_that_waits(
 def test_decode_gives_up_a_request_at_the_end_of_a_long_queue(
     server: tuple[list[Rank], Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against requests that end only when they are computed next, which under others of a
-    higher priority may be never; and against ranks that check different parts of the queue."""
+    """Guards against requests that end only when they would be computed next, which may be never
+    under others of a higher priority; and against ranks that check different parts of the queue."""
     monkeypatch.setattr("sglang.srt.disaggregation.delta.prefill.scheduler.CHECKED", 1)
     ranks, pair = server
     for one in ranks:
@@ -195,7 +195,7 @@ def test_decode_gives_up_a_request_at_the_end_of_a_long_queue(
 @pytest.mark.parametrize(("rid", "ended"), [("r7", {"r7"}), ("", {"r7", "r8"}), ("x", set())])
 def test_a_client_leaves_while_its_request_waits(rank: Rank, rid: str, ended: set[str]) -> None:
     """Guards against a room that stays in prefill's tables, and a decode server that waits for it,
-    when the abort finds the request in the waiting queue; and against ending another one's."""
+    if the abort finds the request in the waiting queue; and against ending another request."""
     for room, page in ((ROOM, 10), (OTHER, 11)):
         rank.arrive(room)
         rank.rank.announce(room, [page])
@@ -209,8 +209,8 @@ def test_a_client_leaves_while_its_request_waits(rank: Rank, rid: str, ended: se
 
 @pytest.mark.parametrize("low_first", [False, True])
 def test_requests_without_a_priority(rank: Rank, low_first: bool) -> None:
-    """Guards against a server that ends with the first request without a priority, a warm-up, where
-    it sorts by that and has no default: such requests come last, as on SGLang's other servers."""
+    """Guards against a server with priority scheduling and no default priority that ends with the
+    first request without one, a warm-up: such requests come last, as on SGLang's other servers."""
     rank.enable_priority_scheduling, rank.schedule_low_priority_values_first = True, low_first
     for room, page, priority in ((ROOM, 10, None), (OTHER, 11, 1)):
         rank.arrive(room, priority=priority)
@@ -224,7 +224,7 @@ def test_requests_without_a_priority(rank: Rank, low_first: bool) -> None:
 
 def test_health_of_a_server_that_cannot_begin(rank: Rank) -> None:
     """Guards against a server that is restarted because decode ranks hang: requests wait for memory
-    that transfers own, and no batch has a result with which SGLang answers checks of health."""
+    that transfers own, and no batch result answers SGLang's health checks."""
     rank.rank.announce(ROOM, [10])
     rank.arrive(ROOM)
     answers: list[Any] = []
@@ -233,7 +233,7 @@ def test_health_of_a_server_that_cannot_begin(rank: Rank) -> None:
     rank.return_health_check_ipcs.append(None)
     rank.last_batch = SimpleNamespace(forward_mode=ForwardMode.DECODE)
     rank.step()
-    assert answers == [], "its result answers"
+    assert answers == [], "the batch's result answers"
     rank.last_batch = None
     rank.step()
     assert len(answers) == 1

@@ -1,4 +1,5 @@
-"""Requests that decode computes itself: their clients are answered at once, and all else ends."""
+"""Requests that decode computes itself: their clients are answered at once, and everything else
+ends."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ ROOM = 7
 
 
 class Tokenizer(TokenizerManager):  # type: ignore[misc]
-    """SGLang's, as patched, without a server around it."""
+    """SGLang's tokenizer manager, as patched, without a server."""
 
     def __init__(self, dp_attention: bool = False) -> None:
         self.rid_to_state: dict[str, Any] = {}
@@ -55,7 +56,7 @@ class Tokenizer(TokenizerManager):  # type: ignore[misc]
         )
 
     def arrive(self, room: int, *, sent: bool = True, **options: Any) -> Any:
-        """A client's request; ``sent``: the schedulers have it."""
+        """Add a client's request; ``sent``: the schedulers have received it."""
         obj = GenerateReqInput(text="hello", rid=f"r{room}", bootstrap_room=room, **options)
         times = APIServerReqTimeStats(disagg_mode=DisaggregationMode.PREFILL)
         state = ReqState([], False, asyncio.Event(), obj, times)
@@ -88,9 +89,9 @@ def answer_of(state: Any) -> Any:
 )
 @pytest.mark.parametrize("draft", [None, "EAGLE"])
 def test_the_client_is_answered_at_once(options: dict[str, Any], draft: str | None) -> None:
-    """Guards against an answer that waits for a scheduler in the middle of a step, against one of
-    status 500, which a router makes the client's, against one of which SGLang cannot count the
-    drafts (the error ends the server), and against a request that nobody ends."""
+    """Guards against an answer that waits for a scheduler in the middle of a step, against one with
+    status 500, which a router passes to the client, against one whose drafts SGLang cannot count
+    (the error ends the server), and against a request that never ends."""
     tokenizer = Tokenizer()
     tokenizer.server_args.speculative_algorithm = draft
     tokenizer.server_args.speculative_num_draft_tokens = 4
@@ -101,7 +102,7 @@ def test_the_client_is_answered_at_once(options: dict[str, Any], draft: str | No
     assert "spec_accept_rate" not in meta
     if "return_logprob" in options:
         assert meta["output_token_logprobs"] == meta["output_top_logprobs"] == []
-        assert meta["input_token_logprobs"] == []  # a load balancer puts it before decode's
+        assert meta["input_token_logprobs"] == []  # a load balancer prepends it to decode's
     assert [*tokenizer.rid_to_state] == [other.obj.rid] and not other.finished
     assert tokenizer.sent == [state.obj, other.obj, EndYielded(rid=state.obj.rid)]
 
@@ -112,7 +113,7 @@ def test_the_client_is_answered_at_once(options: dict[str, Any], draft: str | No
         ("comes, is sent, told", True),
         ("comes, told, is sent", True),
         ("told, comes, is sent", True),
-        # While weights are updated nothing is sent on to the schedulers.
+        # No request is sent to the schedulers during a weight update.
         ("comes, told, late, is sent", True),
         ("told, late, comes, is sent", False),
         ("comes, told, leaves", False),
@@ -121,9 +122,9 @@ def test_the_client_is_answered_at_once(options: dict[str, Any], draft: str | No
 def test_when_the_request_comes(
     monkeypatch: pytest.MonkeyPatch, order: str, is_answered: bool
 ) -> None:
-    """Guards against a request that is ended on the schedulers before they have it, and waits there
-    for its announcement until its deadline; against a client that never has its answer; against a
-    number that ends another request much later; and against waiting for one whose client left."""
+    """Guards against a request that is ended on the schedulers before they have it, and then waits
+    for its announcement until its deadline; against a client without an answer; against a number
+    that ends another request much later; and against waiting for a request whose client left."""
     clock, tokenizer = Clock(), Tokenizer()
     monkeypatch.setattr(yielded, "time", SimpleNamespace(monotonic=clock))
     monkeypatch.setattr(yielded, "_LOOK_S", 0.0)
@@ -157,7 +158,7 @@ def test_when_the_request_comes(
 
 
 class Looked(dict[str, Any]):
-    """Counts how often somebody looks through all requests."""
+    """Counts iterations over all requests."""
 
     times = 0
 
@@ -175,9 +176,9 @@ class Looked(dict[str, Any]):
 
 
 def test_a_thousand_rooms_of_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a stranger's numbers, each of which looked through all requests again and
-    again: 1,000 of them took 28 % of the process that speaks HTTP; and against more of them than
-    a server can keep, in the way of a room that has a request."""
+    """Guards against unknown numbers that each search all requests again and again (1,000 of them
+    took 28 % of the process that serves HTTP), and against more of them than a server can keep,
+    which would block a room with a request."""
     monkeypatch.setattr(yielded, "_LOOK_S", 0.0)
     tokenizer = Tokenizer()
     tokenizer.rid_to_state = requests = Looked()
@@ -199,7 +200,7 @@ def test_a_thousand_rooms_of_no_request(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_data_parallel_attention_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a command that overtook its request and is lost."""
+    """Guards against a lost command that overtook its request."""
     monkeypatch.setattr(yielded, "_AGAIN_S", 0.0)
     tokenizer = Tokenizer(dp_attention=True)
 
@@ -218,8 +219,8 @@ def test_data_parallel_attention_is_told_again(monkeypatch: pytest.MonkeyPatch) 
 def test_who_says_that_it_answers(
     monkeypatch: pytest.MonkeyPatch, tokenizers: int, mode: bool, yields: bool
 ) -> None:
-    """Guards against a prefill server that is told, and whose clients wait: one with several
-    tokenizers, of which nobody knows which has the request."""
+    """Guards against a prefill server that is notified while its clients wait: one with several
+    tokenizers, because the tokenizer that has the request is unknown."""
     server = SimpleNamespace(yields=False) if mode else None
     monkeypatch.setattr(tokenizer_manager, "start_disagg_service", lambda args: server)
     tokenizer = Tokenizer()
@@ -237,7 +238,7 @@ def test_who_says_that_it_answers(
 
 
 def test_the_way_from_decode_to_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a message that stops half-way; a rank that answers nobody drops it."""
+    """Guards against a message that is lost on its way; a rank without a tokenizer drops it."""
     manager = Prefiller(monkeypatch).rank.manager
     manager.decode_ranks.take(wire.ComputedByDecode(ROOM))
     with zmq.Context() as context, context.socket(zmq.PULL) as tokenizer:
@@ -261,19 +262,19 @@ class Rank(DeltaScheduler, Prefiller):
         self.grammar_manager = SimpleNamespace(grammar_queue=[])
 
     def request(self, room: int) -> Any:
-        """A request that was broadcast to the ranks."""
+        """Return a request that was broadcast to the ranks."""
         params = SamplingParams(max_new_tokens=1)
         return Req(f"r{room}", "", [1] * 9, params, bootstrap_room=room, vocab_size=64)
 
     def arrive(self, room: int) -> Any:
-        """It waits for its announcement."""
+        """Add a request that waits for its announcement."""
         req = self.request(room)
         req.disagg_kv_sender = self.rank.sender(room)
         self.queue.queue.append(req)
         return req
 
     def end(self, rid: str) -> None:
-        """The tokenizer's command, as SGLang's dispatcher gives it to the scheduler."""
+        """Pass the tokenizer's command to the scheduler, as SGLang's dispatcher does."""
         self.abort_request(EndYielded(rid=rid))
 
 
@@ -284,7 +285,8 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
 
 def test_it_ends_without_work(rank: Rank) -> None:
     """Guards against a room that stays in a table, against a second answer to the client, and
-    against a command that is taken for an abort: that one ends all whose names begin with it."""
+    against a command that is taken for an abort, which ends all requests whose names begin with its
+    id."""
     req, other = rank.arrive(ROOM), rank.arrive(10 * ROOM + 1)
     rank.end(req.rid)
     assert rank.queue.queue == [other] and rank.mailbox.ends == {}
@@ -294,7 +296,7 @@ def test_it_ends_without_work(rank: Rank) -> None:
 
 
 def test_a_request_that_waits_for_its_grammar(rank: Rank) -> None:
-    """Guards against a request that joins the queue later, when nobody ends it any more."""
+    """Guards against a request that joins the queue after its end."""
     cancelled: list[str] = []
     req, other = (rank.request(room) for room in (ROOM, ROOM + 1))
     req.grammar = SimpleNamespace(cancel=lambda: cancelled.append("its own"))

@@ -1,5 +1,5 @@
-"""A rank's transfer manager with those attributes of SGLang's ``__init__`` that tests need, set by
-hand; and such managers without a transfer library, threads or sockets."""
+"""A rank's transfer manager with only those attributes of SGLang's ``__init__`` that tests need;
+and such managers without a transfer library, threads or sockets."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from sglang.srt.disaggregation.nixl import conn as nixl
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 ADDRESS = "10.0.0.1:8998"
-#: Metadata slots, and bytes of one; bytes of a KV page are as many.
+#: Number of metadata slots; bytes of a slot and of a KV page.
 SLOTS, ITEM = 8, 64
-#: What a manager keeps of its rooms and peers.
+#: A manager's tables of rooms and peers.
 TABLES = (
     "request_status",
     "failure_records",
@@ -36,8 +36,8 @@ TABLES = (
 
 
 def without_engine(kind: Any, **own: Any) -> Any:
-    """A manager of the class ``kind``, the only rank of its server; ``own`` is what its backend,
-    its release or a test adds."""
+    """Return a manager of the class ``kind``, the only rank of its server; ``own`` are attributes
+    of its backend, its release or a test."""
     manager = kind.__new__(kind)
     manager.__dict__.update({table: {} for table in TABLES})
     manager.__dict__.update(
@@ -72,8 +72,8 @@ def without_engine(kind: Any, **own: Any) -> Any:
 
 
 def buffers(kv: list[torch.Tensor], aux: torch.Tensor, page: int) -> Any:
-    """What a scheduler tells its manager of KV and metadata: ``kv`` has (pages, elements of one)
-    for each layer, first keys, then values; ``aux`` has (slots, elements of one)."""
+    """Return the buffers' description that a scheduler passes to its manager: ``kv`` is (pages,
+    page elements) for each layer, keys first, then values; ``aux`` is (slots, slot elements)."""
     return SimpleNamespace(
         kv_data_ptrs=[layer.data_ptr() for layer in kv],
         kv_data_lens=[layer.nbytes for layer in kv],
@@ -95,7 +95,7 @@ def buffers(kv: list[torch.Tensor], aux: torch.Tensor, page: int) -> Any:
 
 
 class Sockets:
-    """Remembers what would be sent."""
+    """Records messages instead of sending them."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, int, Any]] = []
@@ -113,7 +113,7 @@ class Sockets:
 
 
 class Agent:
-    """NIXL's: knows peers, and delivers the notifications that a test puts in."""
+    """Stands for NIXL's agent: knows peers, and delivers a test's notifications."""
 
     name = "decode"
 
@@ -143,8 +143,8 @@ def _mooncake() -> Any:
 
 
 def bare(backend: str, mode: Any, sockets: Any = None, **own: Any) -> Any:
-    """A manager of either side, with ``own`` attributes; its metadata buffer is ``manager.aux``,
-    and what it says to peers goes to ``manager.sockets``."""
+    """Return a manager of either side, with ``own`` attributes. Its metadata buffer is
+    ``manager.aux``; ``manager.sockets`` records its messages."""
     manager = {"nixl": _nixl, "mooncake": _mooncake}[backend]()
     manager.aux = np.zeros((SLOTS, ITEM), dtype=np.uint8)
     manager.kv_args = SimpleNamespace(
@@ -168,7 +168,7 @@ def _nothing(*_: Any) -> None:
 
 
 def prefill(backend: str, sockets: Any = None, **own: Any) -> Any:
-    """A prefill rank's manager; its transfer workers have nothing to drop."""
+    """Return a prefill rank's manager with transfer workers that do nothing."""
     manager = bare(backend, DisaggregationMode.PREFILL, sockets, **own)
     manager.transfers = SimpleNamespace(open=_nothing, cancel=_nothing, forget=_nothing)
     table = manager.decode_kv_args_table
@@ -180,14 +180,14 @@ def prefill(backend: str, sockets: Any = None, **own: Any) -> Any:
 
 
 def destinations(manager: Any, number: int) -> list[Any]:
-    """What decode ranks announced of a room so far."""
+    """Return the decode ranks' announcements of a room so far."""
     room = manager.rooms.room(number)
     return list(room.announcements.values()) if room else []
 
 
 def decode(backend: str, *rooms: int, writers: int = 1, **own: Any) -> Any:
-    """A decode rank's manager that waits for ``rooms``; room ``n`` has metadata slot ``n % 8``
-    (over NIXL a test announces it)."""
+    """Return a decode rank's manager that waits for ``rooms``; room ``n`` has metadata slot
+    ``n % 8`` (over NIXL a test announces it)."""
     manager = bare(backend, DisaggregationMode.DECODE, **own)
     for room in rooms:
         manager.transfer_statuses[room].address = ADDRESS
@@ -200,11 +200,11 @@ def decode(backend: str, *rooms: int, writers: int = 1, **own: Any) -> Any:
 
 
 class Receiver(RoomReceiver, DeltaReceiver):
-    """Ours of any backend, on nothing of SGLang's."""
+    """This package's receiver of any backend, without SGLang's base class."""
 
 
 def announced(manager: Any, room: int, address: str = ADDRESS, writers: int = 1) -> Any:
-    """Decode's end of a room that ``writers`` ranks of the server at ``address`` may write to."""
+    """Return decode's end of a room that ``writers`` ranks at ``address`` may write to."""
     made: Any = Receiver.__new__(Receiver)
     made.__dict__.update(
         kv_mgr=manager, bootstrap_addr=address, bootstrap_room=room, announced=True,

@@ -1,4 +1,4 @@
-"""What a decode rank says to a prefill rank of each backend, and a rank that listens."""
+"""A decode rank's messages to a prefill rank of each backend, and a rank that reads them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Dialect:
     """Messages of the decode rank at 10.0.0.2:4000 in the order of one backend's frames."""
 
     backend: str
-    #: The name that prefill knows it by.
+    #: The decode rank's name on prefill.
     peer: str
-    #: What a room's announcement becomes, and SGLang's sender with ours.
+    #: Class of a parsed announcement, and SGLang's sender with the package's mixin.
     transfer_info: Any
     sender: Any
 
@@ -39,7 +39,8 @@ class Dialect:
         aux: Sequence[int] = (9,),
         **own: bytes,
     ) -> list[bytes]:
-        """As stock SGLang sends it; ``item``: bytes of a KV page; ``kv``, ``aux``: addresses."""
+        """Return a registration as stock SGLang sends it; ``item``: bytes of a KV page; ``kv``,
+        ``aux``: addresses."""
         pointers, slots = (
             struct.pack(f"{len(each)}Q", *each) for each in (kv or range(kv_buffers), aux)
         )
@@ -55,7 +56,7 @@ class Dialect:
         ours: bool = True,
         **frame: Any,
     ) -> list[bytes]:
-        """Of a room, with a delta frame if it is ``ours``."""
+        """Return a room's announcement, with a delta frame if it is ``ours``."""
         listed = np.array(pages, dtype=np.int32).tobytes()
         number, ranks = str(room).encode(), str(needed).encode()
         frames = self._announcement(number, listed, slot, ranks)
@@ -64,12 +65,12 @@ class Dialect:
 
     @staticmethod
     def unguarded(frames: list[bytes]) -> list[bytes]:
-        """What SGLang's own parser gets of a message."""
+        """Return the part of a message that SGLang's own parser gets."""
         return frames
 
     @staticmethod
     def is_dummy(info: Any) -> bool:
-        """Whether nothing goes to the rank that announced this, not even metadata."""
+        """Return True if the announcing rank gets nothing from prefill, not even metadata."""
         return bool(info.is_dummy)
 
     def _registration(
@@ -81,20 +82,20 @@ class Dialect:
         raise NotImplementedError
 
     def listener(self, *clock: Any, **own: Any) -> tuple[Any, MessageReader]:
-        """A prefill rank's manager with ``own`` attributes, and what its reading thread runs."""
+        """Return a prefill rank's manager with ``own`` attributes, and its thread's reader."""
         manager = bare.prefill(self.backend, **own)
         take = manager.announcements().take
         return manager, MessageReader(manager.decode_ranks.take, take, *clock)
 
     def acquainted(self, *clock: Any) -> tuple[Any, MessageReader]:
-        """The same after this decode rank has registered."""
+        """Return the same after this decode rank has registered."""
         manager, reader = self.listener(*clock)
         reader.handle(self.registration())
         return manager, reader
 
 
 class Nixl(Dialect):
-    """Frames behind a guard."""
+    """NIXL's messages, which begin with a guard frame."""
 
     backend, peer = "nixl", "D"
     transfer_info, sender = nixl.TransferInfo, nixl.NixlKVSender
@@ -126,7 +127,7 @@ class Nixl(Dialect):
 
 
 class Mooncake(Dialect):
-    """Frames that name a session of the engine."""
+    """Mooncake's messages, which name a session of the engine."""
 
     backend, peer = "mooncake", "10.0.0.2:4001"
     transfer_info, sender = mooncake.TransferInfo, mooncake.MooncakeKVSender

@@ -1,7 +1,6 @@
 """A prefill and a decode manager in one process, connected: the transfer library, the sockets and
-the registration are real. ``connect`` writes what decode's handshake with the bootstrap server
-would leave. What differs between the libraries is in ``component.nixl`` and
-``component.mooncake``."""
+the registration are real. ``connect`` sets the result of decode's handshake with the bootstrap
+server. ``component.nixl`` and ``component.mooncake`` have the parts that depend on the library."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ LOST = (KVPoll.Failed, KVPoll.Failed)
 
 
 def until(condition: Callable[[], Any], what: str) -> None:
-    """Wait for another thread or for the transport; an error names what did not happen."""
+    """Wait for another thread or for the transport; raise TimeoutError with ``what`` otherwise."""
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         if time.monotonic() > deadline:
@@ -42,7 +41,7 @@ def until(condition: Callable[[], Any], what: str) -> None:
 
 
 def pages(*numbers: int) -> np.ndarray:
-    """A page list as SGLang keeps it."""
+    """Return a page list in SGLang's format."""
     return np.array(numbers, dtype=np.int32)
 
 
@@ -50,10 +49,10 @@ class Side:
     """One server's pool, metadata and transfer manager."""
 
     def __init__(self, manager: Any, mode: Any) -> None:
-        """``manager`` is one without an engine, with its library's agent or engine."""
+        """``manager``: from ``without_engine``, with its library's agent or engine."""
         self.kv = [torch.zeros(PAGES, PAGE * 8) for _ in range(2 * LAYERS)]
         self.aux = torch.zeros(AUX, 16, dtype=torch.int32)
-        #: What SGLang calls state: an index, in pages with the numbers of the KV's.
+        #: SGLang's state: an index, with the same page numbers as the KV.
         self.index = [torch.zeros(PAGES, 24) for _ in range(LAYERS)]
         manager.kv_args = buffers(self.kv, self.aux, PAGE)
         manager.kv_args.__dict__.update(
@@ -78,48 +77,48 @@ class Side:
 
 
 class Hold:
-    """Keeps what is being written under way."""
+    """Keeps writes in flight until it is released."""
 
     def __init__(self) -> None:
         self._reached, self._released = threading.Event(), threading.Event()
 
     def wait(self) -> None:
-        """Until something is under way."""
+        """Wait until a write is in flight."""
         assert self._reached.wait(LIMIT_S)
 
     def release(self) -> None:
-        """It may end."""
+        """Let the write end."""
         self._released.set()
 
     def is_over(self) -> bool:
-        """Asked by the library where something is under way."""
+        """Return True if the write may end; called while it is in flight."""
         self._reached.set()
         return self._released.is_set()
 
     def block(self) -> None:
-        """The same for a library whose calls return when they are done."""
+        """Block until the write may end, for a library with synchronous calls."""
         self._reached.set()
         assert self._released.wait(LIMIT_S)
 
 
 class Pair:
-    """Prefill and decode, connected. Each backend says how it starts and how it goes wrong."""
+    """Prefill and decode, connected. Subclasses start their backend and make it fail."""
 
-    #: The backend's module with its senders and receivers, and how their names start.
+    #: The backend's module with its senders and receivers, and the start of their names.
     ends: ClassVar[tuple[Any, str]]
-    #: Whether decode is told of a write that is late while it is under way.
+    #: True if prefill reports a late write while it is still in flight.
     tells_at_once: ClassVar[bool]
-    #: What decode says of a room whose write failed.
+    #: Decode's reason for a room with a failed write.
     word_of_a_broken_write: ClassVar[str]
     prefill: Any
     decode: Any
-    #: Of all pairs: what is late for one must not be taken for another's.
+    #: Shared by all pairs, so that a late message never matches another pair's room.
     _room_numbers = itertools.count(101)
 
     def __init__(self) -> None:
         self.prefill = self.side("prefill", DisaggregationMode.PREFILL)
         self.decode = self.side("decode", DisaggregationMode.DECODE)
-        # Each page of prefill's pool has content of its own.
+        # Each page of prefill's pool has different content.
         for layer, tensor in enumerate([*self.prefill.kv, *self.prefill.index]):
             tensor += torch.arange(1, PAGES + 1)[:, None] + 1000 * layer
         self.start()
@@ -127,10 +126,10 @@ class Pair:
         self.connect()
         self.register()
 
-    # ---- what each backend does in its own way ----
+    # ---- implemented by each backend ----
 
     def side(self, name: str, mode: Any) -> Any:
-        """One server."""
+        """Create one server."""
         raise NotImplementedError
 
     def start(self) -> None:
@@ -138,7 +137,7 @@ class Pair:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Leave nothing running that would disturb the next pair."""
+        """Stop everything that would disturb the next pair."""
 
     @property
     def peer(self) -> str:
@@ -146,21 +145,21 @@ class Pair:
         raise NotImplementedError
 
     def allowing(self, seconds: float) -> AbstractContextManager[None]:
-        """How long a transfer that begins meanwhile may take."""
+        """Set the timeout of transfers that begin within the context."""
         raise NotImplementedError
 
     def held_up(self) -> AbstractContextManager[Hold]:
-        """What is written meanwhile stays under way until it is released, or to the end of this."""
+        """Keep writes in flight until they are released, or until the context ends."""
         raise NotImplementedError
 
     def breaking(self) -> AbstractContextManager[None]:
-        """The library raises ZeroDivisionError instead of sending."""
+        """Let the library raise ZeroDivisionError instead of sending."""
         raise NotImplementedError
 
     # ---- rooms ----
 
     def connect(self) -> None:
-        """What decode's handshake with the bootstrap server leaves behind."""
+        """Set the result of decode's handshake with the bootstrap server."""
         manager = self.decode.manager
         manager.prefill_info_table[ADDRESS] = SimpleNamespace(
             target_tp_rank=0,
@@ -177,29 +176,29 @@ class Pair:
         manager.servers.connected(ADDRESS, [info])
 
     def register(self) -> None:
-        """Decode lists its buffers; a room is needed for it, which is never announced."""
+        """Register decode's buffers, through a room that is never announced."""
         receiver = self.receiver(self.next_room())
         receiver._register_kv_args()
         until(lambda: self.prefill.manager.decode_kv_args_table, "registration")
         receiver.clear()
 
     def next_room(self) -> int:
-        """A room number that was not used yet."""
+        """Return an unused room number."""
         return next(self._room_numbers)
 
     def receiver(self, room: int) -> Any:
-        """Decode's end of a room, handshake done."""
+        """Return decode's end of a room, after the handshake."""
         receiver = self._end("Receiver")(self.decode.manager, ADDRESS, room)
         if receiver.conclude_state is None:
             receiver.init(0)
         return receiver
 
     def sender(self, room: int) -> Any:
-        """Prefill's end of a room."""
+        """Return prefill's end of a room."""
         return self._end("Sender")(self.prefill.manager, ADDRESS, room, [0], 0)
 
     def room(self, number: int | None = None) -> tuple[Any, Any]:
-        """A new room: its sender and its receiver."""
+        """Return the sender and the receiver of a new room."""
         room = self.next_room() if number is None else number
         receiver = self.receiver(room)
         return self.sender(room), receiver
@@ -222,9 +221,9 @@ class Pair:
         index: bool = False,
         state: np.ndarray | None = None,
     ) -> tuple[Any, Any]:
-        """A room whose ``targets`` decode has announced behind ``prefix`` tokens, and whose sender
-        waits for the KV of ``prompt`` pages; metadata go from slot 3 to ``slot``. ``index``: pages
-        of an index were listed too; ``state``: or these indices."""
+        """Return a room with ``targets`` announced behind ``prefix`` tokens, and a sender that
+        waits for the KV of ``prompt`` pages. Metadata go from slot 3 to ``slot``. ``index``: pages
+        of an index were announced too; ``state``: or these indices."""
         sender, receiver = self.room(number)
         state = pages(*targets) if index else state
         receiver.announce(pages(*targets), slot, prefix_len=prefix, state_indices=state)
@@ -233,14 +232,14 @@ class Pair:
         return sender, receiver
 
     def finish(self, sender: Any, receiver: Any) -> tuple[int, int]:
-        """Poll both until each has ended; returns how."""
+        """Poll both until each has ended; return their final states."""
         ends = (KVPoll.Success, KVPoll.Failed)
         until(lambda: sender.poll() in ends, "sender")
         until(lambda: receiver.poll() in ends, "receiver")
         return sender.poll(), receiver.poll()
 
     def serve(self, source: int, target: int) -> None:
-        """A room of one page from begin to end."""
+        """Serve a room of one page from begin to end."""
         sender, receiver = self.ready_room(target)
         sender.send(pages(source))
         assert self.finish(sender, receiver) == DONE
@@ -248,23 +247,23 @@ class Pair:
 
     @staticmethod
     def clear(sender: Any, receiver: Any) -> None:
-        """Both were served, are so for good, and are done with."""
+        """Check that both ends stay successful, and clear them."""
         for end in (sender, receiver):
             assert {end.poll() for _ in range(3)} == {KVPoll.Success}
             end.clear()
 
-    # ---- what became of them ----
+    # ---- results ----
 
     @staticmethod
     def reason(endpoint: Any) -> str:
-        """What the scheduler is told of a failed room; its entries are gone after that."""
+        """Return the scheduler's error for a failed room. Removes the room's entries."""
         with pytest.raises(Exception) as told:
             endpoint.failure_exception()
         return str(told.value)
 
     @staticmethod
     def sent() -> int:
-        """Bytes of KV and state sent so far, by all pairs."""
+        """Return the bytes of KV and state sent so far by all pairs."""
         return STATS.totals["kv_transfer_sent_bytes",]
 
     @property
@@ -273,12 +272,12 @@ class Pair:
         return sum(self.prefill.manager.kv_args.kv_item_lens)
 
     def leftovers(self) -> list[str]:
-        """Entries of rooms, of which there must be none."""
+        """Return the remaining entries of rooms; there must be none."""
         return [*idle_rooms(self.prefill.manager), *idle_rooms(self.decode.manager)]
 
     def arrived(self, source: list[int], target: list[int], *, index: bool = False) -> bool:
-        """Whether decode's memory holds exactly ``source`` pages at ``target``, nothing else; with
-        their ``index``, or none of it."""
+        """Return True if decode's memory holds exactly ``source`` pages at ``target`` and nothing
+        else; with their ``index``, or none of it."""
         pairs = zip(
             [*self.decode.kv, *self.decode.index],
             [*self.prefill.kv, *self.prefill.index],

@@ -1,4 +1,4 @@
-"""Runs tests of a pair in this interpreter, each with a pair of its own; prints a line a cell.
+"""Runs tests of a pair in this interpreter, each with its own pair; prints a line a cell.
 
 python program.py BACKEND MODULE TEST[/PARAMETER=TEXT]...
 """
@@ -16,7 +16,7 @@ from component.transfer.pair import until
 
 
 def run(build: Callable[[], Any], tests: Any, cell: str) -> None:
-    """When it has ended, no table of either side may hold an entry of a room."""
+    """Run one test; afterwards no table of either side may hold an entry of a room."""
     name, *parameters = cell.split("/")
     pair = build()
     getattr(tests, name)(pair, **dict(each.split("=", 1) for each in parameters))

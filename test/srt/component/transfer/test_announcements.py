@@ -1,4 +1,5 @@
-"""Messages on a prefill rank's port, from decode ranks and from strangers, over both backends."""
+"""Messages on a prefill rank's port, from decode ranks and from unknown senders, over both
+backends."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from sglang.srt.disaggregation.delta.peer_messages import BadMessage
 
 LOGGER = "sglang.srt.disaggregation.delta.peer_messages"
 
-#: What cannot be served, and what the log says of it; then what only one backend could be sent.
+#: Messages that cannot be served, with their log text; then those of one backend only.
 REFUSED: list[tuple[Dialect, list[bytes], str]] = [
     (say, message, complaint)
     for say in DIALECTS
@@ -54,7 +55,7 @@ both = pytest.mark.parametrize("say", DIALECTS, ids=repr)
 
 
 def state(manager: Any) -> tuple[Any, ...]:
-    """Everything that a message could change."""
+    """Return everything that a message could change."""
     return (
         list(manager.decode_kv_args_table),
         {room.number: len(room.announcements) for room in manager.rooms.all()},
@@ -64,8 +65,8 @@ def state(manager: Any) -> tuple[Any, ...]:
 
 @both
 def test_a_room_is_ready_when_its_last_rank_announced_it(say: Dialect) -> None:
-    """Guards against rooms that start before every decode rank has listed its pages, and against a
-    table entry for a request that is not here."""
+    """Guards against rooms that start before every decode rank has announced its pages, and against
+    a table entry for a request that is not here."""
     manager, reader = say.acquainted()
     for room in (7, 8):
         manager.update_status(room, KVPoll.Bootstrapping)
@@ -78,8 +79,9 @@ def test_a_room_is_ready_when_its_last_rank_announced_it(say: Dialect) -> None:
 
 @both
 def test_a_request_comes_in_the_middle_of_an_announcement(say: Dialect) -> None:
-    """Guards against a request that starts between the two places where an announcement is listed,
-    without what was announced: it would send the whole prompt, and fail by its number of pages."""
+    """Guards against a request that starts between the two places where an announcement is
+    recorded, without the announcement: it would send the whole prompt, and fail by its number of
+    pages."""
     manager, reader = say.acquainted()
     announce, started = manager.rooms.announce, []
 
@@ -101,8 +103,8 @@ def test_a_request_comes_in_the_middle_of_an_announcement(say: Dialect) -> None:
 def test_what_cannot_be_served_is_dropped_by_name(
     say: Dialect, message: list[bytes], complaint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One stray or broken message must not end the thread that serves every decode server, nor
-    leave half a room behind; the log must say whose it was and what is wrong."""
+    """Guards against a stray or broken message that ends the thread which serves every decode
+    server, or leaves half a room behind; the log must name the sender and the fault."""
     manager, reader = say.acquainted()
     before = state(manager)
     with caplog.at_level(logging.ERROR, LOGGER):
@@ -114,9 +116,9 @@ def test_what_cannot_be_served_is_dropped_by_name(
 @pytest.mark.hazard("room-number-reused", "bad-kv-in-tree")
 @both
 def test_a_decode_rank_too_many(say: Dialect) -> None:
-    """Guards against a decode rank that is told that it has pages which were sent before it asked:
-    those that the room is for had announced it, and this one is of another request of its number.
-    That one is refused, and the first is served."""
+    """Guards against a decode rank that takes pages sent before its announcement for its own: all
+    decode ranks of the room had announced it, and this one belongs to another request with the same
+    room number. It is refused, and the first request is served."""
     manager, reader = say.acquainted()
     first = SimpleNamespace(required_dst_info_num=1)
     assert manager.rooms.announce(7, "another", first, 1)
@@ -128,14 +130,15 @@ def test_a_decode_rank_too_many(say: Dialect) -> None:
         assert message.room == 7 and "other decode ranks" in message.reason
         assert bare.destinations(manager, 7) == [first]
     manager.rooms.forget(manager.rooms.room(7))
-    assert manager.rooms.claim(7).reason is None, "the number is free"
+    assert manager.rooms.claim(7).reason is None, "the number can be used again"
 
 
 @both
 @pytest.mark.parametrize("ours", [True, False])
 def test_a_room_of_a_peer_that_never_registered(say: Dialect, ours: bool) -> None:
-    """Its base addresses are unknown, so its pages could be written nowhere. One of ours is told to
-    connect again; a stock one would not understand that."""
+    """Guards against an announcement without base addresses, whose pages cannot be written. A
+    decode rank of this package is notified to connect again; a stock one would not understand
+    that."""
     manager, reader = say.listener()
     reader.handle(say.announcement(ours=ours))
     assert state(manager) == ([], {}, {})
@@ -145,8 +148,8 @@ def test_a_room_of_a_peer_that_never_registered(say: Dialect, ours: bool) -> Non
     )
 
 
-#: Buffers of KV and of state, on decode and on prefill: layers with a sliding window have a pool of
-#: their own on one of the servers only.
+#: Number of KV and of state buffers, on decode and on prefill: layers with a sliding window have a
+#: separate pool on one of the servers only.
 ONE_POOL, TWO_POOLS = (4, 0), (2, 2)
 
 
@@ -161,9 +164,9 @@ def test_a_window_pool_on_one_side_fails_the_rooms_at_once(
     ours: bool,
     request_first: bool,
 ) -> None:
-    """Guards against requests that fail with a text about page numbers, or wait for minutes on both
-    servers, because ``--disable-hybrid-swa-memory`` is given to one of them. Stock SGLang cannot be
-    told over NIXL: there it waits on."""
+    """Guards against requests that fail with a message about page numbers, or wait for minutes on
+    both servers, because only one has ``--disable-hybrid-swa-memory``. Stock SGLang cannot be
+    notified over NIXL and waits."""
     manager, reader = say.listener()
     manager.kv_args.kv_data_ptrs, manager.kv_args.state_data_ptrs = (
         list(range(1, count + 1)) for count in here
@@ -204,12 +207,12 @@ def test_a_rank_whose_registration_was_refused_registers_again(say: Dialect) -> 
 
 @both
 def test_a_refused_registration_under_another_name_ends_no_room(say: Dialect) -> None:
-    """Guards against one bad message, which names a decode rank that is served, after which each of
-    its rooms fails: it does not register again."""
+    """Guards against one bad message in the name of a known decode rank, after which each of its
+    rooms fails, because it does not register again."""
     manager, reader = say.acquainted()
     manager.rooms.on_stopped = manager.room_stopped
     frames = say.registration(kv_buffers=1)
-    reader.handle(frames)  # as if it came from that rank
+    reader.handle(frames)  # in the name of that rank
     reader.handle([b"10.9.9.9" if frame == b"10.0.0.2" else frame for frame in frames])
     reader.handle(say.announcement())
     assert manager.sockets.sent == [] and len(bare.destinations(manager, 7)) == 1
@@ -217,8 +220,8 @@ def test_a_refused_registration_under_another_name_ends_no_room(say: Dialect) ->
 
 @both
 def test_refused_registrations_are_small(say: Dialect) -> None:
-    """Guards against a stranger who fills the memory with names of 64 MB each, and against as many
-    strangers as there may be."""
+    """Guards against an unknown sender that fills the memory with names of 64 MB each, or with an
+    unlimited number of names."""
     manager, reader = say.listener()
     announcements = manager.announcements()
     for number in range(600):
@@ -234,8 +237,8 @@ def test_refused_registrations_are_small(say: Dialect) -> None:
 
 @both
 def test_a_room_that_ended_before_it_was_announced_is_answered(say: Dialect) -> None:
-    """Prefill may abort a request before decode announces it; decode would wait for its timeout,
-    and the announcement would stay in prefill's table for ever."""
+    """Guards against a decode rank that waits for its timeout, and against an announcement that
+    stays in prefill's table for ever, if prefill aborts a request before decode announces it."""
     manager, reader = say.acquainted()
     manager.rooms.fail(manager.rooms.claim(7), Reason.ABORTED, "aborted")
     reader.handle(say.announcement(room=7))
@@ -248,7 +251,8 @@ def test_a_room_that_ended_before_it_was_announced_is_answered(say: Dialect) -> 
 def test_a_noisy_peer_is_logged_once_in_a_while(
     say: Dialect, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A port scanner must not fill the disk, and another peer's trouble must still be seen."""
+    """Guards against a port scanner that fills the disk with log lines, and against a log limit
+    that hides another peer's errors."""
     now = 0.0
     _, reader = say.listener(lambda: now)
     other = [b"x", b"7", b"10.0.0.3", b"1"]
@@ -268,8 +272,8 @@ def test_a_noisy_peer_is_logged_once_in_a_while(
 @both
 def test_a_dummy_is_what_says_so(say: Dialect, says: bool | None, pages: tuple[int, ...]) -> None:
     """Guards against a full prefix hit taken for a dummy, whose decode rank would wait for its
-    metadata, and against a dummy that is written to. A stock peer (``says`` is None) is one where
-    it lists nothing."""
+    metadata, and against a dummy that is written to. A stock peer (``says`` is None) is a dummy if
+    it announces no pages."""
     manager, reader = say.acquainted()
     is_stock = says is None
     slot = b"" if say is MOONCAKE and not pages and says is not False else b"3"
@@ -281,8 +285,7 @@ def test_a_dummy_is_what_says_so(say: Dialect, says: bool | None, pages: tuple[i
 
 @both
 def test_a_damaged_frame_is_kept_for_its_room(say: Dialect) -> None:
-    """Guards against one bad announcement that counts as a dummy, which would be skipped in
-    silence."""
+    """Guards against a bad announcement that counts as a dummy, and is skipped silently."""
     manager, reader = say.acquainted()
     reader.handle([*say.announcement(ours=False), b"sglang-delta:\xc1"])
     (info,) = bare.destinations(manager, 7)
@@ -291,19 +294,19 @@ def test_a_damaged_frame_is_kept_for_its_room(say: Dialect) -> None:
 
 @both
 def test_a_stock_prefill_server_reads_ours(say: Dialect) -> None:
-    """Guards against a frame that an unpatched prefill server stumbles over."""
+    """Guards against a frame that an unpatched prefill server cannot parse."""
     kind = say.transfer_info
     stock = next(cls for cls in kind.__mro__[1:] if cls.__module__ == kind.__module__)
     info = stock.from_zmq(say.unguarded(say.announcement(pages=(3,))))
     assert info.dst_kv_indices.tolist() == [3] and not hasattr(info, "delta")
 
 
-# ---- what only one backend's peers send ----
+# ---- messages of one backend ----
 
 
 def test_a_peer_that_nixl_refuses_may_register_again() -> None:
-    """Guards against a peer that is listed though NIXL knows nothing of it: its registration would
-    be ignored from then on, and every transfer to it would fail."""
+    """Guards against a peer in the table that NIXL does not know: its next registration would be
+    ignored, and every transfer to it would fail."""
     manager, reader = NIXL.listener()
     reader.handle(NIXL.registration(metadata=b"torn"))
     with pytest.raises(ValueError):
@@ -315,8 +318,8 @@ def test_a_peer_that_nixl_refuses_may_register_again() -> None:
 
 
 def test_pages_of_state_come_as_an_array() -> None:
-    """Guards against SGLang's list of numbers, of which the scheduler would make an array for each
-    decode rank: 128k pages take 10 ms."""
+    """Guards against SGLang's list of numbers, which the scheduler would convert to an array for
+    each decode rank: 128k pages take 10 ms."""
     manager, reader = NIXL.acquainted()
     frames = NIXL.announcement(7, pages=(4, 5))
     frames[8] = np.array([6, 7], np.int32).tobytes()
@@ -327,8 +330,8 @@ def test_pages_of_state_come_as_an_array() -> None:
 
 @pytest.mark.parametrize(("tokens", "fits"), [(9, True), (12, True), (8, False), (13, False)])
 def test_a_decode_server_that_lists_tokens(tokens: int, fits: bool) -> None:
-    """Guards against a decode server with ``--enable-hisparse``, whose requests all fail: its pool
-    on the host has pages of one token, and prefill's are larger."""
+    """Guards against a decode server with ``--enable-hisparse`` for which all requests fail: its
+    pool on the host has pages of one token, and prefill's are larger."""
     manager, reader = MOONCAKE.listener()
     manager.kv_args.page_size = 4
     reader.handle(MOONCAKE.registration(item=16, hisparse=b"1"))

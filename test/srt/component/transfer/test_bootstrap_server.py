@@ -1,4 +1,4 @@
-"""SGLang's bootstrap server with our route, and a rank's socket: what they say, what they take."""
+"""SGLang's bootstrap server with our route, and a rank's socket: their answers and limits."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Rank(conn.CommonKVManager):
 
 
 def test_a_frame_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a stranger that has a rank reserve memory without a bound; a frame of the
-    longest prompt is taken, and others' connections stay."""
+    """Guards against an unknown sender that makes a rank reserve memory without a limit. A frame of
+    the longest prompt is accepted, and other connections stay."""
     for name in ("tp_size", "tp_rank", "cp_size", "cp_rank", "dp_size", "dp_rank"):
         monkeypatch.setattr(conn, f"get_attention_{name}", lambda: 1)
     monkeypatch.setattr(conn, "get_local_ip_auto", lambda: "127.0.0.1")
@@ -73,13 +73,13 @@ def test_a_frame_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def started(kind: Any) -> Iterator[tuple[Any, str, Any]]:
-    """SGLang's bootstrap server of a backend with our route, its address, its first answer."""
+    """Yield a backend's bootstrap server with our route, its address, and its first answer."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     server, address = kind("127.0.0.1", port), f"127.0.0.1:{port}"
     try:
-        for _ in range(400):  # its thread is starting; refused connections return at once
+        for _ in range(400):  # wait for its thread; refused connections return at once
             if (found := wire.fetch_capabilities(address)) is not None:
                 break
             threading.Event().wait(0.05)
@@ -93,13 +93,13 @@ def started(kind: Any) -> Iterator[tuple[Any, str, Any]]:
     [
         (NixlKVBootstrapServer, True),
         (MooncakeKVBootstrapServer, True),
-        # Of a backend that is SGLang's own, or whose feature group is not attached.
+        # The server of a stock backend, or of one without an attached feature group.
         (conn.CommonKVBootstrapServer, False),
     ],
 )
 def test_it_says_what_it_takes(monkeypatch: pytest.MonkeyPatch, kind: Any, takes: bool) -> None:
-    """Guards against a route that is missing, or that stock's own routes hide; and against one
-    where prefill moves whole prompts: it would write them into the pages of a delta."""
+    """Guards against a route that is missing, or that stock's own routes hide; and against a
+    prefill server that would write whole prompts into the pages of a delta."""
     drafting = SimpleNamespace(speculative_algorithm="EAGLE")
     monkeypatch.setattr(server_args, "_global_server_args", drafting)
     with started(kind) as (server, _, found):
@@ -119,8 +119,8 @@ BODIES = (
 
 
 def test_broken_requests() -> None:
-    """Guards against a request of any method, path and body, or one that is cut off, that ends the
-    thread by which all decode servers connect, or changes what it says of itself."""
+    """Guards against a request of any method, path and body, or a truncated one, that ends the
+    thread through which all decode servers connect, or changes its answers."""
     rng, answered = random.Random(3), 0
     with started(conn.CommonKVBootstrapServer) as (_, address, before):
         host, port = address.split(":")

@@ -1,5 +1,5 @@
-"""What no peer of ours would send, on the ports of prefill and decode ranks of both backends:
-frames that are cut, dropped or random bytes, and whole frames with values that cannot be."""
+"""Invalid messages on the ports of prefill and decode ranks of both backends: frames that are cut,
+dropped or random bytes, and whole frames with impossible values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TEXTS = (
 )
 
 
-#: Of a manager: what it keeps by room or by peer.
+#: A manager's tables by room or by peer.
 TABLES = (
     "request_status", "failure_records", "decode_kv_args_table", "prefill_info_table",
     "connection_pool", "transfer_statuses", "session_failures",
@@ -47,7 +47,7 @@ TABLES = (
 
 
 def wrong_map(rng: random.Random, message: Any) -> bytes:
-    """A msgpack map with the fields of ``message``, some of them wrong, missing or new."""
+    """Return a msgpack map with the fields of ``message``, some of them wrong, missing or new."""
     fields = msgspec.to_builtins(message)
     for _ in range(rng.randint(1, 3)):
         name = rng.choice([*fields, "type", "extra"])
@@ -59,7 +59,7 @@ def wrong_map(rng: random.Random, message: Any) -> bytes:
 
 
 def wrong(rng: random.Random, message: list[bytes]) -> list[bytes]:
-    """``message`` with one to three values that cannot be."""
+    """Return ``message`` with one to three impossible values."""
     if message[0] == wire.CONTROL_MAGIC:
         return [wire.CONTROL_MAGIC, wrong_map(rng, peer_messages.decode_control(message))]
     frames = list(message)
@@ -81,7 +81,7 @@ def wrong(rng: random.Random, message: list[bytes]) -> list[bytes]:
 
 
 def tables(manager: Any) -> tuple[Any, ...]:
-    """Everything that a message may change on a rank."""
+    """Return everything that a message may change on a rank."""
     rooms = [] if manager.rooms is None else manager.rooms.all()
     return (
         [(dict(vars(room)), dict(room.announcements)) for room in rooms],
@@ -93,8 +93,8 @@ def tables(manager: Any) -> tuple[Any, ...]:
 
 
 class Port:
-    """A rank's port. Its reader survives everything, so what it must not do is noted: tables that
-    are not the same after a message that was refused."""
+    """A rank's port. Its reader survives every message, so the violation is recorded: tables that
+    changed although the message was refused."""
 
     def __init__(self, manager: Any, take_other: Callable[[list[bytes]], None]) -> None:
         self.manager = manager
@@ -111,7 +111,7 @@ class Port:
                 take(message)
             except Exception:
                 self.refused += 1
-                # A withdrawal whose sender cannot be answered still ends its room: nobody wants it.
+                # A withdrawal still ends its room if the sender cannot be answered.
                 if not isinstance(message, wire.Withdraw) and tables(self.manager) != before:
                     self.half_taken.append(message)
                 raise
@@ -122,7 +122,7 @@ class Port:
 
 @pytest.fixture
 def complaints(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """Lines of the log so far."""
+    """Return a function that returns the log lines so far."""
     caplog.set_level(logging.ERROR)
     return lambda: [record.getMessage() for record in caplog.records]
 
@@ -136,8 +136,8 @@ spoiled = pytest.mark.parametrize("spoil", [broken, wrong])
 @pytest.mark.parametrize("say", DIALECTS, ids=repr)
 def test_to_prefill(say: Dialect, spoil: Any, complaints: Any) -> None:
     """Guards against bytes or a value (a negative page, a number of 5000 digits, a string for a
-    number) which end the reader's thread, are half taken, or are logged so often that they fill the
-    disk; and against a rank that serves nobody after them."""
+    number) that end the reader's thread, are applied in part, or fill the disk with log lines; and
+    against a rank that serves no room after them."""
     rng, total, refused, taken = random.Random(1), tries(10_000), 0, 0
     kinds = [
         say.registration(),
@@ -160,7 +160,7 @@ def test_to_prefill(say: Dialect, spoil: Any, complaints: Any) -> None:
             for peer, info in room.announcements.items():
                 assert peer in manager.decode_kv_args_table
                 assert info.required_dst_info_num >= 1
-                # Over Mooncake a rank to which nothing goes may name no slot.
+                # Over Mooncake a dummy may name no slot.
                 assert say is MOONCAKE and info.is_dummy or info.dst_aux_index >= 0
                 assert not info.dst_kv_indices.size or info.dst_kv_indices.min() >= 0
         manager.update_status(123456789, KVPoll.Bootstrapping)
@@ -171,7 +171,7 @@ def test_to_prefill(say: Dialect, spoil: Any, complaints: Any) -> None:
 
 
 ROOM, WATCHED, OTHER = 5, 1006, 1007
-#: What Mooncake's prefill ranks say beside control messages; over NIXL a stranger announces a room.
+#: Messages of Mooncake's prefill ranks beside control messages; over NIXL an announcement.
 SAID = {
     "nixl": [NIXL.announcement(ROOM)],
     "mooncake": [
@@ -185,7 +185,7 @@ SAID = {
 
 
 def refuse(frames: list[bytes]) -> None:
-    """Over NIXL only control messages come here."""
+    """Refuse frames: over NIXL a decode rank's port only gets control messages."""
     raise BadMessage("it is none")
 
 
@@ -193,9 +193,9 @@ def refuse(frames: list[bytes]) -> None:
 @spoiled
 @pytest.mark.parametrize("backend", SAID)
 def test_to_decode(backend: str, spoil: Any, complaints: Any) -> None:
-    """The same on a decode rank's port, where it could give pages back too early, or write to
-    another request's metadata: only a whole message about a waiting or a watched room counts, and
-    only for that room."""
+    """Guards against the same on a decode rank's port, where pages could be freed too early, or
+    another request's metadata be overwritten: only a whole message about a waiting or a watched
+    room counts, and only for that room."""
     rng, total = random.Random(2), tries(10_000)
     manager = decode(backend, ROOM, WATCHED, OTHER, writers=2)
     servers = manager.servers
@@ -221,7 +221,7 @@ def test_to_decode(backend: str, spoil: Any, complaints: Any) -> None:
     assert set(manager.failure_records) <= {ROOM}
     followed = [room for room, each in manager.transfer_statuses.items() if each.is_deferred]
     assert followed == [WATCHED]
-    assert not deferred.is_drained(), "nobody spoke of it"
+    assert not deferred.is_drained(), "no message named this room"
     assert not np.delete(manager.aux, ROOM, 0).any()
     for room in (WATCHED, OTHER):
         port.read(wire.encode_control(wire.Stopped(room, 0, "done")))

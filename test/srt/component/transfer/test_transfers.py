@@ -1,8 +1,8 @@
-"""What arrives over the real library, and how a room ends early, as both sides see it.
+"""Transfers over the real library, and rooms that end early, as both sides see them.
 
-Each cell runs in an interpreter of its backend, with a new pair (``component/conftest.py``). When
-it has ended, no table of either side may hold an entry of a room. What may happen on a prefill rank
-at each stage is in ``unit/delta/transfer``.
+Each cell runs in an interpreter of its backend, with a new pair (``component/conftest.py``). At its
+end no table of either side may hold an entry of a room. ``unit/delta/transfer`` tests the events on
+a prefill rank at each stage.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.observability import STATS
 
-# ---- what is delivered ----
+# ---- delivery ----
 
 
 LATE = "kv_transfer_failed", "timeout"
 
 
 class Room(NamedTuple):
-    """What prefill sends, what decode listed for it, and what both say where that does not fit."""
+    """Prefill's pages, decode's announced pages, and both errors if these do not fit."""
 
     chunks: tuple[tuple[int, ...], ...]
     targets: tuple[int, ...] = ()
-    #: Tokens that decode holds, and pages of the whole prompt.
+    #: Tokens of the prefix on decode, and pages of the whole prompt.
     prefix: int = 0
     prompt: int = 2
     #: Pages of a sparse index that prefill sends with the last chunk.
@@ -60,9 +60,9 @@ ROOMS = {
 @pytest.mark.hazard("lists-cut-to-fit", "peer-ignores-prefix")
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_is_delivered_or_refused(pair: Pair, room: str) -> None:
-    """Guards against KV, index or metadata at other places than the announced ones, against bytes
-    counted that were not moved, against rooms that end before their last chunk, or never, and
-    against lists cut to fit: nothing of them is sent then, and both sides name both numbers."""
+    """Guards against KV, index or metadata at other places than the announced ones, against counted
+    bytes that were not moved, against rooms that end before their last chunk, or never, and against
+    lists cut to fit: such a room sends nothing, and both sides name both numbers."""
     it, before = ROOMS[room], pair.sent()
     pair.prefill.aux[3] = 77
     has_index = it.index is not None
@@ -93,8 +93,8 @@ def test_a_room_is_delivered_or_refused(pair: Pair, room: str) -> None:
 
 @pytest.mark.hazard("racing-peer-tables")
 def test_many_rooms_at_once(pair: Pair) -> None:
-    """Guards against bytes of one room at another's places, and against a room that is lost, where
-    chunks of many are posted, looked at and released side by side."""
+    """Guards against bytes of one room at another's places, and against a room that is lost, while
+    chunks of many rooms are posted, polled and released side by side."""
     numbers = np.random.default_rng(7)
     sources, targets = (numbers.permutation(PAGES - 1) + 1 for _ in range(2))
     rooms = [pair.ready_room(*targets[at : at + 4], slot=at % 8) for at in range(0, 44, 4)]
@@ -110,7 +110,7 @@ def test_many_rooms_at_once(pair: Pair) -> None:
 @pytest.mark.hazard("unequal-tensor-parallelism")
 def test_a_decode_rank_of_another_size(pair: Pair) -> None:
     """Guards against another head than the decode rank holds, against bytes outside its half, and
-    against bytes counted that went to nobody."""
+    against counted bytes that were not sent."""
     decode, before = pair.decode.manager, pair.sent()
     # Decode has two ranks, this is the second one: pages of half the size, for the second head.
     decode.attn_tp_size, decode.kv_args.engine_rank = 2, 1
@@ -128,7 +128,7 @@ def test_a_decode_rank_of_another_size(pair: Pair) -> None:
 
 
 def test_a_stock_decode_server(pair: Pair) -> None:
-    """Guards against an unpatched decode server that is not served any more."""
+    """Guards against an unpatched decode server that is no longer served."""
     sender, receiver = pair.room()
     receiver.send_metadata(pages(1, 2), 0, None)
     pair.announced(sender)
@@ -140,7 +140,7 @@ def test_a_stock_decode_server(pair: Pair) -> None:
 
 
 def test_announced_before_the_request(pair: Pair) -> None:
-    """Guards against a request that waits for an announcement that is already here, and against
+    """Guards against a request that waits for an announcement that has already arrived, and against
     entries of rooms whose request never comes."""
     room = pair.next_room()
     receiver = pair.receiver(room)
@@ -157,7 +157,7 @@ def test_announced_before_the_request(pair: Pair) -> None:
 
 def test_announced_in_another_version(pair: Pair) -> None:
     """Guards against a frame that ends the thread which reads every room's announcement, and
-    against a decode server that learns of it by its timeout only."""
+    against a decode server that detects the failure only by its timeout."""
     theirs = wire.VERSION + 1
     frame = wire.encode_frame(
         wire.DeltaFrame(version=theirs, decode_prefix_len=8, num_pages=1, is_dummy=False)
@@ -174,14 +174,14 @@ def test_announced_in_another_version(pair: Pair) -> None:
     assert pair.arrived([], [])
 
 
-# ---- how a room ends early ----
+# ---- rooms that end early ----
 
 
 @pytest.mark.hazard("other-side-not-told", "abort-before-settled", "source-given-away")
 @pytest.mark.parametrize("stage", ["unannounced", "announced", "under way"])
 def test_prefill_gives_it_up(pair: Pair, stage: str) -> None:
-    """Guards against a decode server that holds its pages until the timeout, against pages freed or
-    given back while one is read and written, and against a notice that overtakes the write."""
+    """Guards against a decode server that holds its pages until the timeout, against pages freed
+    while one is read and written, and against a notification that overtakes the write."""
     sender, receiver = pair.room() if stage == "unannounced" else pair.ready_room(20, 9)
     with pair.held_up() as hold:
         if stage == "under way":
@@ -192,9 +192,9 @@ def test_prefill_gives_it_up(pair: Pair, stage: str) -> None:
             receiver.announce(pages(20, 9), 5, prefix_len=0)
         if stage == "under way":
             assert {sender.poll() for _ in range(3)} == {KVPoll.Transferring}, "its page is read"
-            assert receiver.poll() == KVPoll.WaitingForInput, "told while it is written to"
+            assert receiver.poll() == KVPoll.WaitingForInput, "notified during the write"
         hold.release()
-        sender.send(pages(31))  # the scheduler has computed on
+        sender.send(pages(31))  # the scheduler has computed the next chunk
         assert pair.finish(sender, receiver) == LOST
     assert receiver.defer_free() is None, "all that prefill would write has arrived"
     assert pair.arrived([30], [20]) if stage == "under way" else pair.arrived([], [])
@@ -202,7 +202,7 @@ def test_prefill_gives_it_up(pair: Pair, stage: str) -> None:
         assert "aborted on the prefill server" in pair.reason(end)
 
 
-#: What decode's client is told, and prefill.
+#: Errors for decode's client, and on prefill.
 GIVEN_UP = {
     "an abort": ("Abort", "decode cancelled it"),
     "a timeout": ("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "did not complete it"),
@@ -214,9 +214,9 @@ GIVEN_UP = {
 @pytest.mark.parametrize("by", GIVEN_UP)
 @pytest.mark.parametrize("stage", ["announced", "under way"])
 def test_decode_gives_it_up(pair: Pair, stage: str, by: str) -> None:
-    """Guards against pages of a room that are given to others while prefill still writes to them,
-    or to the next request of its number, against a prefill server that goes on sending what nobody
-    wants, and against pages that are held for their whole bound."""
+    """Guards against pages of a room that are reused while prefill still writes to them, also for
+    the next request with the same number, against a prefill server that goes on sending, and
+    against pages that are held for the whole quarantine timeout."""
     sender, receiver = pair.ready_room(4, 5)
     late = STATS.totals[LATE]
     with pair.held_up() as hold:
@@ -229,7 +229,7 @@ def test_decode_gives_it_up(pair: Pair, stage: str, by: str) -> None:
             pair.decode.manager.waiting_timeout = 0
         assert receiver.poll() == KVPoll.Failed
         assert STATS.totals[LATE] == late + (by == "a timeout")
-        deferred = receiver.defer_free()  # tells prefill
+        deferred = receiver.defer_free()  # notifies prefill
         text = pair.reason(receiver)
         assert GIVEN_UP[by][0] in text and (by == "an abort" or ADDRESS in text), text
         again = pair.receiver(sender.bootstrap_room)
@@ -248,8 +248,8 @@ def test_decode_gives_it_up(pair: Pair, stage: str, by: str) -> None:
 
 @pytest.mark.hazard("late-notification", "room-number-reused")
 def test_decode_gives_it_up_when_all_was_sent(pair: Pair) -> None:
-    """Guards against pages held for their whole bound though nothing can be written any more, and
-    against such a room's completion counting for the next one."""
+    """Guards against pages held for the whole quarantine timeout although nothing can be written
+    any more, and against such a room's completion that counts for the next one."""
     sender, receiver = pair.ready_room(4)
     sender.send(pages(30))
     until(lambda: sender.poll() == KVPoll.Success, "sender")
@@ -265,7 +265,7 @@ def test_decode_gives_it_up_when_all_was_sent(pair: Pair) -> None:
 
 
 def test_decode_gives_it_up_before_its_request_came(pair: Pair) -> None:
-    """Guards against a prefill request that waits for a decode server that does not want it."""
+    """Guards against a prefill request that waits although decode has cancelled it."""
     room = pair.next_room()
     receiver = pair.receiver(room)
     receiver.withdraw("the client went away")
@@ -277,8 +277,8 @@ def test_decode_gives_it_up_before_its_request_came(pair: Pair) -> None:
 
 @pytest.mark.hazard("exception-ends-worker")
 def test_a_library_that_raises_fails_its_room_alone(pair: Pair) -> None:
-    """Guards against one room's error ending the thread that sends for all, and against a status
-    that changes with every look at it."""
+    """Guards against one room's error that ends the thread which sends for all rooms, and against a
+    status that changes with every poll."""
     sender, receiver = pair.ready_room(20, 9)
     with pair.breaking():
         sender.send(pages(30, 31))
@@ -293,11 +293,10 @@ def test_a_library_that_raises_fails_its_room_alone(pair: Pair) -> None:
 @pytest.mark.hazard("slow-peer", "source-given-away")
 @pytest.mark.parametrize("is_aborted", [False, True])
 def test_a_write_that_does_not_end(pair: Pair, is_aborted: bool) -> None:
-    """A decode rank that is frozen, of a room that its client has left or not. Guards against a
-    request that waits for it for ever, against pages given away while they are written to, and
-    against a late write that completes the room.
-    Over NIXL decode waits until the write has settled; over Mooncake its client is answered at
-    once."""
+    """Guards against a request that waits for a frozen decode rank for ever, whether its client has
+    left or not, against pages freed while they are written to, and against a late write that
+    completes the room. Over NIXL decode waits until the write has settled; over Mooncake its client
+    is answered at once."""
     sender, receiver = pair.ready_room(4)
     deferred = None
     with pair.allowing(0.1), pair.held_up() as hold:
@@ -330,8 +329,8 @@ def test_a_write_that_does_not_end(pair: Pair, is_aborted: bool) -> None:
 
 
 def test_a_room_that_nobody_announces(pair: Pair) -> None:
-    """Guards against a prefill request that waits for ever for a decode server that is gone, and
-    against an error that does not name the variable that sets how long."""
+    """Guards against a prefill request that waits for ever for a lost decode server, and against an
+    error that does not name the timeout's variable."""
     sender, receiver = pair.room()
     pair.prefill.manager.bootstrap_timeout = 0
     assert sender.poll() == KVPoll.Failed
@@ -341,9 +340,9 @@ def test_a_room_that_nobody_announces(pair: Pair) -> None:
 
 @pytest.mark.hazard("other-side-not-told", "dead-peer-leftovers", "peer-lost-for-ever")
 def test_a_decode_rank_that_prefill_forgot_is_served_again(pair: Pair) -> None:
-    """Guards against rooms of a decode rank that gave no sign which are kept, against one that
-    waits for a prefill rank which does not know it, and against one that is not served when it
-    registers again."""
+    """Guards against rooms of a silent decode rank that are kept, against a decode rank that waits
+    for a prefill rank which does not know it, and against one that is not served after it has
+    registered again."""
     sender, receiver = pair.ready_room(4)
     pair.prefill.manager.forget_peer(pair.peer)
     sender.send(pages(30))
@@ -352,9 +351,11 @@ def test_a_decode_rank_that_prefill_forgot_is_served_again(pair: Pair) -> None:
     sender, receiver = pair.room()
     receiver.announce(pages(4), 5, prefix_len=0)
     until(lambda: receiver.poll() == KVPoll.Failed, "notice")
-    assert receiver.defer_free() is None, "a rank that knows nothing of us writes nothing"
+    assert receiver.defer_free() is None, (
+        "a rank that does not know this decode rank writes nothing"
+    )
     assert "the decode rank is not registered" in pair.reason(receiver)
-    until(lambda: not pair.decode.manager.connection_pool, "it connects again next time")
+    until(lambda: not pair.decode.manager.connection_pool, "disconnected, to connect again")
     sender.abort()
     assert sender.poll() == KVPoll.Failed and pair.reason(sender)
     pair.connect()
@@ -366,7 +367,7 @@ def test_a_decode_rank_that_prefill_forgot_is_served_again(pair: Pair) -> None:
 @pytest.mark.hazard("room-number-reused")
 def test_without_the_flag_a_request_outlives_the_first_of_its_number(pair: Pair) -> None:
     """Guards against a scheduler that ends with a KeyError: without the flag, as in SGLang, two
-    requests of a number share their entries, and the first that is done with takes them along."""
+    requests with one number share their entries, and the first one's clear removes them."""
     manager = pair.decode.manager
     servers, manager.servers = manager.servers, None
     room = pair.next_room()
@@ -375,5 +376,5 @@ def test_without_the_flag_a_request_outlives_the_first_of_its_number(pair: Pair)
     first.clear()
     assert [second.poll() for _ in range(2)] == [KVPoll.Failed] * 2
     assert str(room) in pair.reason(second)
-    manager.addr_to_rooms_tracker.clear()  # Mooncake's stays, as SGLang's
+    manager.addr_to_rooms_tracker.clear()  # Mooncake's entry stays, as in SGLang
     manager.servers = servers

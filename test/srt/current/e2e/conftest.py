@@ -1,4 +1,4 @@
-"""The talks, which one aggregated server answers for all tests of this folder."""
+"""The talks with the answers of one aggregated server, for all tests of this folder."""
 
 from __future__ import annotations
 

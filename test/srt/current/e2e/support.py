@@ -1,4 +1,4 @@
-"""Talks with their answers, and how servers of SGLang 0.5.23 are started here."""
+"""Talks with their answers, and the start of servers of SGLang 0.5.23."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from benchmark.harness.models import token_range
 from benchmark.harness.servers import Sizes
 from current.environment import MODEL, environment
 
-PAGE, NEW = 16, 16
+PAGE = 16
+#: Generated tokens of an answer.
+NEW = 16
 SIZES = Sizes(pool_tokens=16_000, page_size=PAGE, chunked_prefill_tokens=512)
-#: Every part of the group, on both servers; every later turn is computed by decode, and prefill's
-#: half of it has to end without an error, or the client takes the request for failed.
+#: Every part of the group, on both servers. Decode computes every later turn, and prefill's half of
+#: it must end without an error, because otherwise the client takes the request for failed.
 LEAD = {
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "512",
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS": "1",
@@ -29,7 +31,7 @@ Ids = list[int]
 
 
 class Talks(NamedTuple):
-    """Prompts of each turn, one a talk, and the answers to them."""
+    """For each turn: a prompt of each talk, and its answers."""
 
     model: Path
     prompts: list[list[Ids]]
@@ -39,32 +41,37 @@ class Talks(NamedTuple):
 
 
 def talks_of(model: Path, logs: Path, architecture: str = MODEL) -> Talks:
-    """Four talks of three turns, two of which begin alike, and a fourth list of prompts that no
-    talk shares, the last of them long; as an aggregated stock server answers them."""
+    """Return four talks of three turns with the answers of an aggregated stock server.
+
+    Two talks begin with the same prefix. A fourth list has prompts without a talk; the last is
+    long.
+    """
     rng, tokens = random.Random(5), token_range(model)
     begun = rng.choices(tokens, k=200)
     prompts = [[*begun, *rng.choices(tokens, k=100 + 60 * i)] for i in range(2)]
     prompts += [rng.choices(tokens, k=300 + 90 * i) for i in range(2)]
-    told = Talks(model, [], [], architecture)
+    talks = Talks(model, [], [], architecture)
     with Aggregated(model, logs, SIZES, env=variables(architecture)) as server:
         for _ in range(3):
-            told.prompts.append(prompts)
-            told.answers.append(server.generate(prompts, NEW))
+            talks.prompts.append(prompts)
+            talks.answers.append(server.generate(prompts, NEW))
             prompts = [
                 [*prompt, *answer, *rng.choices(tokens, k=30)]
-                for prompt, answer in zip(prompts, told.answers[-1], strict=True)
+                for prompt, answer in zip(prompts, talks.answers[-1], strict=True)
             ]
-        told.prompts.append([rng.choices(tokens, k=length) for length in (250, 300, 4000)])
-        told.answers.append(server.generate(told.prompts[-1], NEW))
-        changed = [told.prompts[0][0][:]]
+        talks.prompts.append([rng.choices(tokens, k=length) for length in (250, 300, 4000)])
+        talks.answers.append(server.generate(talks.prompts[-1], NEW))
+        changed = [talks.prompts[0][0][:]]
         changed[0][5] = next(token for token in tokens if token != changed[0][5])
-        assert server.generate(changed, NEW) != told.answers[0][:1], "wrong KV would not show"
+        assert server.generate(changed, NEW) != talks.answers[0][:1], (
+            "wrong KV would not change answers"
+        )
         server.check()
-    return told
+    return talks
 
 
 def variables(architecture: str = MODEL, **more: str) -> dict[str, str]:
-    """For each server; the stand-in forks SGLang's processes, which halves a start."""
+    """Return the variables of each server. Forking SGLang's processes halves the start time."""
     method = {"SGLANG_CPU_STANDIN_START_METHOD": "fork"}
     return {**environment(model=architecture), **method, **more}
 
@@ -83,7 +90,7 @@ def play(
 
     Args:
         settings: variables of the lead; without any, both servers are stock.
-        ranks: of each server.
+        ranks: number of ranks of each server.
         arguments: of both servers.
         decode_env: more variables of the decode server.
     """
@@ -110,5 +117,5 @@ def play(
 
 
 def turns(page: str) -> dict[tuple[str, ...], float]:
-    """Return how many turns were computed where and why, of decode's metrics."""
+    """Return the counts of turns by side and reason from decode's metrics."""
     return metrics.by_labels(page, metrics.TURNS, "where", "reason")

@@ -17,7 +17,7 @@ from current.families import ARCHITECTURES, RUNS
 from e2e.families import Run
 from models.families import build
 
-#: Decode leaves the first turns to prefill, so later ones begin with KV that was transferred.
+#: Too small for first turns, so that later turns begin with KV that was transferred.
 TOKENS = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "128"}
 RETRACTED = "sglang:num_retracted_requests_total"
 RETRACTS = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
@@ -25,7 +25,7 @@ RETRACTS = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
 
 @pytest.fixture(scope="module")
 def talks_of_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Talks]:
-    """The talks with the model of a family. Each family is asked once."""
+    """The talks with the model of a family, computed once a family."""
 
     @cache
     def ask(family: str) -> Talks:
@@ -37,8 +37,8 @@ def talks_of_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
 def test_answers(talks_of_family: Callable[[str], Talks], tmp_path: Path, run: Run) -> None:
-    """Guards against latents, or KV that chooses other experts, that are wrong behind a prefix from
-    decode's tree, in a chunk that decode computes, and in the copy of a retracted request."""
+    """Guards against latents or expert-routed KV that are wrong behind a prefix from decode's tree,
+    in a chunk that decode computes, or in the copy of a retracted request."""
     talks = talks_of_family(run.family)
     page = play(
         talks,
@@ -47,8 +47,8 @@ def test_answers(talks_of_family: Callable[[str], Talks], tmp_path: Path, run: R
         ranks=2 if "decode_tp2" in run.setup else 1,
         decode_env=RETRACTS if "retract" in run.parts else {},
     )
-    count, found = len(talks.prompts[0]), turns(page)
-    assert found.get(("local", "always"), 0) >= 2 * count, found
+    count, counts = len(talks.prompts[0]), turns(page)
+    assert counts.get(("local", "always"), 0) >= 2 * count, counts
     # First turns may be remote for different reasons.
-    assert sum(found[key] for key in found if key[0] == "remote") >= count, found
+    assert sum(counts[key] for key in counts if key[0] == "remote") >= count, counts
     assert any(metrics.by_labels(page, RETRACTED).values()) == ("retract" in run.parts)

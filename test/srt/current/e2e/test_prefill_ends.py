@@ -1,7 +1,8 @@
 """Prefill servers of SGLang 0.5.23 that die and come back, and stock ones beside the lead.
 
-One decode server with the lead lives through most of this file; the prefill servers at its peer's
-address come and go. A client reads decode's half of a request only: a dead server answers nothing.
+Most tests share one decode server with the lead, while the prefill servers at its peer's address
+come and go. The client reads only decode's half of a request, because a dead server answers
+nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from benchmark.harness.fleet import Pair, PairConfig, start
 from benchmark.harness.servers import patchset_env
 from current.e2e.support import LEAD, NEW, SIZES, Ids, Talks, variables
 
-#: SGLang asks a server that it does not know 15 times, once a second. One that it knows is lost
-#: after two heartbeats, which come sooner.
+#: Bound on a failure: SGLang queries an unknown server 15 times, once a second. A known server is
+#: lost after two heartbeats, which is sooner.
 STOCK_S = 15.0 + 10.0
 ENV = {
-    # Later turns are decode's own; what begins a talk is prefill's, and short enough for decode.
+    # Decode computes later turns; prefill computes first turns, which are short enough for decode.
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "128",
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "2",
@@ -34,10 +35,10 @@ ENV = {
 
 
 class Servers(Pair):
-    """A pair whose prefill server can be killed, and started anew at its ports."""
+    """A pair with a prefill server that can be killed, and restarted on its ports."""
 
     def ask(self, prompts: Sequence[Ids]) -> list[Result]:
-        """Decode's answers."""
+        """Return decode's answers."""
         return asyncio.run(self.asked(prompts))
 
     async def asked(self, prompts: Sequence[Ids]) -> list[Result]:
@@ -49,18 +50,20 @@ class Servers(Pair):
             ]
             try:
                 decode = Target(self.decode_url)
-                return await asyncio.gather(*(send(session, decode, each) for each in requests))
+                return await asyncio.gather(
+                    *(send(session, decode, request) for request in requests)
+                )
             finally:
                 for half in halves:
                     half.cancel()
                 await asyncio.gather(*halves, return_exceptions=True)
 
     def kill_prefill(self) -> None:
-        """SIGKILL to all its processes."""
+        """Send SIGKILL to all processes of prefill."""
         self.processes["prefill"].stop()
 
     def start_prefill(self, *, stock: bool) -> None:
-        """In place of the one that was there."""
+        """Replace the prefill server."""
         self.kill_prefill()
         config = self.layout[0]
         config = replace(config, env={**config.env, **patchset_env(stock)})
@@ -69,12 +72,12 @@ class Servers(Pair):
         self.processes["prefill"].wait_ready()
 
     def turns(self) -> dict[tuple[str, ...], float]:
-        """Decode's count of turns by side and reason."""
+        """Return decode's counts of turns by side and reason."""
         page = metrics.page(self.decode_url)
         return metrics.by_labels(page, metrics.TURNS, "where", "reason")
 
-    def decode_is_empty(self) -> None:
-        """Decode passes SGLang's memory check, holds no token, and may be flushed."""
+    def check_decode_empty(self) -> None:
+        """Check that decode passes SGLang's memory check, holds no tokens, and can be flushed."""
         checks.wait_idle(self.processes["decode"], self.decode_url)
         until(lambda: not checks.load(self.decode_url).tokens)
         checks.flush(self.decode_url)
@@ -83,34 +86,34 @@ class Servers(Pair):
         checks.assert_healthy(self.processes["decode"])
 
     def in_transfer(self) -> int:
-        """Requests whose pages decode has allocated, and waits for."""
+        """Return the number of requests in decode's transfer queue."""
         with urllib.request.urlopen(f"{self.decode_url}/v1/loads", timeout=30) as answer:
             (rank,) = json.loads(answer.read())["loads"]
         return int(rank["disaggregation"]["decode_transfer_queue_reqs"])
 
 
 def until(reached: Callable[[], bool], limit_s: float = 30.0) -> None:
-    """Returns when ``reached``; fails after ``limit_s``."""
+    """Wait until ``reached``; fail after ``limit_s``."""
     deadline = time.monotonic() + limit_s
     while not reached():
         assert time.monotonic() < deadline, f"not reached in {limit_s} s"
         time.sleep(0.01)
 
 
-def right(results: Sequence[Result], answers: Sequence[Ids]) -> None:
+def check_right(results: Sequence[Result], answers: Sequence[Ids]) -> None:
     assert [result.error for result in results] == [None] * len(results)
     assert [result.output_ids for result in results] == list(answers)
 
 
-def lost(result: Result) -> None:
-    """It failed in time, with an error that names the loss."""
+def check_lost(result: Result) -> None:
+    """Check that a request failed in time, with an error that names the loss."""
     assert result.error is not None and "no prefill server" in result.error, result.error
     assert result.latency_s < STOCK_S
 
 
 @pytest.fixture(scope="module")
 def servers(talks: Talks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """Both with the lead."""
+    """A pair with the lead on both servers."""
     config = PairConfig(
         talks.model,
         radix=True,
@@ -119,34 +122,34 @@ def servers(talks: Talks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         skip_warmup=True,
         env=variables(**LEAD | ENV),
     )
-    with Servers(config, tmp_path_factory.mktemp("ends")) as made:
-        yield made
+    with Servers(config, tmp_path_factory.mktemp("ends")) as pair:
+        yield pair
 
 
 def test_killed_while_idle(servers: Servers, talks: Talks) -> None:
-    """Guards against later turns that fail with a prefill server whose part they do not need, and
-    against long prompts that wait longer than on stock. The first turn after it meets a decode
-    server that has noticed nothing, the next one a decode server that knows."""
-    right(servers.ask(talks.prompts[0]), talks.answers[0])
+    """Guards against later turns that fail with a prefill server that they do not need, and against
+    long prompts that wait longer than on stock. Decode does not know of the loss in the first turn
+    after it, and knows in the next one."""
+    check_right(servers.ask(talks.prompts[0]), talks.answers[0])
     servers.kill_prefill()
-    right(servers.ask(talks.prompts[1]), talks.answers[1])
+    check_right(servers.ask(talks.prompts[1]), talks.answers[1])
     until(lambda: "Lost connection with prefill" in servers.processes["decode"].log_text())
     *short, long = servers.ask([*talks.prompts[2], talks.prompts[3][-1]])
-    right(short, talks.answers[2])
-    lost(long)
+    check_right(short, talks.answers[2])
+    check_lost(long)
     assert servers.turns()["local", "no_prefill"] >= len(short)
-    servers.decode_is_empty()
+    servers.check_decode_empty()
 
 
 def test_killed_in_the_middle_of_a_transfer(servers: Servers, talks: Talks) -> None:
-    """Guards against a started server that is not used, and against the KV of a prompt of which a
-    part has arrived: short prompts are computed anew, the long one ends, nothing is left."""
+    """Guards against a restarted server that is not used, and against partly arrived KV of a
+    prompt: short prompts are recomputed, the long one fails, nothing is leaked."""
     servers.start_prefill(stock=False)
     *short, long = talks.prompts[3]
-    right(servers.ask([long]), talks.answers[3][-1:])  # decode may not compute that one
-    servers.decode_is_empty()
+    check_right(servers.ask([long]), talks.answers[3][-1:])  # too long for decode
+    servers.check_decode_empty()
     checks.wait_idle(servers.processes["prefill"], servers.prefill_url)
-    checks.flush(servers.prefill_url)  # so that it computes the long one anew
+    checks.flush(servers.prefill_url)  # so that it recomputes the long prompt
     log = servers.processes["prefill"].log
     chunks = log.read_text().count("Prefill batch")
 
@@ -159,28 +162,27 @@ def test_killed_in_the_middle_of_a_transfer(servers: Servers, talks: Talks) -> N
         return [*await rest, *await first]
 
     *results, last = asyncio.run(kill())
-    right(results, talks.answers[3][:-1])
-    lost(last)
+    check_right(results, talks.answers[3][:-1])
+    check_lost(last)
     assert servers.turns()["local", "transfer_failed"] >= len(short)
-    servers.decode_is_empty()
+    servers.check_decode_empty()
 
 
 def test_a_stock_prefill_server(servers: Servers, talks: Talks) -> None:
-    """Guards against a local turn whose half stays with a server that cannot release it: all turns
-    are computed there."""
+    """Guards against a local turn beside a server that cannot release the other half: stock prefill
+    computes all turns."""
     servers.start_prefill(stock=True)
     before = servers.turns()
     for turn in range(3):
-        right(servers.ask(talks.prompts[turn]), talks.answers[turn])
+        check_right(servers.ask(talks.prompts[turn]), talks.answers[turn])
     gained = metrics.gained(before, servers.turns())
     assert {key for key, count in gained.items() if count} == {("remote", "peer")}
-    servers.decode_is_empty()
+    servers.check_decode_empty()
     servers.check()
 
 
 def test_a_stock_decode_server(talks: Talks, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Guards against a prefill server with the lead that a stock decode server does not
-    understand."""
+    """Guards against a prefill server with the lead that stock decode does not understand."""
     config = PairConfig(
         talks.model,
         radix=True,
