@@ -211,6 +211,7 @@ class Admission:
         returns when a row may be written. The tree notifies ``claims`` of every change."""
         self._tree, self._allocator, self._takes_delta = tree, allocator, takes_delta
         self._turns, self._group, self._before_bind = turns, group, before_bind
+        self._is_alone = alone(group)
         self.claims = tree.claims = claims
         has_states = hasattr(tree.req_to_token_pool, RECURRENT)
         #: Reason of a request that waits for a row; with recurrent state each row has a state slot.
@@ -260,7 +261,7 @@ class Admission:
         Raises:
             RanksDiverged: the ranks have different requests.
         """
-        if alone(self._group):
+        if self._is_alone:
             return vote
         checksum = Checksum()
         checksum.note(*(entry.req.rid for entry in entries))
@@ -329,7 +330,7 @@ class Admission:
                 f"request {req.rid} stays queued: it needs {tokens} tokens, {free} are free after "
                 f"eviction, {evictable} evictable"
             )
-            if not alone(self._group):
+            if not self._is_alone:
                 # Other ranks may have succeeded. Fail here, because diverged ranks would hang in
                 # the next collective.
                 raise RuntimeError(f"{text}. Other ranks may have admitted it")

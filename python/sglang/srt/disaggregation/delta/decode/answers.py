@@ -213,11 +213,13 @@ class Answers:
         """Warn, once a request, of those that have waited long. One line for all with the same
         reason: it describes the first and names the others."""
         now = self._clock()
+        since = now - environment.WAIT_LOG.read()
         by_reason = defaultdict[str | None, list["Req"]](list)
         for req in reqs:
             wait = record_of(req).wait
-            is_late = wait.since is not None and now - wait.since >= environment.WAIT_LOG.read()
-            if is_late and not wait.logged and req.finished_reason is None:
+            if wait.since is None or wait.since > since or wait.logged:
+                continue
+            if req.finished_reason is None:
                 wait.logged = True
                 by_reason[wait.refusal and wait.refusal.reason].append(req)
         for first, *others in by_reason.values():
