@@ -43,22 +43,22 @@ REFUSALS = {
 class Stage(enum.Enum):
     """Stage of a request on a decode server. ``NEXT`` has every transition."""
 
-    #: Its prefill server is being queried.
+    #: The prefill server is being queried.
     HANDSHAKE = "handshake"
-    #: It waits for memory and owns nothing.
+    #: Waits for memory and owns nothing.
     IN_LINE = "in line"
-    #: It owns pages that were announced: prefill may write to them.
+    #: Owns pages that were announced: prefill may write to them.
     TRANSFER = "in transfer"
-    #: It owns pages and is computed by this server.
+    #: Owns pages and is computed by this server.
     LOCAL = "in local prefill"
     #: All KV of its text is here, on all ranks; it waits for a slot of the running batch.
     COMMITTED = "committed"
     RUNNING = "running"
-    #: Its KV is on the CPU, and it waits for memory again.
+    #: Has its KV on the CPU and waits for memory again.
     RETRACTED = "retracted"
-    #: Its client was answered, or it starts over without prefill; prefill may still write.
+    #: The client was answered, or the request starts over without prefill; prefill may still write.
     DEFERRED = "deferred release"
-    #: It owns nothing, and its client was answered.
+    #: Owns nothing, and the client was answered.
     ENDED = "ended"
 
 
@@ -90,7 +90,7 @@ class QueueState(enum.IntEnum):
     """State of a request without pages in the vote of a step; the smallest of the ranks counts."""
 
     FAILED = 0
-    #: It has waited for memory longer than ``SGLANG_DISAGGREGATION_ADMISSION_TIMEOUT``.
+    #: Has waited for memory longer than ``SGLANG_DISAGGREGATION_ADMISSION_TIMEOUT``.
     EXPIRED = 1
     WAITING = 2
 
@@ -142,7 +142,7 @@ class Record:
     refused_for: set[str] = field(default_factory=set)
     #: Tokens of its prompt that were in the tree at admission.
     hit_tokens: int = 0
-    #: Where its new tokens are computed; None before, and once its first token is here.
+    #: The place that computes its new tokens; None before, and once the first token is here.
     turn: Placed | None = None
     #: True if KV and metadata are here: prefill has nothing left to write on this rank.
     arrived: bool = False
@@ -150,7 +150,7 @@ class Record:
     without_metadata_since: float | None = None
     #: Why its transfer failed, if decode found that out.
     failure: str | None = None
-    #: With a draft model, keys of its text that the tree may lack (``tree.key_pairs``).
+    #: Keys of its text that the tree may lack, with a draft model (``tree.key_pairs``).
     pairs: list[tuple[int, int]] = field(default_factory=list)
     #: While it is retracted, the draft model's KV in the form of ``Req.kv_cache_cpu``.
     draft_copy: Any = None

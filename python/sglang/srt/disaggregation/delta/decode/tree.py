@@ -116,8 +116,8 @@ class PrefixLease:
 
 
 class BlockedHead:
-    """Where the match of the refused request ended: the next step checks a page of the tree instead
-    of matching the whole prompt again."""
+    """The end of a refused request's match: the next step checks a page of the tree there instead of
+    matching the whole prompt again."""
 
     def __init__(
         self, tree: DecodeRadixTree, req: Req, shares: bool, lease: PrefixLease, key_ids: list[Any]
@@ -243,8 +243,8 @@ class DecodeRadixTree(RadixCache):
 
     @override
     def _record_remove_event(self, node: TreeNode) -> None:
-        # Listeners identify pages by their tokens and were notified that all of these are gone; a
-        # page with the same tokens may have been stored since.
+        # Listeners identify pages by tokens and know that these are gone; a page with the same
+        # tokens may have been stored since.
         if not isinstance(node.key.extra_key, Retired):
             super()._record_remove_event(node)
 
@@ -291,9 +291,9 @@ class DecodeRadixTree(RadixCache):
         req = params.req
         if not self.serves_decode or req is None or req.req_pool_idx is None:
             return super().match_prefix(params)
-        # The request got its slots at admission. Another match could find a longer prefix that
-        # was inserted since, and would overwrite which slots are shared and which node is locked.
-        # So return the prefix that it holds.
+        # Return the prefix that the request got at admission: another match could find a longer one
+        # that was inserted since, and would overwrite which slots are shared and which node is
+        # locked.
         from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
         held = self.req_to_token_pool.req_to_token[req.req_pool_idx, : req.cache_protected_len]
@@ -346,8 +346,7 @@ class DecodeRadixTree(RadixCache):
         record, rows = record_of(req), self.req_to_token_pool.req_to_token
         is_insert = is_insert and self._may_insert(req)
         if req.last_node is None:
-            # Never matched, or retracted: nothing is locked.
-            req.last_node = self.root_node
+            req.last_node = self.root_node  # never matched, or retracted: nothing is locked
         # The step in flight may still use them; see ``transfer.StepWrites``.
         private = rows[req.req_pool_idx, req.cache_protected_len : req.kv_allocated_len]
         record.slots_at_end = private.to(torch.int64, copy=True)
@@ -404,7 +403,7 @@ class RadixPrebuiltBatch(ScheduleBatchDisaggregationDecodeMixin):
             super().prepare_for_prebuilt()
             return
         for req in self.reqs:
-            # SGLang just rebuilt it with the first generated token, which has no KV yet.
+            # SGLang rebuilt it with the first generated token, which has no KV yet.
             req.fill_ids = req.fill_ids[: req.kv_committed_len]
             req.set_extend_input_len(len(req.fill_ids) - len(req.prefix_indices))
             # A chain of drafts starts behind a token of this batch.
