@@ -4,6 +4,13 @@ import importlib.util
 import sys
 from pathlib import Path
 
+# Before torch or SGLang is imported. Servers get the same (``harness/servers.py``).
+sys.path.append(str(Path(__file__).parents[1] / "test/srt/standin"))
+import cpu_standin  # noqa: E402
+
+if cpu_standin.gpu_device_node() is None:
+    cpu_standin.install()
+
 if importlib.util.find_spec("sglang") is None:
     # A machine that only sends has this checkout and no SGLang: tables, server commands and the
     # formats of logs come from the checkout.

@@ -1,14 +1,13 @@
-"""Loaded at the first look for SGLang, or for what the CPU stand-in has to precede.
+"""Loaded at the first look for SGLang.
 
 ``sglang_disagg_patchset.pth`` puts a finder of a few lines on ``sys.meta_path`` of every
-interpreter of the environment. Where it is asked for one of ``_EARLY``, it imports this module and
+interpreter of the environment. Where it is asked for ``sglang``, it imports this module and
 passes the question on. So an interpreter that never imports SGLang pays a fifth of a millisecond,
 also where byte code cannot be cached. This module puts its own finder in front and does nothing
 else. What that one does:
 
 * ``sglang``: lets our sources be found beside SGLang's own, where either is an editable install;
-* ``sglang.srt.*``: hands modules of the replacement table to ``sglang.srt.patchset.attach``;
-* with ``SGLANG_CPU_STANDIN=1``: starts the CPU stand-in before torch or SGLang are imported.
+* ``sglang.srt.*``: hands modules of the replacement table to ``sglang.srt.patchset.attach``.
 
 Rules that keep it harmless: it only uses what the interpreter has loaded anyway, it asks the other
 finders for every spec (so that it can stand beside any other import hook), and whatever goes wrong
@@ -32,11 +31,6 @@ if TYPE_CHECKING:
 
     _Path = Sequence[str] | None
 
-_STANDIN = "sglang.srt.hardware_backend.cpu_standin"
-_ON, _OFF = ("1", "true", "yes", "y", "on"), ("0", "false", "no", "n", "off", "")
-# SGLang, and what the stand-in has to be there before.
-_EARLY = frozenset(("sglang", "sgl_kernel", "torch", "nixl", "vllm", "triton", "mooncake"))
-
 
 def _say(message: str) -> None:
     sys.stderr.write(f"sglang-disagg-patchset: {message}\n")
@@ -57,22 +51,16 @@ class Finder:
         self._busy: set[tuple[int, str]] = set()
         self._attachment: Attachment | None = None
         self._broken = False
-        self._standin_started = False
 
     def find_spec(
         self, name: str, path: _Path = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Answer for ``sglang``, for table modules, and for what the stand-in has to precede."""
+        """Answer for ``sglang`` and for modules of the table."""
         work: Callable[[str, _Path, ModuleType | None], ModuleSpec | None]
-        if name in _EARLY:
-            work = self._find_early
-        # Loading the table must not ask the table; and the stand-in's files are imported below
-        # sglang.srt before SGLang itself.
-        elif (
-            name.startswith("sglang.srt.")
-            and not f"{name}.".startswith("sglang.srt.patchset.")
-            and "sglang" in sys.modules
-        ):
+        if name == "sglang":
+            work = self._find_sglang
+        # Loading the table must not ask the table.
+        elif name.startswith("sglang.srt.") and not f"{name}.".startswith("sglang.srt.patchset."):
             work = self._find_target
         else:
             return None
@@ -86,17 +74,12 @@ class Finder:
         finally:
             self._busy.discard(key)
 
-    def _find_early(self, name: str, path: _Path, target: ModuleType | None) -> ModuleSpec | None:
-        if name == "sglang" and sys.meta_path[0] is not self:
+    def _find_sglang(self, name: str, path: _Path, target: ModuleType | None) -> ModuleSpec | None:
+        if sys.meta_path[0] is not self:
             # Whoever came later may answer for a table module without asking us: be asked first.
             sys.meta_path[:] = [self] + [f for f in sys.meta_path if f is not self]
-        if not self._standin_started and _wants_standin(name):
-            self._standin_started = True
-            _start_standin()
-        elif name != "sglang":
-            return None
         spec = self._ask(list(sys.meta_path), name, path, target)
-        if name == "sglang" and spec is not None and spec.submodule_search_locations is not None:
+        if spec is not None and spec.submodule_search_locations is not None:
             known = {os.path.realpath(p) for p in spec.submodule_search_locations}
             for folder in _own_folders():
                 if os.path.realpath(folder) not in known:
@@ -134,37 +117,6 @@ class Finder:
                 # in its own images), ours lies on the path, and a finder behind has the package.
                 folder = folder or spec
         return folder
-
-
-def _wants_standin(name: str) -> bool:
-    """As ``patchset.environment`` reads the variable; ``name``: the module that is imported."""
-    text = os.environ.get("SGLANG_CPU_STANDIN", "0").strip().lower()
-    if name == "sglang" and text not in (*_ON, *_OFF):
-        _say(f"SGLANG_CPU_STANDIN must be 1 or 0, not {text!r}: the CPU stand-in is not active")
-    return text in _ON
-
-
-def _start_standin() -> None:
-    """Execute the stand-in's package from its file: importing it by name would import SGLang."""
-    try:
-        from importlib.util import module_from_spec, spec_from_file_location
-
-        for folder in _own_folders():
-            package = os.path.join(folder, *_STANDIN.split(".")[1:])
-            spec: Any = spec_from_file_location(
-                _STANDIN, os.path.join(package, "__init__.py"), submodule_search_locations=[package]
-            )
-            module = sys.modules[_STANDIN] = module_from_spec(spec)
-            try:
-                spec.loader.exec_module(module)
-            except BaseException:
-                del sys.modules[_STANDIN]
-                raise
-            module.install()
-            return
-        _say("SGLANG_CPU_STANDIN is set, but the stand-in is not installed")
-    except Exception as error:
-        _say(f"CPU stand-in not active: {error}")
 
 
 def install() -> None:

@@ -16,14 +16,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("SGLANG_CPU_STANDIN", "1")
 os.environ.setdefault("UCX_TLS", "tcp,self")
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "python/sglang/srt"
-sys.path[:0] = [str(ROOT), str(ROOT / "test/srt")]
+sys.path[:0] = [str(ROOT), str(ROOT / "test/srt"), str(ROOT / "test/srt/standin")]
+import cpu_standin  # noqa: E402
 
-#: Not on a request's way: in production; and what a thread does now and then for a server.
-ELSEWHERE = ("hardware_backend/", "disaggregation/delta/decode/heartbeat.py")
+cpu_standin.install()
+
+#: Not on a request's way: what a thread does now and then for a server.
+ELSEWHERE = "disaggregation/delta/decode/heartbeat.py"
 
 
 class Trace:

@@ -17,7 +17,7 @@ from benchmark.harness.fleet import Aggregated
 from benchmark.harness.models import token_range
 from benchmark.harness.servers import Sizes
 from chaos.families import DENSE, Served, rounded
-from e2e.support import START_METHOD, post
+from e2e.support import post
 
 Ids = list[int]
 
@@ -84,7 +84,7 @@ def ask_aggregated(
     """Makes a bank of each model with SGLang's own aggregated server, stock, which runs meanwhile
     only, and takes the weights of one after the other."""
     sizes = Sizes(60_000, page_size=served.page_size, chunked_prefill_tokens=2048)
-    banks, args, env = [], served.arguments, {START_METHOD: "fork", **dict(served.env)}
+    banks, args, env = [], served.arguments, dict(served.env)
     with Aggregated(models[0], logs, sizes, extra_args=args, env=env) as server:
 
         def load(model: Path) -> None:

@@ -23,7 +23,6 @@ def environment(package: Path | None = None, model: str = MODEL) -> dict[str, st
     for events of a GPU. ``package``: SGLang's folder; None: that of this environment. ``model``:
     the file of its models that is imported."""
     return {
-        "SGLANG_CPU_STANDIN": "1",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "UCX_TLS": "tcp,self",

@@ -22,7 +22,7 @@ from benchmark.harness.process import ServerProcess
 from benchmark.harness.servers import ServerConfig, Sizes, aggregated
 from chaos import store
 from chaos.logs import log_problems
-from e2e.support import START_METHOD, Ids, Reference, prompt_maker, send_and_leave, until
+from e2e.support import Ids, Reference, prompt_maker, send_and_leave, until
 
 NEW_TOKENS = 16
 STAGE_PAGES = 32
@@ -127,7 +127,6 @@ def _config(model: Path, page: int, backend: Backend, deadline_s: float) -> Serv
         *backend.args,
     )
     env = {
-        START_METHOD: "fork",
         "PYTHONPATH": os.pathsep.join(filter(None, (TESTS, os.environ.get("PYTHONPATH")))),
         # A slow machine must not turn hits into timeouts.
         "SGLANG_HICACHE_BUFFER_READ_TIMEOUT": "60",

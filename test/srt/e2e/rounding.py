@@ -1,6 +1,6 @@
 """Finds seeds of a conversation of ``test_families.py`` that rounding does not change.
 
-    export PYTHONPATH=.:test/srt SGLANG_CPU_STANDIN=1 SGLANG_PATCHSET=0
+    export PYTHONPATH=.:test/srt:test/srt/standin SGLANG_PATCHSET=0
     python -m e2e.rounding FAMILY SEED... [-- ARGUMENTS OF A SERVER]
 
 Two servers add the same numbers in another order: by chunks, by batches, by ranks. If the last bit

@@ -36,10 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--check",
         action="store_true",
-        help=(
-            "import every module of the table and check that each row is bound (on a machine "
-            "without a GPU driver, with the CPU stand-in)"
-        ),
+        help="import every module of the table and check that each row is bound",
     )
     parser.add_argument(
         "--environment", action="store_true", help="print only the tables of environment variables"
@@ -56,12 +53,6 @@ def main(argv: list[str] | None = None) -> int:
     if state().inert:
         sys.stdout.write(render(state()))
         return 1
-    if options.check:
-        from sglang.srt.hardware_backend import cpu_standin
-
-        if cpu_standin.gpu_device_node() is None:
-            cpu_standin.install()
-            sys.stdout.write("no GPU driver: checked with the CPU stand-in\n")
     now = load_all() if options.check else examine()
     wrong = environment.wrong()
     sys.stdout.write(render(now) + REFUSES.format(wrong) * bool(wrong))

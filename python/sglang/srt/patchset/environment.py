@@ -83,10 +83,7 @@ def _integer(
     return Variable(name, group, text, default, allowed, _number(int, least, most), shown)
 
 
-_ON, _OFF = (
-    ("1", "true", "yes", "y", "on"),
-    ("0", "false", "no", "n", "off", ""),
-)  # as the start-up hook
+_ON, _OFF = ("1", "true", "yes", "y", "on"), ("0", "false", "no", "n", "off", "")
 _SPELLINGS = "`1`, `true`, `yes`, `y`, `on`, or `0`, `false`, `no`, `n`, `off`"
 
 
@@ -132,7 +129,6 @@ GROUPS = {
     "store": "HiCache with buffer-only host memory",
     "lead": "On SGLang 0.5.23",
     "tests": "Tests",
-    "standin": "CPU stand-in",
 }
 
 ACTIVE: Variable[bool] = Variable(
@@ -314,16 +310,6 @@ CHECK_INVARIANTS = _switch(
     "SGLANG_DISAGGREGATION_CHECK_INVARIANTS", "tests",
     "Check decode's pools, tree and tables whenever the server becomes idle. If they are not "
     "consistent, the server ends.",
-)  # fmt: skip
-#: Read by the start-up hook, which can import nothing.
-CPU_STANDIN = _switch(
-    "SGLANG_CPU_STANDIN", "standin",
-    "Run on a machine without a GPU driver.",
-)  # fmt: skip
-START_METHOD: Variable[str] = Variable(
-    "SGLANG_CPU_STANDIN_START_METHOD", "standin",
-    "With the stand-in: `fork` forks SGLang's processes from the launcher, which is faster.",
-    "spawn", "spawn or fork", _choice("spawn", "fork"),
 )  # fmt: skip
 
 VARIABLES: tuple[Variable[Any], ...] = tuple(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import cpu_standin
 from sglang.srt.patchset import GROUPS
 
 CPU = {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True}
@@ -187,7 +188,7 @@ def look(model: str, misfits: dict[str, str], starts: dict[str, Any], **env: str
     command = [sys.executable, "-W", "ignore", program, model]
     done = subprocess.run(
         [*command, json.dumps(misfits), json.dumps(starts)],
-        env=os.environ | env,
+        env=cpu_standin.environment(os.environ | env),
         capture_output=True,
         text=True,
         timeout=400,

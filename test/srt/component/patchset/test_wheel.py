@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import cpu_standin
 from sglang.srt.patchset import GROUPS, __version__
 from unit.patchset.conftest import clean_environment
 
@@ -103,13 +104,12 @@ def test_it_attaches(installed: Environment) -> None:
         "import sglang, sglang.srt.patchset as p, sglang_disagg_patchset_hook as hook;"
         "print(*sglang.__path__, p.__file__, hook.__file__)"
     )
-    said = installed.python("-c", code, SGLANG_CPU_STANDIN="1")
+    said = installed.python("-c", code, PYTHONPATH=cpu_standin.FOLDER)
     assert said.returncode == 0, said.stderr
     assert len(said.stdout.split()) == 3
     assert all(path.startswith(str(installed.packages)) for path in said.stdout.split())
 
-    # As in the build of an image, where neither a GPU driver nor the stand-in is asked for.
-    said = installed.python("-m", "sglang.srt.patchset", "--check", SGLANG_CPU_STANDIN="0")
+    said = installed.python("-m", "sglang.srt.patchset", "--check", PYTHONPATH=cpu_standin.FOLDER)
     assert said.returncode == 0, said.stdout + said.stderr
     assert f"version  {__version__}\n" in said.stdout
     assert said.stdout.count(": attached\n") == len(GROUPS)

@@ -64,9 +64,8 @@ def talks_of(model: Path, logs: Path, architecture: str = MODEL) -> Talks:
 
 
 def variables(architecture: str = MODEL, **more: str) -> dict[str, str]:
-    """For each server; the stand-in forks SGLang's processes, which halves a start."""
-    method = {"SGLANG_CPU_STANDIN_START_METHOD": "fork"}
-    return {**environment(model=architecture), **method, **more}
+    """Of each server."""
+    return {**environment(model=architecture), **more}
 
 
 def play(

@@ -34,7 +34,6 @@ VALUES: list[tuple[Variable[Any], str, Any]] = [
     (INTEGER, "1", 1),
     (INTEGER, " 8 ", 8),
     (BOUNDED, "100000", 100_000),
-    (environment.START_METHOD, "fork", "fork"),
     (environment.DISABLED_GROUPS, " nixl_async,, buffer_only ", ("nixl_async", "buffer_only")),
     (environment.ACTIVE, "0", False),
     (environment.ACTIVE, " OFF ", False),
@@ -59,7 +58,6 @@ WRONG: list[tuple[Variable[Any], str]] = [
     *((SECONDS, text) for text in ("", "soon", "-0.1", "nan", "inf", "-inf", "1s")),
     *((INTEGER, text) for text in ("", "many", "1.5", "-1", "0x10")),
     *((BOUNDED, text) for text in ("-1", "100001")),
-    (environment.START_METHOD, "forkserver"),
     *((environment.LOCAL_ALWAYS, text) for text in ("2", "enabled", "ture")),
 ]
 

@@ -30,7 +30,7 @@ EDITS = {
     "sglang.srt.constrained.llguidance_backend": ("edits:mask_of_each_batch",),
     "sglang.srt.constrained.xgrammar_backend": ("edits:mask_by_xgrammar",),
     "sglang.srt.distributed.parallel_state": ("edits:exchange_by_gloo",),
-    "sglang.srt.entrypoints.engine": ("edits:start_method",),
+    "sglang.srt.entrypoints.engine": ("edits:fork_processes",),
     "sglang.srt.layers.attention.attention_registry": ("attention:instead_of_triton",),
     "sglang.srt.layers.attention.fla.fused_norm_gate": ("norms:gated",),
     "sglang.srt.layers.attention.linear.gdn_backend": ("recurrent:edit",),
@@ -152,8 +152,6 @@ class StandinFinder(MetaPathFinder):
     Modules that are already imported are edited at once.
     """
 
-    is_cpu_standin = True
-
     def __init__(self, edits: Mapping[str, Edit] | None = None) -> None:
         if edits is None:
             try:
@@ -164,7 +162,7 @@ class StandinFinder(MetaPathFinder):
         self._edits = edits
         self._asking = threading.local()
         for name, edit in self._edits.items():
-            if name in sys.modules:
+            if sys.modules.get(name) is not None:
                 edit(sys.modules[name])
 
     def find_spec(
