@@ -133,7 +133,6 @@ def _config(model: Path, page: int, backend: Backend, deadline_s: float) -> Serv
         # A model this small computes faster than any store answers.
         "SGLANG_HICACHE_BUFFER_ALWAYS_FETCH": "1",
         "SGLANG_HICACHE_STORE_DEADLINE": str(deadline_s),
-        "SGLANG_HICACHE_STORE_LONGEST_RETRY": "2",
         **backend.env,
     }
     sizes = Sizes(24_000, page, chunked_prefill_tokens=256, max_running=MAX_RUNNING)

@@ -168,10 +168,6 @@ ADMISSION_TIMEOUT = _seconds(
     "and the reason.",
     least=1,
 )  # fmt: skip
-WAIT_LOG = _seconds(
-    "SGLANG_DISAGGREGATION_DECODE_WAIT_LOG", "decode", 10.0,
-    "Time after which the log says that a request waits for memory, and how much it needs.",
-)  # fmt: skip
 LOCAL_CHUNK = _integer(
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_CHUNK", "decode", 512,
     "With `--disaggregation-decode-local-tokens`: the largest number of prompt tokens that decode "
@@ -225,16 +221,6 @@ THREADS = _integer(
     "it has no effect.",
     least=1, shown="min(max(4, cpus / 2 / 8), 12)",
 )  # fmt: skip
-WORKER_TIMEOUT = _seconds(
-    "SGLANG_DISAGGREGATION_WORKER_TIMEOUT", "nixl", 30.0,
-    "Time without a finished step after which a busy transfer thread counts as stuck. Its rooms "
-    "then fail with the reason `internal`, until it makes progress.",
-    least=10,
-)  # fmt: skip
-TRANSFER_LOG_INTERVAL = _seconds(
-    "SGLANG_DISAGGREGATION_TRANSFER_LOG_INTERVAL", "nixl", 60.0,
-    "Time between the log lines about transfers; `0` for none.",
-)  # fmt: skip
 NIXL_PROGRESS_DELAY = _integer(
     "SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY", "nixl", 1000,
     "Pause of NIXL's own progress thread, on prefill and decode. With `0` it polls without a "
@@ -255,17 +241,6 @@ STORE_DEADLINE = _seconds(
     "SGLANG_HICACHE_STORE_DEADLINE", "store", 10.0,
     "Longest time of a store call. After a longer one the store counts as down until it answers a "
     "probe.",
-    least=0.1,
-)  # fmt: skip
-# A probe that hangs keeps a thread: without a pause, each step of the scheduler would start one.
-STORE_FIRST_RETRY = _seconds(
-    "SGLANG_HICACHE_STORE_FIRST_RETRY", "store", 1.0,
-    "A store that is down is probed after this time, then after twice that, and so on.",
-    least=0.1,
-)  # fmt: skip
-STORE_LONGEST_RETRY = _seconds(
-    "SGLANG_HICACHE_STORE_LONGEST_RETRY", "store", 60.0,
-    "Longest time between two probes.",
     least=0.1,
 )  # fmt: skip
 

@@ -149,23 +149,9 @@ _DECLARED = (
         labels=("reason",),
     ),
     *declare(
-        "counter",
-        "decode",
-        {
-            "decode_spec_verify_steps": "Steps in which the target verified a draft, of requests "
-            "that ended",
-            "decode_spec_accepted_tokens": "Draft tokens that were accepted in them",
-        },
-        labels=("prefix",),
-    ),
-    *declare(
         "gauge",
         "decode",
         {
-            "decode_prefix_leases": "Requests that hold a lock on a prefix in the decode radix "
-            "tree",
-            "decode_protected_tokens": "Tokens in the decode radix tree that requests hold a lock "
-            "on",
             "kv_evictable_tokens": "Tokens in the decode radix tree that may be evicted",
             "num_decode_deferred_kv_release_reqs": "Requests whose aborted transfers prefill "
             "may still write",
@@ -221,7 +207,6 @@ _DECLARED = (
             "kv_transfer_build_seconds": "Making the descriptors of a transfer",
             "kv_transfer_post_seconds": "The transport's calls that start a transfer",
             "kv_transfer_wire_seconds": "From the end of the post until a transfer settled",
-            "kv_transfer_transport_seconds": "A transfer as the transport timed it",
         },
         buckets=SECONDS,
     ),

@@ -124,16 +124,18 @@ class Settings:
 
 @dataclass(frozen=True)
 class StoreClientSettings:
-    """Bounds of the calls of one store, by default those of ``SGLANG_HICACHE_STORE_DEADLINE``,
-    ``_FIRST_RETRY`` and ``_LONGEST_RETRY``; durations in seconds.
+    """Bounds of the calls of one store; durations in seconds.
 
     Raises:
-        ValueError: a variable is no such number; the message names it.
+        ValueError: ``SGLANG_HICACHE_STORE_DEADLINE`` is no such number; the message names it.
     """
 
     deadline: float = field(default_factory=environment.STORE_DEADLINE.read)
     #: Largest number of calls under way, including those that were given up. A store that answers
     #: has at most ten: two queries, four reads, a write, a touch, the statistics and a clear.
     max_calls: int = 16
-    first_retry: float = field(default_factory=environment.STORE_FIRST_RETRY.read)
-    longest_retry: float = field(default_factory=environment.STORE_LONGEST_RETRY.read)
+    #: A store that is down is probed after this time, then after twice that, and so on. A probe
+    #: that hangs keeps a thread: without a pause each step of the scheduler would start one.
+    first_retry: float = 1.0
+    #: At most so long: a store that is well again is used within a minute.
+    longest_retry: float = 60.0

@@ -34,7 +34,7 @@ from sglang.srt.disaggregation.delta.decode.transfer_queue import EMPTY, StepWri
 from sglang.srt.disaggregation.delta.observability import RateLimitedLog
 from sglang.srt.disaggregation.delta.pages import moved_state
 from sglang.srt.disaggregation.delta.rank_agreement import agree_on, alone, part_of
-from sglang.srt.patchset.environment import ADMISSION_TIMEOUT, WAIT_LOG
+from sglang.srt.patchset.environment import ADMISSION_TIMEOUT
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
@@ -47,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 #: Most steps between two passes over the pending handshakes: a new one waits for the next pass.
 MAX_STEPS = 16
+
+#: A request that waits longer for memory is logged, once. Ordinary waits are shorter.
+WAIT_LOG_S = 10.0
 
 
 class RadixPreallocQueue(DecodePreallocQueue):
@@ -372,7 +375,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
             self.scheduler.telemetry.count("decode_admission_refused", reason=refusal.reason)
 
     def _log_waits(self, reqs: Iterable[Req]) -> None:
-        since = self.clock() - WAIT_LOG.read()
+        since = self.clock() - WAIT_LOG_S
         waits = ((req, record_of(req).wait) for req in reqs if req.finished_reason is None)
         late = [
             req

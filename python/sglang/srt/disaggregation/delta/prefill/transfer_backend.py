@@ -37,7 +37,8 @@ class Settings:
     quota: int = 8
     #: Seconds for which a transfer that the transport broke off counts as under way.
     doubt_s: float = 60.0
-    #: Seconds without a finished step after which a worker with something to do is stuck.
+    #: Seconds without a finished step after which a worker with something to do is stuck. A change
+    #: of NIXL's peers may take 5 s.
     stuck_s: float = 30.0
 
     @classmethod
@@ -50,7 +51,6 @@ class Settings:
         return cls(
             queues=min(environment.QUEUES.read(), _MAX_QUEUES),
             doubt_s=environment.QUARANTINE_TIMEOUT.read(),
-            stuck_s=environment.WORKER_TIMEOUT.read(),
         )
 
 
