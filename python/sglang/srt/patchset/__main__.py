@@ -7,6 +7,7 @@ import importlib
 import sys
 import traceback
 from importlib import metadata
+from typing import Any  # Any: what a module of the table's strings has
 
 from sglang.srt.patchset import __version__, environment
 from sglang.srt.patchset.status import (
@@ -18,7 +19,7 @@ from sglang.srt.patchset.status import (
     load_all,
     state,
 )
-from sglang.srt.patchset.table import CURRENT_VERSION, LEAD
+from sglang.srt.patchset.table import CURRENT_VERSION, LEAD, LEAD_ATTACH
 
 #: The name of our entry point in SGLang's group of plugins, as in pyproject.toml.
 PLUGINS, NAME = "sglang.srt.plugins", "disagg_lead"
@@ -96,8 +97,7 @@ def report_current(*, check: bool) -> tuple[str, int]:
 
     ``check``: compare the signatures of the methods that the parts wrap, which imports SGLang.
     """
-    from sglang.srt.disaggregation.lead import attach
-
+    attach: Any = importlib.import_module(LEAD_ATTACH)
     is_active, problem = environment.is_active(), ""
     wrong = environment.wrong() if is_active else ""
     if not is_active:

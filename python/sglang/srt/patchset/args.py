@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any  # Any: what has the attributes of ServerA
 
 from typing_extensions import override
 
-from sglang.srt.mem_cache.buffer_only import settings
-from sglang.srt.patchset import conditions, environment, flags, refusals
+from sglang.srt.patchset import conditions, environment, flags, refusals, stage_size
 from sglang.srt.patchset.flags import LOCAL, LOCAL_MAX_ITL, MODE, ON, PAGES, SIZE
 from sglang.srt.patchset.status import closure, examine, require_active
 
@@ -146,8 +145,8 @@ class DisaggArgs(_Base):
             type=int,
             default=None,
             help=f"Size of the staging buffer of {ON}, in pages of --page-size tokens. Default: "
-            f"what {SIZE} holds; else {settings.RATIO_FLAG} times the device pool, if that flag is "
-            f"not SGLang's own {settings.CACHE_RATIO:g}; else 5 GB, at most the device pool's "
+            f"what {SIZE} holds; else {flags.RATIO} times the device pool, if that flag is "
+            f"not SGLang's own {flags.CACHE_RATIO:g}; else 5 GB, at most the device pool's "
             "pages.",
         )
 
@@ -200,7 +199,7 @@ def check_pages(args: Any) -> None:
     pages, page_size = args.hicache_buffer_pages, args.page_size
     if flags.wants_buffer_only(args) and pages is not None and page_size is not None:
         threshold = prefetch_threshold(args.hicache_storage_backend_extra_config)
-        settings.check_pages(pages, page_size, threshold)
+        stage_size.check_pages(pages, page_size, threshold)
 
 
 def prefetch_threshold(extra_config: str | None) -> int:

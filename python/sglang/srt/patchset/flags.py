@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any  # Any: what has the attributes of ServerArgs
 
-from sglang.srt.mem_cache.buffer_only import settings
 from sglang.srt.patchset import environment
 
 FLAG = "--disaggregation-decode-enable-radix-cache"
@@ -19,8 +18,11 @@ OFFLOAD = "--disaggregation-decode-enable-offload-kvcache"
 MODE = "--hicache-host-memory-mode"
 MODES = ("cache", "buffer_only")
 ON = f"{MODE} buffer_only"
-PAGES = settings.PAGES_FLAG
-SIZE = settings.SIZE_FLAG
+PAGES = "--hicache-buffer-pages"
+SIZE = "--hicache-size"
+RATIO = "--hicache-ratio"
+#: SGLang's default for it, which is for a cache: as good as not given.
+CACHE_RATIO = 2.0
 #: SGLang's flag. With it, layers with a sliding window have their KV in the pool of all layers.
 #: Without it they have a second pool, which a pair transfers as state.
 NO_WINDOW_POOL = "--disable-hybrid-swa-memory"

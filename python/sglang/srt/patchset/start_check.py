@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any  # Any: SGLang's arguments, handed on
 
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta.metrics import METRICS
-from sglang.srt.disaggregation.delta.wire import VERSION
-from sglang.srt.patchset import __version__, flags, status
+from sglang.srt.patchset import PROTOCOL_VERSION, __version__, flags, status
 from sglang.srt.patchset.args import DisaggArgs
+from sglang.srt.patchset.metric import INFO
 from sglang.srt.patchset.status import GroupStatus, State
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def identity(args: Any, now: State) -> dict[str, str]:
     return {
         "version": __version__,
         "groups": ",".join(g.group.name for g in now.groups if g.status not in left_out),
-        "protocol": str(VERSION),
+        "protocol": str(PROTOCOL_VERSION),
         "flags": " ".join(given),
     }
 
@@ -85,7 +84,7 @@ class CheckedScheduler(Scheduler):
         if (self.tp_rank, self.pp_rank, self.dp_rank or 0) == (0, 0, 0):
             logger.info("%s", line(about))
         if self.current_scheduler_metrics_enabled:
-            METRICS["disagg_patchset_info"].child(self.metrics_collector.labels, **about).set(1)
+            INFO.child(self.metrics_collector.labels, **about).set(1)
 
     @override
     def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:

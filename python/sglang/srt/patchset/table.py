@@ -28,9 +28,10 @@ from dataclasses import dataclass
 #: The only SGLang release whose classes this table replaces.
 BASE_VERSION = "0.5.10.post1"
 #: The only one on which the group ``lead`` attaches, which has no rows: SGLang loads it as a plugin
-#: (:mod:`sglang.srt.disaggregation.lead.attach`).
+#: (``LEAD_ATTACH``).
 CURRENT_VERSION = "0.5.23"
 LEAD = "lead"
+LEAD_ATTACH = "sglang.srt.disaggregation.lead.attach"
 #: Flags and start-up check: what tells the user that something is off cannot be off itself.
 BASE = "base"
 

@@ -14,13 +14,14 @@ import prometheus_client
 import pytest
 
 from sglang.srt.disaggregation.delta import observability
-from sglang.srt.disaggregation.delta.metrics import METRICS, Metric, Reason
+from sglang.srt.disaggregation.delta.metrics import METRICS, Reason
 from sglang.srt.disaggregation.delta.observability import (
     STATS,
     Telemetry,
     TransferReport,
     best_effort,
 )
+from sglang.srt.patchset.metric import Metric
 from unit.delta.prefill.rig import Bench
 
 Shown = Callable[..., float | None]

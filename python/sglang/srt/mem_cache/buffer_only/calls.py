@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.delta.rank_agreement import FETCH_SLOTS, PENDING
 from sglang.srt.mem_cache.buffer_only.prefetch import Piece, Prefetch, Query
-from sglang.srt.mem_cache.buffer_only.settings import minimal_transfer
 from sglang.srt.mem_cache.buffer_only.stage import Direction, slots_of
 from sglang.srt.mem_cache.buffer_only.worth import SIDE_BY_SIDE, Mean
+from sglang.srt.patchset.stage_size import minimal_transfer
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.context import Context

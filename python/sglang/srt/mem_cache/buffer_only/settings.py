@@ -7,14 +7,8 @@ import math
 from dataclasses import dataclass, field
 
 from sglang.srt.patchset import environment
+from sglang.srt.patchset.stage_size import minimum_pages
 
-PAGES_FLAG = "--hicache-buffer-pages"
-SIZE_FLAG = "--hicache-size"
-
-RATIO_FLAG = "--hicache-ratio"
-
-#: SGLang's default for ``--hicache-ratio``, which is for a cache: as good as not given.
-CACHE_RATIO = 2.0
 #: The default stage holds what a store delivers (bytes a second of a rank: 100 Gbit/s) while pages
 #: stay in it (seconds: the call, and the wait for a batch), and as much on the way to the store.
 STORE_RATE, STAY_S = 12.5e9, 0.2
@@ -38,21 +32,6 @@ class Share:
     ceiling: int
 
 
-def pages_of(tokens: int, page_size: int) -> int:
-    """Pages that hold ``tokens``, the last one perhaps not full."""
-    return -(-tokens // page_size)
-
-
-def minimal_transfer(page_size: int, prefetch_threshold: int) -> int:
-    """Pages of the smallest hit that is fetched at all (``prefetch_threshold`` in tokens)."""
-    return max(1, pages_of(prefetch_threshold, page_size))
-
-
-def minimum_pages(page_size: int, prefetch_threshold: int) -> int:
-    """The smallest stage: one minimal transfer in each direction at the same time."""
-    return 2 * minimal_transfer(page_size, prefetch_threshold)
-
-
 def default_pages(
     page_bytes: float, device_pages: int, page_size: int, prefetch_threshold: int
 ) -> int:
@@ -61,29 +40,6 @@ def default_pages(
     minimum."""
     wanted = int(2 * STORE_RATE * STAY_S / page_bytes)
     return max(min(wanted, device_pages), minimum_pages(page_size, prefetch_threshold))
-
-
-def check_pages(pages: int, page_size: int, prefetch_threshold: int) -> None:
-    """Raise ``ValueError`` for a staging buffer in which nothing could be fetched while something
-    is written."""
-    needed = minimum_pages(page_size, prefetch_threshold)
-    if pages < needed:
-        raise ValueError(
-            f"{PAGES_FLAG} {pages} is too small: with --page-size {page_size} and a prefetch "
-            f"threshold of {prefetch_threshold} tokens the staging buffer needs at least {needed} "
-            f"pages, for two minimal transfers. Use {PAGES_FLAG} {needed} or more, or lower "
-            "prefetch_threshold in --hicache-storage-backend-extra-config."
-        )
-
-
-def check_size(gigabytes: float, pages: int, page_size: int, needed: int) -> None:
-    """Raise ``ValueError`` where ``gigabytes`` hold ``pages``, which are fewer than ``needed``."""
-    if pages < needed:
-        raise ValueError(
-            f"{SIZE_FLAG} {gigabytes} is too small: it holds {pages} pages of --page-size "
-            f"{page_size}, and the staging buffer needs at least {needed}. Use a larger "
-            f"{SIZE_FLAG}, or {PAGES_FLAG} {needed} instead."
-        )
 
 
 def shares(pages: int) -> tuple[Share, Share]:

@@ -10,17 +10,12 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.rank_agreement import over
 from sglang.srt.mem_cache.buffer_only.host_pool import chosen_pages, staging_buffer
-from sglang.srt.mem_cache.buffer_only.settings import (
-    Settings,
-    check_pages,
-    check_size,
-    minimum_pages,
-    shares,
-)
+from sglang.srt.mem_cache.buffer_only.settings import Settings, shares
 from sglang.srt.mem_cache.buffer_only.stage import Copier, Stage
 from sglang.srt.mem_cache.buffer_only.stored_tree import StoredTree
 from sglang.srt.patchset import environment, status
 from sglang.srt.patchset.flags import ON
+from sglang.srt.patchset.stage_size import check_pages, check_size, minimum_pages
 
 if TYPE_CHECKING:
     import torch
