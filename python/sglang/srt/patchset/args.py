@@ -30,8 +30,8 @@ class DisaggArgs(_Base):
 
     disaggregation_decode_enable_radix_cache: bool = False
     disaggregation_decode_local_tokens: int = 0
-    disaggregation_decode_local_tokens_when_lost: int = 0
-    disaggregation_decode_local_share: float = 0.5
+    disaggregation_decode_fallback_prefill_tokens: int = 0
+    disaggregation_decode_local_prefill_time_ratio: float = 0.5
     disaggregation_decode_local_max_itl_ms: float = 0.0
     hicache_host_memory_mode: str = "cache"
     hicache_buffer_pages: int | None = None
@@ -101,8 +101,6 @@ class DisaggArgs(_Base):
         )
         group.add_argument(
             flags.LOCAL_WHEN_LOST,
-            "--disaggregation-decode-local-tokens-when-lost",
-            dest="disaggregation_decode_local_tokens_when_lost",
             type=int,
             default=0,
             metavar="TOKENS",
@@ -112,8 +110,6 @@ class DisaggArgs(_Base):
         )
         group.add_argument(
             flags.LOCAL_SHARE,
-            "--disaggregation-decode-local-share",
-            dest="disaggregation_decode_local_share",
             type=float,
             default=0.5,
             metavar="RATIO",
@@ -154,8 +150,8 @@ class DisaggArgs(_Base):
 def check_numbers(args: Any) -> None:
     """Raise ``ValueError`` for values of our flags that mean nothing."""
     local = args.disaggregation_decode_local_tokens
-    lost = args.disaggregation_decode_local_tokens_when_lost
-    share = args.disaggregation_decode_local_share
+    lost = args.disaggregation_decode_fallback_prefill_tokens
+    share = args.disaggregation_decode_local_prefill_time_ratio
     bound = args.disaggregation_decode_local_max_itl_ms
     mode, pages, size = args.hicache_host_memory_mode, args.hicache_buffer_pages, args.hicache_size
     tokens, is_on = "must be 0 (off) or a number of tokens, not", flags.wants_buffer_only(args)

@@ -31,8 +31,6 @@ NO_WINDOW_POOL = "--disable-hybrid-swa-memory"
 FIELDS = {
     "--pipeline-parallel-size": "pp_size",
     "--attention-context-parallel-size": "attn_cp_size",
-    LOCAL_WHEN_LOST: "disaggregation_decode_local_tokens_when_lost",
-    LOCAL_SHARE: "disaggregation_decode_local_share",
 }
 
 #: Transfer backends whose sender and receiver of ours move only the missing pages, each with the
@@ -84,7 +82,7 @@ def computes_turns(args: Any) -> bool:
     """Whether a server with these arguments computes turns itself, be it where prefill is lost."""
     tokens = (
         args.disaggregation_decode_local_tokens,
-        args.disaggregation_decode_local_tokens_when_lost,
+        args.disaggregation_decode_fallback_prefill_tokens,
     )
     return args.disaggregation_mode == "decode" and any(tokens)
 

@@ -41,12 +41,11 @@ def identity(args: Any, now: State) -> dict[str, str]:
     whose value is not the default.
     """
     left_out = (GroupStatus.OFF, GroupStatus.STOCK)
-    written = {name: flag for flag, name in flags.FIELDS.items()}
     given = [
         flag if value is True else f"{flag}={value}"
         for field in dataclasses.fields(DisaggArgs)
         if (value := getattr(args, field.name)) != field.default
-        for flag in [written.get(field.name, f"--{field.name.replace('_', '-')}")]
+        for flag in [f"--{field.name.replace('_', '-')}"]
     ]
     return {
         "version": __version__,

@@ -22,7 +22,7 @@ STARTS = {
     "mooncake": DECODE
     | {
         "disaggregation_transfer_backend": "mooncake",
-        "disaggregation_decode_local_tokens_when_lost": 64,
+        "disaggregation_decode_fallback_prefill_tokens": 64,
     },
     "buffer_only": CPU
     | {
