@@ -10,6 +10,7 @@ import venv
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -95,6 +96,13 @@ def installed(clean: Environment, wheel: Path) -> Environment:
     clean.uv("install", "--no-deps", wheel)
     assert clean.sglang() == before, "the wheel overwrote files of SGLang"
     return clean
+
+
+def test_what_is_in_it(wheel: Path) -> None:
+    """Guards against test equipment in everybody's environment."""
+    folders = [f"sglang/srt/{name}/" for name in ("disaggregation", "mem_cache", "patchset")]
+    names = ZipFile(wheel).namelist()
+    assert [name for name in names if not name.startswith((OURS, *folders))] == []
 
 
 def test_it_attaches(installed: Environment) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 __all__ = ["FOLDER", "StandinRefused", "environment", "gpu_device_node", "install"]
 
-#: What goes on ``PYTHONPATH``.
+#: The folder for ``PYTHONPATH``.
 FOLDER = str(Path(__file__).resolve().parents[1])
 
 #: Nodes that a GPU driver makes: NVIDIA's control node, Tegra's, and the one of WSL 2.
@@ -26,7 +26,7 @@ DEVICE_NODES = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/dxg")
 
 
 class StandinRefused(RuntimeError):
-    """The stand-in was requested on a machine whose GPU SGLang could use."""
+    """The stand-in was requested beside a GPU that SGLang could use."""
 
     def __init__(self, evidence: str) -> None:
         super().__init__(

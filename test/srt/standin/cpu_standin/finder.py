@@ -57,7 +57,7 @@ EDITS = {
     "sglang.srt.utils.common": ("attention:without_triton",),
 }
 
-#: Where SGLang 0.5.23 has what speculation needs.
+#: The modules of SGLang 0.5.23 that speculation needs edited.
 ADDED_ON_0_5_23 = dict.fromkeys(
     (
         "sglang.kernels.ops.kvcache.cache_move",
