@@ -14,12 +14,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 __all__ = ["FOLDER", "StandinRefused", "environment", "gpu_device_node", "install"]
 
 #: The folder for ``PYTHONPATH``.
-FOLDER = str(Path(__file__).resolve().parents[1])
+FOLDER = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 #: Nodes that a GPU driver makes: NVIDIA's control node, Tegra's, and the one of WSL 2.
 DEVICE_NODES = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/dxg")
@@ -37,7 +36,7 @@ class StandinRefused(RuntimeError):
 
 def gpu_device_node() -> str | None:
     """The first GPU device node of this machine, or None. Costs four stat calls."""
-    return next((node for node in DEVICE_NODES if Path(node).exists()), None)
+    return next(filter(os.path.exists, DEVICE_NODES), None)
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
