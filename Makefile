@@ -12,7 +12,7 @@ CURRENT_STAMP := $(CURRENT)/.installed
 
 # Without a CUDA device everything runs on the CPU stand-in.
 ifeq ($(wildcard /dev/nvidia[0-9]*),)
-export SGLANG_CPU_STANDIN := 1
+export PYTHONPATH := $(abspath test/srt/standin)$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
 # Each of a hundred processes would compile SGLang and torch again: 32 s to import them, 13 s without.
@@ -68,10 +68,10 @@ test-pythons: env ## attachment and what needs no torch, on each supported Pytho
 	PATH="$(abspath $(VENV))/bin:$$PATH" scripts/test_pythons.sh $(PYTHONS)
 
 chaos: env ## ten minutes of seeded faults on pairs and on the whole system; CHAOS="--seed 7 --backend nixl ..."
-	PYTHONPATH=.:test/srt $(PY) -m chaos $(CHAOS)
+	PYTHONPATH=.:test/srt:$$PYTHONPATH $(PY) -m chaos $(CHAOS)
 
 chaos-current: $(CURRENT_STAMP) ## the same on SGLang 0.5.23; CHAOS="--lead --seed 7", or with --stock
-	PYTHONPATH=.:test/srt $(CURRENT)/bin/python -m chaos $(or $(CHAOS),--lead)
+	PYTHONPATH=.:test/srt:$$PYTHONPATH $(CURRENT)/bin/python -m chaos $(or $(CHAOS),--lead)
 
 bench-agentic: env ## is disaggregation worth it? one page; AGENTIC="--fleet fleet.yaml --trace FILE ..."
 	$(PY) -m benchmark run worth $(AGENTIC)

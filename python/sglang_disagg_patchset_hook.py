@@ -1,13 +1,12 @@
-"""Import hook, loaded at the first import of SGLang or of a module that the CPU stand-in precedes.
+"""Import hook, loaded at the first import of SGLang.
 
 ``sglang_disagg_patchset.pth`` puts a finder of a few lines on ``sys.meta_path`` of every
-interpreter of the environment. When queried for a name in ``_EARLY``, it imports this module and
-forwards the query. So an interpreter that never imports SGLang pays a fifth of a millisecond, even
-if byte code cannot be cached. This module only puts its own finder in front, which handles
+interpreter of the environment. When queried for ``sglang``, it imports this module and forwards the
+query. So an interpreter that never imports SGLang pays a fifth of a millisecond, even if byte code
+cannot be cached. This module only puts its own finder in front, which handles
 
 * ``sglang``: adds our sources to SGLang's package path, if either is an editable install;
-* ``sglang.srt.*``: passes modules of the replacement table to ``sglang.srt.patchset.attach``;
-* with ``SGLANG_CPU_STANDIN=1``: starts the CPU stand-in before torch or SGLang are imported.
+* ``sglang.srt.*``: passes modules of the replacement table to ``sglang.srt.patchset.attach``.
 
 To be harmless, it uses only modules that the interpreter has loaded anyway, gets every spec from
 the other finders (so that it works beside any import hook), and turns every error into one line on
@@ -34,13 +33,6 @@ if TYPE_CHECKING:
 
     _Path = Sequence[str] | None
 
-_STANDIN = "sglang.srt.hardware_backend.cpu_standin"
-# Spellings of switches; equal to those of ``patchset.environment``.
-_ON = ("1", "true", "yes", "y", "on")
-_OFF = ("0", "false", "no", "n", "off", "")
-# SGLang, and the modules before which the stand-in must start.
-_EARLY = frozenset(("sglang", "sgl_kernel", "torch", "nixl", "vllm", "triton", "mooncake"))
-
 
 def _say(message: str) -> None:
     sys.stderr.write(f"sglang-disagg-patchset: {message}\n")
@@ -61,22 +53,16 @@ class Finder:
         self._busy: set[tuple[int, str]] = set()
         self._attachment: Attachment | None = None
         self._broken = False
-        self._standin_started = False
 
     def find_spec(
         self, name: str, path: _Path = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find ``sglang``, table modules and modules that the stand-in precedes; else None."""
+        """Find ``sglang`` and modules of the table; None for others."""
         work: Callable[[str, _Path, ModuleType | None], ModuleSpec | None]
-        if name in _EARLY:
-            work = self._find_early
-        # Not for the table's own modules, and not before SGLang is imported, because the stand-in's
-        # files are imported below sglang.srt earlier.
-        elif (
-            name.startswith("sglang.srt.")
-            and not f"{name}.".startswith("sglang.srt.patchset.")
-            and "sglang" in sys.modules
-        ):
+        if name == "sglang":
+            work = self._find_sglang
+        # Not for the table's own modules, because loading the table would query the table.
+        elif name.startswith("sglang.srt.") and not f"{name}.".startswith("sglang.srt.patchset."):
             work = self._find_target
         else:
             return None
@@ -90,17 +76,12 @@ class Finder:
         finally:
             self._busy.discard(key)
 
-    def _find_early(self, name: str, path: _Path, target: ModuleType | None) -> ModuleSpec | None:
-        if name == "sglang" and sys.meta_path[0] is not self:
+    def _find_sglang(self, name: str, path: _Path, target: ModuleType | None) -> ModuleSpec | None:
+        if sys.meta_path[0] is not self:
             # Move to the front, because a finder added later could return a table module first.
             sys.meta_path[:] = [self] + [f for f in sys.meta_path if f is not self]
-        if not self._standin_started and _wants_standin(name):
-            self._standin_started = True
-            _start_standin()
-        elif name != "sglang":
-            return None
         spec = self._query(list(sys.meta_path), name, path, target)
-        if name == "sglang" and spec is not None and spec.submodule_search_locations is not None:
+        if spec is not None and spec.submodule_search_locations is not None:
             known = {os.path.realpath(p) for p in spec.submodule_search_locations}
             for folder in _own_folders():
                 if os.path.realpath(folder) not in known:
@@ -139,38 +120,6 @@ class Finder:
                 # a later finder has the package.
                 folder = folder or spec
         return folder
-
-
-def _wants_standin(name: str) -> bool:
-    """Return True if the stand-in is switched on, as in ``patchset.environment``. ``name``: the
-    imported module, because the error is written once, for ``sglang``."""
-    text = os.environ.get("SGLANG_CPU_STANDIN", "0").strip().lower()
-    if name == "sglang" and text not in (*_ON, *_OFF):
-        _say(f"SGLANG_CPU_STANDIN must be 1 or 0, not {text!r}: the CPU stand-in is not active")
-    return text in _ON
-
-
-def _start_standin() -> None:
-    """Execute the stand-in's package from its file, because an import by name imports SGLang."""
-    try:
-        from importlib.util import module_from_spec, spec_from_file_location
-
-        for folder in _own_folders():
-            package = os.path.join(folder, *_STANDIN.split(".")[1:])
-            spec: Any = spec_from_file_location(
-                _STANDIN, os.path.join(package, "__init__.py"), submodule_search_locations=[package]
-            )
-            module = sys.modules[_STANDIN] = module_from_spec(spec)
-            try:
-                spec.loader.exec_module(module)
-            except BaseException:
-                del sys.modules[_STANDIN]
-                raise
-            module.install()
-            return
-        _say("SGLANG_CPU_STANDIN is set, but the stand-in is not installed")
-    except Exception as error:
-        _say(f"CPU stand-in not active: {error}")
 
 
 def install() -> None:

@@ -16,14 +16,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("SGLANG_CPU_STANDIN", "1")
 os.environ.setdefault("UCX_TLS", "tcp,self")
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "python/sglang/srt"
-sys.path[:0] = [str(ROOT), str(ROOT / "test/srt")]
+sys.path[:0] = [str(ROOT), str(ROOT / "test/srt"), str(ROOT / "test/srt/standin")]
+import cpu_standin  # noqa: E402
 
-#: Files not in a request's path: unused in production, or a thread's occasional work for a server.
-ELSEWHERE = ("hardware_backend/", "disaggregation/delta/decode/heartbeat.py")
+cpu_standin.install()
+
+#: Not in a request's path: a thread's occasional work for a server.
+ELSEWHERE = "disaggregation/delta/decode/heartbeat.py"
 #: Listed apart, because every part uses them and a reader of one request need not open them:
 #: counters and log lines, arithmetic of pages, SGLang's status of a room, the reduction over ranks,
 #: variables.

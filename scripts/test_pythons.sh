@@ -5,7 +5,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONPATH SGLANG_PATCHSET SGLANG_PATCHSET_DISABLE
-export SGLANG_CPU_STANDIN=0 # the stand-in needs torch
 
 versions=("$@")
 if [[ $# -eq 0 ]]; then

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -34,8 +33,6 @@ def main() -> int:
     if args.serve and not is_free(args.port):
         console.print(f"[red]port {args.port} is taken: choose another with --port[/]")
         return 2
-    # Servers start sooner on a machine with no GPU (docs/advanced_features/cpu_standin.md).
-    os.environ.setdefault("SGLANG_CPU_STANDIN_START_METHOD", "fork")
     if not args.serve:
         return play(args.out, console)
     from benchmark.demo.serve import serve

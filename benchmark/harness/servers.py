@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import cpu_standin
 from benchmark.harness.models import REPOSITORY, on_current
 from benchmark.harness.ports import allocate_ports
-from sglang.srt.hardware_backend.cpu_standin import gpu_device_node
 from sglang.srt.patchset.status import installed_version
 from sglang.srt.patchset.table import CURRENT_VERSION
 
@@ -20,7 +20,7 @@ HOST = "127.0.0.1"
 LEAN = ("--skip-tokenizer-init", "--incremental-streaming-output")
 """Token ids in and out, each once, because helper processes would share the schedulers' cores."""
 
-_ON_GPU = gpu_device_node() is not None
+_ON_GPU = cpu_standin.gpu_device_node() is not None
 # Without a GPU the CPU stand-in provides the names that SGLang lacks. Several servers share a GPU.
 _DEVICE_ARGS = (
     ("--device", "cuda", "--attention-backend", "triton", "--mem-fraction-static", "0.2")
@@ -83,7 +83,7 @@ class ServerConfig:
 
     def environment(self) -> dict[str, str]:
         """Return the complete environment of the process."""
-        env = {**os.environ, **_BASE_ENV, **self.env}
+        env = cpu_standin.environment({**os.environ, **_BASE_ENV, **self.env})
         # Without cached bytecode each of a server's processes compiles SGLang again: +15 s of CPU.
         env.pop("PYTHONDONTWRITEBYTECODE", None)
         return env
@@ -96,7 +96,6 @@ _BASE_ENV = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",
-    "SGLANG_CPU_STANDIN": str(int(not _ON_GPU)),
 }
 
 

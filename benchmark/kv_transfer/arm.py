@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import cpu_standin
 from benchmark.harness.command import RunFailed
 from benchmark.harness.models import REPOSITORY
 from benchmark.harness.watchdog import NEW_GROUP, Watchdog, kill_group
@@ -51,7 +52,7 @@ def in_processes(setup: Setup) -> Measured:
         **TRANSPORTS[setup.transport],
     }
     if setup.device == "cpu":
-        env |= {"SGLANG_CPU_STANDIN": "1", "MC_FORCE_TCP": "1"}
+        env["MC_FORCE_TCP"] = "1"
     if setup.run.deadline_s:
         env["SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT"] = f"{setup.run.deadline_s:g}"
     rounds = len(setup.run.tokens) * (1 + 2 * setup.run.rounds)
@@ -67,7 +68,7 @@ def in_processes(setup: Setup) -> Measured:
                     str(setup_file),
                     str(result_file),
                 ],
-                env={**os.environ, **env},
+                env=cpu_standin.environment({**os.environ, **env}),
                 cwd=REPOSITORY,
                 stdin=subprocess.DEVNULL,
                 stdout=out,

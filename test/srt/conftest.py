@@ -11,17 +11,18 @@
 from __future__ import annotations
 
 import gc
-import glob
 import os
 
 import pytest
 from hypothesis import is_hypothesis_test, settings
 
+import cpu_standin
 import engineless
 
-# So that a bare `pytest` behaves like `make test`: the import hook reads this at the first import.
-if not glob.glob("/dev/nvidia[0-9]*"):
-    os.environ.setdefault("SGLANG_CPU_STANDIN", "1")
+# So that a bare `pytest` behaves like `make test`; the programs of tests inherit the variables.
+os.environ.update(cpu_standin.environment(os.environ))
+if cpu_standin.gpu_device_node() is None:
+    cpu_standin.install()
 
 # CI uses the same examples in every run, without a deadline because its two cores are shared.
 settings.register_profile("ci", derandomize=True, deadline=None)

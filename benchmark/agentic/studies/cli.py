@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -62,8 +61,6 @@ def run(argv: list[str]) -> int:
     add("--out", type=Path, help="folder of the run; default: out/NAME")
     add("--page", type=Path, help="folder for page, figures and numbers; default: the run's")
     args = parser.parse_args(argv)
-    # Servers start sooner on a machine with no GPU (docs/advanced_features/cpu_standin.md).
-    os.environ.setdefault("SGLANG_CPU_STANDIN_START_METHOD", "fork")
     return _run(args, Console(), retyped(argv))
 
 

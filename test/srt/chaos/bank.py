@@ -18,7 +18,7 @@ from benchmark.harness.fleet import Aggregated
 from benchmark.harness.models import token_range
 from benchmark.harness.servers import Sizes
 from chaos.families import DENSE, Served, rounded
-from e2e.support import START_METHOD, post
+from e2e.support import post
 
 Ids = list[int]
 
@@ -89,7 +89,7 @@ def ask_aggregated(
     One server runs for the duration of this call and loads the weights of one model after another.
     """
     sizes = Sizes(60_000, page_size=served.page_size, chunked_prefill_tokens=2048)
-    banks, args, env = [], served.arguments, {START_METHOD: "fork", **dict(served.env)}
+    banks, args, env = [], served.arguments, dict(served.env)
     with Aggregated(models[0], logs, sizes, extra_args=args, env=env) as server:
 
         def load(model: Path) -> None:

@@ -18,7 +18,7 @@ from chaos import faults, store
 from chaos.clients import Addresses
 from component.buffer_only.masters import Master
 from current.environment import RELEASE
-from e2e.support import START_METHOD, pair_config, post
+from e2e.support import pair_config, post
 from sglang.srt.patchset.environment import LOCAL_CHUNK, LOCAL_TOKENS
 from sglang.srt.patchset.status import installed_version
 
@@ -107,7 +107,7 @@ def current_config(model: Path, page_size: int, *, stock: bool) -> PairConfig:
         radix=True,
         prefill_sizes=Sizes(32_000, page_size, chunked_prefill_tokens=128),
         decode_sizes=Sizes(DECODE_TOKENS, page_size, reserved_decode_tokens=max(16, page_size)),
-        env={START_METHOD: "fork", **ENV, **({} if stock else LEAD)},
+        env={**ENV, **({} if stock else LEAD)},
         decode_env=DECODE_ENV,
     )
 

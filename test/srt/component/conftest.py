@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from component import programs
-from sglang.srt.hardware_backend.cpu_standin import gpu_device_node
+from cpu_standin import gpu_device_node
 
 HERE = Path(__file__).parent
 #: Folders with pools and agents on the stand-in, which is refused beside a GPU.

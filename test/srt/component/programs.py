@@ -14,8 +14,9 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import cpu_standin
+
 _ENV = {
-    "SGLANG_CPU_STANDIN": "1",
     "OMP_NUM_THREADS": "1",
     "UCX_TLS": "tcp,self",
     "MC_FORCE_TCP": "1",
@@ -26,9 +27,10 @@ _TESTS = str(Path(__file__).parents[1])
 def run(test: str, program: str, *arguments: str) -> str:
     """Return the output of the program beside the file ``test``. It runs all scenarios once, and
     can import the tests' modules."""
+    path = os.pathsep.join((_TESTS, *_known_paths()))
     done = subprocess.run(
         [sys.executable, str(Path(test).with_name(program)), *arguments],
-        env=os.environ | _ENV | {"PYTHONPATH": os.pathsep.join((_TESTS, *_known_paths()))},
+        env=cpu_standin.environment(os.environ | _ENV | {"PYTHONPATH": path}),
         capture_output=True,
         text=True,
         timeout=580,

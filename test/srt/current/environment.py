@@ -27,7 +27,6 @@ def environment(package: Path | None = None, model: str = MODEL) -> dict[str, st
         model: the only file of SGLang's models that is imported.
     """
     return {
-        "SGLANG_CPU_STANDIN": "1",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "UCX_TLS": "tcp,self",

@@ -22,7 +22,7 @@ from benchmark.harness.process import ServerProcess
 from benchmark.harness.servers import ServerConfig, Sizes, aggregated
 from chaos import store
 from chaos.logs import log_problems
-from e2e.support import START_METHOD, Ids, Reference, prompt_maker, send_and_leave, until
+from e2e.support import Ids, Reference, prompt_maker, send_and_leave, until
 
 NEW_TOKENS = 16
 STAGE_PAGES = 32
@@ -129,14 +129,12 @@ def _config(model: Path, page: int, backend: Backend, deadline_s: float) -> Serv
         *backend.args,
     )
     env = {
-        START_METHOD: "fork",
         "PYTHONPATH": os.pathsep.join(filter(None, (TESTS, os.environ.get("PYTHONPATH")))),
         # A slow machine must not turn hits into timeouts.
         "SGLANG_HICACHE_BUFFER_READ_TIMEOUT": "60",
         # Otherwise nothing is fetched: a model this small computes faster than any store answers.
         "SGLANG_HICACHE_BUFFER_ALWAYS_FETCH": "1",
         "SGLANG_HICACHE_STORE_DEADLINE": str(deadline_s),
-        "SGLANG_HICACHE_STORE_LONGEST_RETRY": "2",
         **backend.env,
     }
     sizes = Sizes(24_000, page, chunked_prefill_tokens=256, max_running=MAX_RUNNING)

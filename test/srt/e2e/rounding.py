@@ -1,6 +1,6 @@
 """Finds seeds for ``test_families.py`` whose answers do not depend on rounding.
 
-    export PYTHONPATH=.:test/srt SGLANG_CPU_STANDIN=1 SGLANG_PATCHSET=0
+    export PYTHONPATH=.:test/srt:test/srt/standin SGLANG_PATCHSET=0
     python -m e2e.rounding FAMILY SEED... [-- ARGUMENTS OF A SERVER]
 
 Servers add the same numbers in different orders: by chunks, by batches, by ranks. If the last bit

@@ -33,9 +33,6 @@ from sglang.srt.patchset.environment import EVENT_LOG
 
 Ids = list[int]
 
-#: The stand-in can fork SGLang's processes, which halves the start time; SGLang itself spawns them.
-START_METHOD = "SGLANG_CPU_STANDIN_START_METHOD"
-
 #: Not for a stock prefill server, which would sleep during handshakes.
 DOZE = ("--sleep-on-idle",)
 
@@ -92,7 +89,7 @@ def reference_server(
     # Without ``DOZE`` an idle server would spin on one of the few cores.
     more: dict[str, Any] = {
         "extra_args": (*DOZE, *args),
-        "env": {START_METHOD: "fork"} | (env or {}),
+        "env": env or {},
     }
     with Aggregated(model, logs, sizes, **more) as server:
         yield Reference(server, model)
@@ -105,7 +102,6 @@ def pair_config(model: Path, logs: Path, **changes: Any) -> PairConfig:
     chunk = changes.pop("chunked_prefill_tokens", 256)
     env = {
         EVENT_LOG.name: str(logs / "events"),
-        START_METHOD: "fork",
         "SGLANG_DISAGGREGATION_CHECK_INVARIANTS": "1",
         **changes.pop("env", {}),
     }

@@ -16,7 +16,7 @@ from benchmark.harness.client import Request, Result, Target, send_all
 from benchmark.harness.fleet import Aggregated, Pair
 from benchmark.harness.metrics import HIT_TOKENS, PROMPT_TOKENS
 from benchmark.harness.servers import Sizes
-from e2e.support import START_METHOD, pair_config, settle
+from e2e.support import pair_config, settle
 
 MODEL = Path(__file__).parents[1] / "models" / "tiny_arith"
 QUESTIONS = 40
@@ -65,7 +65,7 @@ def aggregated(tmp_path_factory: pytest.TempPathFactory) -> Graded:
     asked, right = held_out()
     folder = tmp_path_factory.mktemp("aggregated")
     sizes = Sizes(pool_tokens=POOL_TOKENS)
-    with Aggregated(MODEL, folder, sizes, env={START_METHOD: "fork"}) as server:
+    with Aggregated(MODEL, folder, sizes) as server:
         return grade(asyncio.run(send_all(Target(server.config.url), asked, 16)), right)
 
 

@@ -21,7 +21,7 @@ TRANSFERS = (
         f"sglang:kv_transfer_{name}_{part}"
         for name in (
             *("queue_seconds", "build_seconds", "post_seconds", "wire_seconds"),
-            *("transport_seconds", "descriptors", "bytes"),
+            *("descriptors", "bytes"),
         )
         for part in ("sum", "count")
     ),

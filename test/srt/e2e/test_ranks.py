@@ -16,7 +16,6 @@ from benchmark.harness import metrics
 from benchmark.harness.fleet import Pair
 from benchmark.harness.models import kv_bytes_per_token
 from e2e.support import (
-    START_METHOD,
     EventLogs,
     Reference,
     assert_tiled,
@@ -132,7 +131,6 @@ def test_two_data_parallel_decode_ranks(model: Path, reference: Reference, logs:
         logs,
         page_size=16,
         decode_args=("--dp-size", "2"),
-        decode_env={START_METHOD: "spawn"},
     )
     with Pair(config, logs) as pair:
         for _ in range(2):
@@ -155,7 +153,6 @@ def test_two_data_parallel_prefill_ranks_in_turns(
         logs,
         page_size=16,
         prefill_args=("--dp-size", "2", "--load-balance-method", "round_robin"),
-        prefill_env={START_METHOD: "spawn"},
     )
     with Pair(config, logs) as pair:
         assert pair.generate(prompts, 12) == reference.answers(prompts, 12)

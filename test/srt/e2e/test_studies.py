@@ -13,7 +13,6 @@ from benchmark.harness.models import TINY_ARITH
 from benchmark.harness.servers import Sizes
 from benchmark.traces.generate import generate
 from benchmark.traces.record import write
-from e2e.support import START_METHOD
 
 SIZES = Sizes(pool_tokens=8800, page_size=16)
 CHAT_BLOCK_TOKENS = 4
@@ -27,13 +26,11 @@ def test_a_study_of_a_fleet_by_address(endpoint: str, tmp_path: Path) -> None:
     requested length, caches are flushed, and the bytes that prefill sends are counted."""
     trace = tmp_path / "trace.jsonl"
     write(trace, generate(300, 1))
-    pair = PairConfig(
-        TINY_ARITH, radix=True, prefill_sizes=SIZES, decode_sizes=SIZES, env={START_METHOD: "fork"}
-    )
+    pair = PairConfig(TINY_ARITH, radix=True, prefill_sizes=SIZES, decode_sizes=SIZES)
     out = tmp_path / "run"
     with (
         Pair(pair, tmp_path / "pair") as pd,
-        Aggregated(TINY_ARITH, tmp_path / "one", SIZES, env={START_METHOD: "fork"}) as aggregated,
+        Aggregated(TINY_ARITH, tmp_path / "one", SIZES) as aggregated,
     ):
         (tmp_path / "fleet.yaml").write_text(
             f"aggregated: [{aggregated.config.url}]\ndecode: [{pd.decode_url}]\n"

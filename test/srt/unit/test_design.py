@@ -73,6 +73,21 @@ def test_imports_have_no_circles() -> None:
     assert in_circles(graph) == set()
 
 
+def test_the_ground_floor_imports_nothing_above_it() -> None:
+    """Guards against a package that cannot say what it replaces without a feature that does not
+    load: features are named in the table, as texts."""
+    root = ROOT / "python/sglang/srt"
+    features = ("disaggregation/delta", "disaggregation/lead", "mem_cache/buffer_only")
+    assert all((root / each).is_dir() for each in features)
+    names = tuple(f"sglang.srt.{each.replace('/', '.')}" for each in features)
+    reached = {
+        path.name: up
+        for path in (root / "patchset").glob("*.py")
+        if (up := [name for name in imports(path.read_text()) if name.startswith(names)])
+    }
+    assert reached == {}
+
+
 def explains_any(source: str) -> bool:
     """True if a module that uses ``Any`` has a comment ``# Any: ...``, or if it uses none."""
     tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))

@@ -16,6 +16,9 @@ from sglang.srt.patchset.status import (
 from sglang.srt.patchset.table import BASE_VERSION, GROUPS, TABLE, Group, Replacement
 
 __version__ = "0.1.0"
+#: What decode and prefill servers tell each other about prefixes. It rises when the meaning of a
+#: field changes (``delta/wire.py``).
+PROTOCOL_VERSION = 1
 
 __all__ = [
     "BASE_VERSION",

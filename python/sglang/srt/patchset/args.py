@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any  # Any: an object with the attributes of S
 
 from typing_extensions import override
 
-from sglang.srt.mem_cache.buffer_only import settings
-from sglang.srt.patchset import conditions, environment, flags, refusals
+from sglang.srt.patchset import conditions, environment, flags, refusals, staging_size
 from sglang.srt.patchset.flags import LOCAL, LOCAL_MAX_ITL, MODE, ON, PAGES, SIZE
 from sglang.srt.patchset.status import closure, examine, require_active
 
@@ -31,8 +30,8 @@ class DisaggArgs(_Base):
 
     disaggregation_decode_enable_radix_cache: bool = False
     disaggregation_decode_local_tokens: int = 0
-    disaggregation_decode_local_tokens_when_lost: int = 0
-    disaggregation_decode_local_share: float = 0.5
+    disaggregation_decode_fallback_prefill_tokens: int = 0
+    disaggregation_decode_local_prefill_time_ratio: float = 0.5
     disaggregation_decode_local_max_itl_ms: float = 0.0
     hicache_host_memory_mode: str = "cache"
     hicache_buffer_pages: int | None = None
@@ -102,8 +101,6 @@ class DisaggArgs(_Base):
         )
         group.add_argument(
             flags.LOCAL_WHEN_LOST,
-            "--disaggregation-decode-local-tokens-when-lost",
-            dest="disaggregation_decode_local_tokens_when_lost",
             type=int,
             default=0,
             metavar="TOKENS",
@@ -113,8 +110,6 @@ class DisaggArgs(_Base):
         )
         group.add_argument(
             flags.LOCAL_TIME_RATIO,
-            "--disaggregation-decode-local-share",
-            dest="disaggregation_decode_local_share",
             type=float,
             default=0.5,
             metavar="RATIO",
@@ -146,8 +141,8 @@ class DisaggArgs(_Base):
             type=int,
             default=None,
             help=f"Size of the staging buffer of {ON}, in pages of --page-size tokens. Default: "
-            f"what {SIZE} holds; else {settings.RATIO_FLAG} times the device pool, if that flag is "
-            f"not SGLang's own {settings.CACHE_RATIO:g}; else 5 GB, at most the device pool's "
+            f"what {SIZE} holds; else {flags.RATIO} times the device pool, if that flag is "
+            f"not SGLang's own {flags.CACHE_RATIO:g}; else 5 GB, at most the device pool's "
             "pages.",
         )
 
@@ -155,8 +150,8 @@ class DisaggArgs(_Base):
 def check_numbers(args: Any) -> None:
     """Raise ``ValueError`` for invalid values of our flags."""
     local = args.disaggregation_decode_local_tokens
-    lost = args.disaggregation_decode_local_tokens_when_lost
-    share = args.disaggregation_decode_local_share
+    lost = args.disaggregation_decode_fallback_prefill_tokens
+    share = args.disaggregation_decode_local_prefill_time_ratio
     bound = args.disaggregation_decode_local_max_itl_ms
     mode, pages, size = args.hicache_host_memory_mode, args.hicache_buffer_pages, args.hicache_size
     tokens, is_on = "must be 0 (off) or a number of tokens, not", flags.wants_buffer_only(args)
@@ -203,7 +198,7 @@ def check_pages(args: Any) -> None:
     pages, page_size = args.hicache_buffer_pages, args.page_size
     if flags.wants_buffer_only(args) and pages is not None and page_size is not None:
         threshold = prefetch_threshold(args.hicache_storage_backend_extra_config)
-        settings.check_staging_pages(pages, page_size, threshold)
+        staging_size.check_staging_pages(pages, page_size, threshold)
 
 
 def prefetch_threshold(extra_config: str | None) -> int:

@@ -84,7 +84,7 @@ def _integer(
     return Variable(name, group, text, default, allowed, _number(int, least, most), shown)
 
 
-# Spellings of switches; equal to those of the start-up hook, which can import nothing.
+# Spellings of switches.
 _ON = ("1", "true", "yes", "y", "on")
 _OFF = ("0", "false", "no", "n", "off", "")
 _SPELLINGS = "`1`, `true`, `yes`, `y`, `on`, or `0`, `false`, `no`, `n`, `off`"
@@ -132,7 +132,6 @@ VARIABLE_GROUPS = {
     "store": "HiCache with buffer-only host memory",
     "lead": "On SGLang 0.5.23",
     "tests": "Tests",
-    "standin": "CPU stand-in",
 }
 
 ACTIVE: Variable[bool] = Variable(
@@ -171,10 +170,6 @@ ADMISSION_TIMEOUT = _seconds(
     "Longest time for which a request waits for decode memory. Then its client gets status 503 "
     "and the reason.",
     least=1,
-)  # fmt: skip
-WAIT_LOG = _seconds(
-    "SGLANG_DISAGGREGATION_DECODE_WAIT_LOG", "decode", 10.0,
-    "Time after which the log says that a request waits for memory, and how much it needs.",
 )  # fmt: skip
 LOCAL_CHUNK = _integer(
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_CHUNK", "decode", 512,
@@ -229,16 +224,6 @@ THREADS = _integer(
     "it has no effect.",
     least=1, shown="min(max(4, cpus / 2 / 8), 12)",
 )  # fmt: skip
-WORKER_TIMEOUT = _seconds(
-    "SGLANG_DISAGGREGATION_WORKER_TIMEOUT", "nixl", 30.0,
-    "Time without a finished step after which a busy transfer thread counts as stuck. Its rooms "
-    "then fail with the reason `internal`, until it makes progress.",
-    least=10,
-)  # fmt: skip
-TRANSFER_LOG_INTERVAL = _seconds(
-    "SGLANG_DISAGGREGATION_TRANSFER_LOG_INTERVAL", "nixl", 60.0,
-    "Time between the log lines about transfers; `0` for none.",
-)  # fmt: skip
 NIXL_PROGRESS_DELAY = _integer(
     "SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY", "nixl", 1000,
     "Pause of NIXL's own progress thread, on prefill and decode. With `0` it polls without a "
@@ -259,17 +244,6 @@ STORE_DEADLINE = _seconds(
     "SGLANG_HICACHE_STORE_DEADLINE", "store", 10.0,
     "Longest time of a store call. After a longer one the store counts as down until it answers a "
     "probe.",
-    least=0.1,
-)  # fmt: skip
-# A probe that hangs keeps a thread: without a pause, each step of the scheduler would start one.
-STORE_FIRST_RETRY = _seconds(
-    "SGLANG_HICACHE_STORE_FIRST_RETRY", "store", 1.0,
-    "A store that is down is probed after this time, then after twice that, and so on.",
-    least=0.1,
-)  # fmt: skip
-STORE_LONGEST_RETRY = _seconds(
-    "SGLANG_HICACHE_STORE_LONGEST_RETRY", "store", 60.0,
-    "Longest time between two probes.",
     least=0.1,
 )  # fmt: skip
 
@@ -314,16 +288,6 @@ CHECK_INVARIANTS = _switch(
     "SGLANG_DISAGGREGATION_CHECK_INVARIANTS", "tests",
     "Check decode's pools, tree and tables whenever the server becomes idle. If they are not "
     "consistent, the server ends.",
-)  # fmt: skip
-#: Read by the start-up hook, which can import nothing.
-CPU_STANDIN = _switch(
-    "SGLANG_CPU_STANDIN", "standin",
-    "Run on a machine without a GPU driver.",
-)  # fmt: skip
-START_METHOD: Variable[str] = Variable(
-    "SGLANG_CPU_STANDIN_START_METHOD", "standin",
-    "With the stand-in: `fork` forks SGLang's processes from the launcher, which is faster.",
-    "spawn", "spawn or fork", _choice("spawn", "fork"),
 )  # fmt: skip
 
 VARIABLES: tuple[Variable[Any], ...] = tuple(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any  # Any: an object with the attributes of ServerArgs
 
-from sglang.srt.mem_cache.buffer_only import settings
 from sglang.srt.patchset import environment
 
 FLAG = "--disaggregation-decode-enable-radix-cache"
@@ -19,8 +18,11 @@ OFFLOAD = "--disaggregation-decode-enable-offload-kvcache"
 MODE = "--hicache-host-memory-mode"
 MODES = ("cache", "buffer_only")
 ON = f"{MODE} buffer_only"
-PAGES = settings.PAGES_FLAG
-SIZE = settings.SIZE_FLAG
+PAGES = "--hicache-buffer-pages"
+SIZE = "--hicache-size"
+RATIO = "--hicache-ratio"
+#: SGLang's default for ``--hicache-ratio``. Sized for a cache, so that it counts as not given.
+CACHE_RATIO = 2.0
 #: SGLang's flag that keeps the KV of sliding-window layers in the pool of all layers. By default
 #: they have a second pool, which a pair transfers as state.
 NO_WINDOW_POOL = "--disable-hybrid-swa-memory"
@@ -29,8 +31,6 @@ NO_WINDOW_POOL = "--disable-hybrid-swa-memory"
 FIELDS = {
     "--pipeline-parallel-size": "pp_size",
     "--attention-context-parallel-size": "attn_cp_size",
-    LOCAL_WHEN_LOST: "disaggregation_decode_local_tokens_when_lost",
-    LOCAL_TIME_RATIO: "disaggregation_decode_local_share",
 }
 
 #: Transfer backend that can move only the missing pages -> its feature group
@@ -83,7 +83,7 @@ def computes_turns(args: Any) -> bool:
     is lost."""
     tokens = (
         args.disaggregation_decode_local_tokens,
-        args.disaggregation_decode_local_tokens_when_lost,
+        args.disaggregation_decode_fallback_prefill_tokens,
     )
     return args.disaggregation_mode == "decode" and any(tokens)
 

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any  # Any: SGLang's arguments, passed through
 
 from typing_extensions import override
 
-from sglang.srt.disaggregation.delta.metrics import METRICS
-from sglang.srt.disaggregation.delta.wire import VERSION
-from sglang.srt.patchset import __version__, flags, status
+from sglang.srt.patchset import PROTOCOL_VERSION, __version__, flags, status
 from sglang.srt.patchset.args import DisaggArgs
+from sglang.srt.patchset.metric import INFO
 from sglang.srt.patchset.status import GroupStatus, PatchsetState
 
 if TYPE_CHECKING:
@@ -42,17 +41,16 @@ def identity(args: Any, now: PatchsetState) -> dict[str, str]:
     with a non-default value.
     """
     omitted = (GroupStatus.OFF, GroupStatus.STOCK)
-    flag_names = {name: flag for flag, name in flags.FIELDS.items()}
     given = [
         flag if value is True else f"{flag}={value}"
         for field in dataclasses.fields(DisaggArgs)
         if (value := getattr(args, field.name)) != field.default
-        for flag in [flag_names.get(field.name, f"--{field.name.replace('_', '-')}")]
+        for flag in [f"--{field.name.replace('_', '-')}"]
     ]
     return {
         "version": __version__,
         "groups": ",".join(state.group.name for state in now.groups if state.status not in omitted),
-        "protocol": str(VERSION),
+        "protocol": str(PROTOCOL_VERSION),
         "flags": " ".join(given),
     }
 
@@ -85,7 +83,7 @@ class CheckedScheduler(Scheduler):
         if (self.tp_rank, self.pp_rank, self.dp_rank or 0) == (0, 0, 0):
             logger.info("%s", line(about))
         if self.current_scheduler_metrics_enabled:
-            METRICS["disagg_patchset_info"].child(self.metrics_collector.labels, **about).set(1)
+            INFO.child(self.metrics_collector.labels, **about).set(1)
 
     @override
     def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:

@@ -28,9 +28,10 @@ from dataclasses import dataclass
 #: The only SGLang release whose classes this table replaces.
 BASE_VERSION = "0.5.10.post1"
 #: The only release on which the group ``lead`` attaches. The group has no rows, because SGLang
-#: loads it as a plugin (:mod:`sglang.srt.disaggregation.lead.attach`).
+#: loads it as a plugin (``LEAD_ATTACH``).
 CURRENT_VERSION = "0.5.23"
 LEAD = "lead"
+LEAD_ATTACH = "sglang.srt.disaggregation.lead.attach"
 #: Group of flags and start-up check, which cannot be switched off because it reports what is off.
 BASE = "base"
 

@@ -14,13 +14,6 @@ from benchmark.harness.environment import commit
 from benchmark.traces.generate import generate
 from benchmark.traces.record import write
 from component.agentic import stub
-from sglang.srt.patchset.environment import START_METHOD
-
-
-@pytest.fixture(autouse=True)
-def start_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the variable after the test: the command sets it for the servers that it starts."""
-    monkeypatch.setenv(START_METHOD.name, "fork")
 
 
 @pytest.fixture(scope="module")

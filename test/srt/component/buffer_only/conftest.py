@@ -11,7 +11,7 @@ import pytest
 from component.buffer_only.cache import Cache
 from component.buffer_only.checks import end
 from component.one_rank import one_rank
-from sglang.srt.hardware_backend.cpu_standin import gpu_device_node
+from cpu_standin import gpu_device_node
 from sglang.srt.mem_cache import memory_pool_host
 
 

@@ -224,10 +224,6 @@ def test_without_the_mode_sglangs_own_cache_is_used():
         ("SGLANG_HICACHE_BUFFER_READ_TIMEOUT", "a while"),
         ("SGLANG_HICACHE_STORE_DEADLINE", "soon"),
         ("SGLANG_HICACHE_STORE_DEADLINE", "-1"),
-        ("SGLANG_HICACHE_STORE_FIRST_RETRY", "inf"),
-        ("SGLANG_HICACHE_STORE_FIRST_RETRY", "0"),
-        ("SGLANG_HICACHE_STORE_LONGEST_RETRY", ""),
-        ("SGLANG_HICACHE_STORE_LONGEST_RETRY", "0"),
     ],
 )
 def test_variables_are_refused_at_start(monkeypatch: pytest.MonkeyPatch, name: str, value: str):

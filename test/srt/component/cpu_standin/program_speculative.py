@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 import triton.runtime.interpreter as interpreter
 
-from sglang.srt.hardware_backend.cpu_standin import speculative
+from cpu_standin import speculative
 from sglang.srt.speculative import eagle_info_v2, spec_utils
 
 

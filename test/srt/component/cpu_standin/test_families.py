@@ -3,8 +3,8 @@
 import pytest
 
 from component.programs import passed, run
+from cpu_standin import gpu_device_node
 from models.families import FAMILIES
-from sglang.srt.hardware_backend.cpu_standin import gpu_device_node
 
 pytestmark = pytest.mark.skipif(gpu_device_node() is not None, reason="refused beside a GPU")
 

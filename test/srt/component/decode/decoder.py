@@ -139,7 +139,7 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
             limits = Limits(local, chunk, always=True, when_lost=lost)
         if limits is not None:
             self.server_args.disaggregation_decode_local_tokens = limits.tokens
-            self.server_args.disaggregation_decode_local_tokens_when_lost = limits.when_lost
+            self.server_args.disaggregation_decode_fallback_prefill_tokens = limits.when_lost
             start_check.equip(self, self.server_args)
             self.server_args.device = device
             turns = self.turns_within(replace(limits, page=page), clock or (lambda: self.now))

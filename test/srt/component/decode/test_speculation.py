@@ -19,7 +19,7 @@ from component.decode.checks import check
 from component.decode.decoder import Decoder
 from component.decode.overlapped import Ahead, until_idle
 from component.decode.steps import admit, finish, ids, run, serve, tick, turn
-from sglang.srt.disaggregation.delta.decode import scheduler, speculation
+from sglang.srt.disaggregation.delta.decode import speculation
 from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
 from sglang.srt.disaggregation.policy.memory import page_floor
 from sglang.srt.managers import scheduler as scheduler_module
@@ -269,13 +269,3 @@ def test_a_grammar_knows_all_tokens_of_the_steps_before(
     assert bool(decoder.behind) != attached
     decoder.answers_are_right()
     finish(decoder)
-
-
-def test_steps_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against accept lengths that are counted in a request's last step and again in the step
-    that was launched before its end was known."""
-    decoder = Ahead(16, 640, steps=3)
-    counted: list[str] = []
-    monkeypatch.setattr(scheduler, "speculated", lambda stats, req: counted.append(req.rid))
-    decoder.play(talk(decoder, chats=3, turns=1, new=24))
-    assert sorted(counted) == sorted(req.rid for req in decoder.submitted)

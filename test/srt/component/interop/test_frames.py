@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import cpu_standin
 import later_release
 from component.transfer import bare
 from component.transfer.bare import decode
@@ -219,7 +220,6 @@ def test_our_frame_has_the_length_of_the_prompt(backend: str) -> None:
 @pytest.fixture(scope="module")
 def messages() -> list[dict[str, Any]]:
     """Messages of the real release, and its parsing of ours."""
-    environment = later_release.environment() | {"SGLANG_CPU_STANDIN": "1"}
     ours = {
         backend: {
             name: [frame.hex() for frame in announced_by_us(backend, with_frame)]
@@ -229,7 +229,7 @@ def messages() -> list[dict[str, Any]]:
     }
     result = subprocess.run(
         [sys.executable, str(PROGRAM), json.dumps(ours)],
-        env=os.environ | environment,
+        env=cpu_standin.environment(os.environ | later_release.environment()),
         capture_output=True,
         text=True,
         timeout=300,

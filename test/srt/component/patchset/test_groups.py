@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import cpu_standin
 from sglang.srt.patchset import GROUPS
 
 CPU = {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True}
@@ -21,7 +22,7 @@ STARTS = {
     "mooncake": DECODE
     | {
         "disaggregation_transfer_backend": "mooncake",
-        "disaggregation_decode_local_tokens_when_lost": 64,
+        "disaggregation_decode_fallback_prefill_tokens": 64,
     },
     "buffer_only": CPU
     | {
@@ -188,7 +189,7 @@ def run_program(model: str, misfits: dict[str, str], starts: dict[str, Any], **e
     command = [sys.executable, "-W", "ignore", program, model]
     done = subprocess.run(
         [*command, json.dumps(misfits), json.dumps(starts)],
-        env=os.environ | env,
+        env=cpu_standin.environment(os.environ | env),
         capture_output=True,
         text=True,
         timeout=400,

@@ -11,6 +11,8 @@ import textwrap
 # records the state of the table.
 OBSERVER = """
 import os, sys
+import cpu_standin  # whose own file of this name is hidden by this one
+cpu_standin.install()
 class Observer:
     def find_spec(self, name, path=None, target=None):
         if name == "sglang.srt.managers.scheduler_output_processor_mixin":

@@ -10,9 +10,11 @@ import venv
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
+import cpu_standin
 from sglang.srt.patchset import GROUPS, __version__
 from unit.patchset.conftest import clean_environment
 
@@ -97,6 +99,13 @@ def installed(clean: Environment, wheel: Path) -> Environment:
     return clean
 
 
+def test_the_wheel_has_no_test_equipment(wheel: Path) -> None:
+    """Guards against test equipment in each user's environment."""
+    folders = [f"sglang/srt/{name}/" for name in ("disaggregation", "mem_cache", "patchset")]
+    names = ZipFile(wheel).namelist()
+    assert [name for name in names if not name.startswith((OURS, *folders))] == []
+
+
 def test_the_wheel_attaches(installed: Environment) -> None:
     """Guards against a wheel that only works inside the repository: as in a fleet's image, files of
     the wheel bind every row, in an interpreter that finds them only through the .pth file."""
@@ -104,13 +113,13 @@ def test_the_wheel_attaches(installed: Environment) -> None:
         "import sglang, sglang.srt.patchset as p, sglang_disagg_patchset_hook as hook;"
         "print(*sglang.__path__, p.__file__, hook.__file__)"
     )
-    result = installed.python("-c", code, SGLANG_CPU_STANDIN="1")
+    result = installed.python("-c", code, PYTHONPATH=cpu_standin.FOLDER)
     assert result.returncode == 0, result.stderr
     assert len(result.stdout.split()) == 3
     assert all(path.startswith(str(installed.packages)) for path in result.stdout.split())
 
-    # As in an image build, with neither a GPU driver nor the stand-in.
-    result = installed.python("-m", "sglang.srt.patchset", "--check", SGLANG_CPU_STANDIN="0")
+    # As in an image build without a GPU driver.
+    result = installed.python("-m", "sglang.srt.patchset", "--check", PYTHONPATH=cpu_standin.FOLDER)
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"version  {__version__}\n" in result.stdout
     assert result.stdout.count(": attached\n") == len(GROUPS)

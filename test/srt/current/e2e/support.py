@@ -71,9 +71,8 @@ def talks_of(model: Path, logs: Path, architecture: str = MODEL) -> Talks:
 
 
 def variables(architecture: str = MODEL, **more: str) -> dict[str, str]:
-    """Return the variables of each server. Forking SGLang's processes halves the start time."""
-    method = {"SGLANG_CPU_STANDIN_START_METHOD": "fork"}
-    return {**environment(model=architecture), **method, **more}
+    """Return the variables of each server."""
+    return {**environment(model=architecture), **more}
 
 
 def play(

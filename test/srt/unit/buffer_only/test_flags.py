@@ -39,8 +39,8 @@ def args(**changes):
         "enable_lora": False,
         "num_reserved_decode_tokens": 512,
         "disaggregation_decode_local_tokens": 0,
-        "disaggregation_decode_local_tokens_when_lost": 0,
-        "disaggregation_decode_local_share": 0.5,
+        "disaggregation_decode_fallback_prefill_tokens": 0,
+        "disaggregation_decode_local_prefill_time_ratio": 0.5,
         "disaggregation_decode_local_max_itl_ms": 0.0,
     }
     assert changes.keys() <= accepted.keys()

@@ -11,6 +11,8 @@ from component.buffer_only.books import check_books
 from sglang.srt.mem_cache.buffer_only import settings
 from sglang.srt.mem_cache.buffer_only.settings import Share, shares
 from sglang.srt.mem_cache.buffer_only.staging import Direction, StagingPool
+from sglang.srt.patchset import staging_size
+from sglang.srt.patchset.flags import PAGES
 
 KB = 1024
 READS, WRITES = Direction.PREFETCH, Direction.BACKUP
@@ -36,18 +38,18 @@ def test_default(token_bytes: int, page: int, device_tokens: int, pages: int):
 @pytest.mark.parametrize(("page", "threshold", "least"), [(16, 256, 32), (64, 256, 8), (64, 1, 2)])
 def test_minimum(page: int, threshold: int, least: int):
     """Guards against a stage that stalls because a read and a write do not fit at the same time."""
-    settings.check_pages(least, page, threshold)
-    with pytest.raises(ValueError, match=f"pages {least - 1} .*Use {settings.PAGES_FLAG}"):
-        settings.check_staging_pages(least - 1, page, threshold)
+    staging_size.check_staging_pages(least, page, threshold)
+    with pytest.raises(ValueError, match=f"pages {least - 1} .*Use {PAGES}"):
+        staging_size.check_staging_pages(least - 1, page, threshold)
 
 
 @given(st.integers(1, 128), st.integers(1, 4096), st.integers(0, 5000))
 def test_shares_hold_a_minimal_transfer(page: int, threshold: int, more: int):
     """The smallest hit that is fetched fits into the reads' floor in any accepted stage, and the
     ceilings leave the other direction its floor."""
-    pages = settings.minimum_pages(page, threshold) + more
+    pages = staging_size.minimum_pages(page, threshold) + more
     write, read = shares(pages)
-    assert read.floor >= settings.minimal_transfer(page, threshold) and write.floor >= 1
+    assert read.floor >= staging_size.minimal_transfer(page, threshold) and write.floor >= 1
     assert write.ceiling + read.floor == read.ceiling + write.floor == pages
 
 

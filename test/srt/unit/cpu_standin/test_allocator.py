@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.hardware_backend.cpu_standin import allocator
+from cpu_standin import allocator
 
 PAGE_SIZES = st.sampled_from([1, 2, 16, 64])
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.hardware_backend.cpu_standin import attention
+from cpu_standin import attention
 
 HEADS, KV_HEADS, SCALE = 4, 2, 0.5
 REQUESTS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=3)

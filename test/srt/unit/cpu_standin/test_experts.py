@@ -8,7 +8,7 @@ from torch.nn.functional import silu
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from sglang.srt.hardware_backend.cpu_standin import experts
+from cpu_standin import experts
 
 TOKENS, EXPERTS, DIM, INNER = 7, 4, 6, 5
 

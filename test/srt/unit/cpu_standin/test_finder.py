@@ -9,15 +9,14 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from sglang.srt.hardware_backend import cpu_standin
-from sglang.srt.hardware_backend.cpu_standin import edits
-from sglang.srt.hardware_backend.cpu_standin.finder import (
+import cpu_standin
+from cpu_standin import edits
+from cpu_standin.finder import (
     ADDED_ON_0_5_23,
     EDITS,
     StandinFinder,
     edits_of,
 )
-from sglang.srt.patchset.environment import START_METHOD
 
 TARGET = "cpu_standin_test_target"
 
@@ -27,7 +26,7 @@ def own_import_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     """A module to edit and no stand-in on the meta path; restores both afterwards."""
     (tmp_path / f"{TARGET}.py").write_text("history = ['executed']\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    others = [f for f in sys.meta_path if not getattr(f, "is_cpu_standin", False)]
+    others = [f for f in sys.meta_path if not isinstance(f, StandinFinder)]
     monkeypatch.setattr(sys, "meta_path", others)
     for name in list(sys.modules):
         if name.partition(".")[0] in (TARGET, "sgl_kernel", "flashinfer", "vllm"):
@@ -124,11 +123,11 @@ def test_each_edit_is_there(edit: str) -> None:
 
 
 def test_install_is_idempotent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against edits that are applied twice when hook and program both install."""
+    """Guards against edits that are applied twice when path and program both install."""
     monkeypatch.setattr(StandinFinder, "__init__", lambda self: None)
     cpu_standin.install(probe=lambda: None)
     cpu_standin.install(probe=lambda: None)
-    assert sum(getattr(f, "is_cpu_standin", False) for f in sys.meta_path) == 1
+    assert sum(isinstance(f, StandinFinder) for f in sys.meta_path) == 1
 
 
 def test_install_refuses_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -172,24 +171,25 @@ def test_edits_of_torch() -> None:
         edits.torch_without_cuda(fake_torch(has_cuda=True))
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
-def test_start_method(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """Guards against forked servers that nobody asked for, against a fork that does not take
-    effect when SGLang sets its own start method, and against a misspelled setting that is silently
-    ignored."""
+@pytest.mark.parametrize(
+    ("dp_size", "attention_only", "method"),
+    [(1, False, "fork"), (2, True, "fork"), (2, False, "spawn")],
+)
+def test_processes_are_forked(dp_size: int, attention_only: bool, method: str) -> None:
+    """Guards against servers that import everything in each process, and against schedulers that
+    are forked while other threads run."""
     chosen: list[str] = []
-    multiprocessing = SimpleNamespace(
-        set_start_method=lambda name, force: chosen.append(name), Pipe="the real one"
+
+    def prepare(server_args: object) -> None:
+        engine.mp.set_start_method("spawn", force=True)
+
+    methods = SimpleNamespace(set_start_method=lambda name, force: chosen.append(name))
+    engine = SimpleNamespace(mp=methods, _set_envs_and_config=prepare)
+    edits.fork_processes(engine)
+    engine._set_envs_and_config(
+        SimpleNamespace(dp_size=dp_size, enable_dp_attention=attention_only)
     )
-    engine = SimpleNamespace(mp=multiprocessing)
-    monkeypatch.setenv(START_METHOD.name, method)
-    if method == "forkserver":
-        with pytest.raises(ImportError, match=START_METHOD.name):
-            edits.start_method(engine)
-        return
-    edits.start_method(engine)
-    engine.mp.set_start_method("spawn", force=True)
-    assert chosen == [method] and engine.mp.Pipe == "the real one"
+    assert chosen[0] == "spawn" and chosen[-1] == method
 
 
 def test_a_release_that_has_cpu_forms_keeps_them() -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.hardware_backend.cpu_standin import kvcacheio
+from cpu_standin import kvcacheio
 
 LAYERS, PAGES, ITEM = 3, 8, (2, 4)
 

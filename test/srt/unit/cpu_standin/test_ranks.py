@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang.srt.hardware_backend.cpu_standin import edits
+from cpu_standin import edits
 
 
 @pytest.mark.parametrize(

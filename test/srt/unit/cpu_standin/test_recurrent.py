@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import silu
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
-from sglang.srt.hardware_backend.cpu_standin import norms, recurrent
+from cpu_standin import norms, recurrent
 
 KEY_HEADS, HEADS, K, V, SLOTS = 2, 4, 8, 6, 5
 

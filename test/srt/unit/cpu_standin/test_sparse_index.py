@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.hardware_backend.cpu_standin.sparse_index import IndexPages, choose
+from cpu_standin.sparse_index import IndexPages, choose
 
 PAGE, DIM = 4, 128
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.hardware_backend.cpu_standin import speculative
+from cpu_standin import speculative
 
 TOKENS = st.integers(0, 3)
 

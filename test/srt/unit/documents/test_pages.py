@@ -120,8 +120,8 @@ BELOW = (
     f"{_SRT}/disaggregation",
     f"{_SRT}/disaggregation/delta",
     f"{_SRT}/mem_cache",
-    f"{_SRT}/hardware_backend/cpu_standin",
     "test/srt",
+    "test/srt/standin/cpu_standin",
 )
 
 

@@ -12,7 +12,7 @@ from sglang.srt.patchset import environment
 from sglang.srt.patchset.environment import VARIABLES, Variable
 
 PACKAGE = Path(__file__).parents[4] / "python"
-SECONDS = environment.WAIT_LOG
+SECONDS = environment.BUFFER_READ_TIMEOUT
 INTEGER = environment.LOCAL_CHUNK
 BOUNDED = environment.NIXL_PROGRESS_DELAY
 
@@ -34,7 +34,6 @@ VALUES: list[tuple[Variable[Any], str, Any]] = [
     (INTEGER, "1", 1),
     (INTEGER, " 8 ", 8),
     (BOUNDED, "100000", 100_000),
-    (environment.START_METHOD, "fork", "fork"),
     (environment.DISABLED_GROUPS, " nixl_async,, buffer_only ", ("nixl_async", "buffer_only")),
     (environment.ACTIVE, "0", False),
     (environment.ACTIVE, " OFF ", False),
@@ -59,7 +58,6 @@ WRONG: list[tuple[Variable[Any], str]] = [
     *((SECONDS, text) for text in ("", "soon", "-0.1", "nan", "inf", "-inf", "1s")),
     *((INTEGER, text) for text in ("", "many", "1.5", "-1", "0x10")),
     *((BOUNDED, text) for text in ("-1", "100001")),
-    (environment.START_METHOD, "forkserver"),
     *((environment.LOCAL_ALWAYS, text) for text in ("2", "enabled", "ture")),
 ]
 
@@ -82,7 +80,6 @@ BOUNDS: dict[Variable[Any], tuple[float, float]] = {
     # second, and the interpreter keeps it waiting for seconds.
     environment.QUARANTINE_TIMEOUT: (10, FOR_EVER),
     environment.ADMISSION_TIMEOUT: (1, FOR_EVER),  # 0: no request is admitted
-    environment.WAIT_LOG: (0, FOR_EVER),
     environment.LOCAL_CHUNK: (1, MOST),
     environment.HANDSHAKE_TIMEOUT: (0.1, FOR_EVER),
     environment.TRANSFER_TIMEOUT: (1, FOR_EVER),  # 0: each chunk is late when it is queued
@@ -90,13 +87,9 @@ BOUNDS: dict[Variable[Any], tuple[float, float]] = {
     environment.PEER_TIMEOUT: (10, FOR_EVER),  # a decode rank is forgotten between two pings
     environment.QUEUES: (1, MOST),
     environment.THREADS: (1, MOST),
-    environment.WORKER_TIMEOUT: (10, FOR_EVER),  # a change of NIXL's peers may take 5 s
-    environment.TRANSFER_LOG_INTERVAL: (0, FOR_EVER),
     environment.NIXL_PROGRESS_DELAY: (0, 100_000),  # more: each write waits for it
     environment.BUFFER_READ_TIMEOUT: (0, FOR_EVER),
     environment.STORE_DEADLINE: (0.1, FOR_EVER),  # 0: each call is late, the store is never used
-    environment.STORE_FIRST_RETRY: (0.1, FOR_EVER),
-    environment.STORE_LONGEST_RETRY: (0.1, FOR_EVER),
     environment.LOCAL_TOKENS: (0, MOST),
     environment.LOCAL_SHARE: (5e-324, 1),  # a chunk runs every 64 decode steps all the same
     environment.LOCAL_MAX_ITL_MS: (0, MOST),  # every 100 steps all the same

@@ -15,8 +15,8 @@ from sglang.srt.patchset.status import GroupState, GroupStatus, PatchsetState
 GIVEN = {
     "disaggregation_decode_enable_radix_cache": True,
     "disaggregation_decode_local_tokens": 256,
-    "disaggregation_decode_local_tokens_when_lost": 64,
-    "disaggregation_decode_local_share": 0.25,
+    "disaggregation_decode_fallback_prefill_tokens": 64,
+    "disaggregation_decode_local_prefill_time_ratio": 0.25,
     "hicache_host_memory_mode": "buffer_only",
 }
 FLAGS = (

@@ -17,8 +17,8 @@ def args(**changes):
     accepted = {
         "disaggregation_decode_enable_radix_cache": True,
         "disaggregation_decode_local_tokens": 0,
-        "disaggregation_decode_local_tokens_when_lost": 0,
-        "disaggregation_decode_local_share": 0.5,
+        "disaggregation_decode_fallback_prefill_tokens": 0,
+        "disaggregation_decode_local_prefill_time_ratio": 0.5,
         "disaggregation_decode_local_max_itl_ms": 0.0,
         "hicache_host_memory_mode": "cache",
         "hicache_buffer_pages": None,
@@ -217,7 +217,7 @@ def test_models_of_the_radix_flag(config, algorithm, expected):
     ("arguments", "expected"),
     [
         ({"disaggregation_decode_local_tokens": 8}, flags.LOCAL),
-        ({"disaggregation_decode_local_tokens_when_lost": 8}, flags.LOCAL_WHEN_LOST),
+        ({"disaggregation_decode_fallback_prefill_tokens": 8}, flags.LOCAL_WHEN_LOST),
         ({"hicache_host_memory_mode": "buffer_only"}, flags.ON),
     ],
 )
@@ -295,12 +295,12 @@ LOCAL_TURNS = {"disaggregation_decode_local_tokens": 512}
         ({}, None),
         ({"speculative_algorithm": "EAGLE"}, None),
         ({"moe_a2a_backend": "deepep", "deepep_mode": "normal"}, None),
-        ({"disaggregation_decode_local_share": 1.0}, None),
+        ({"disaggregation_decode_local_prefill_time_ratio": 1.0}, None),
         ({"disaggregation_decode_local_max_itl_ms": 50.0}, None),
         (
             {
                 "disaggregation_decode_local_tokens": 0,
-                "disaggregation_decode_local_tokens_when_lost": 9,
+                "disaggregation_decode_fallback_prefill_tokens": 9,
                 "disaggregation_decode_local_max_itl_ms": 50.0,
             },
             None,
@@ -318,17 +318,17 @@ LOCAL_TURNS = {"disaggregation_decode_local_tokens": 512}
         ({"moe_a2a_backend": "nixl"}, "--moe-a2a-backend mooncake or nixl"),
         ({"enable_lora_overlap_loading": True}, "--enable-lora-overlap-loading"),
         ({"disaggregation_decode_local_tokens": -1}, "not -1"),
-        ({"disaggregation_decode_local_tokens_when_lost": -1}, "not -1"),
+        ({"disaggregation_decode_fallback_prefill_tokens": -1}, "not -1"),
         (
             {
                 "disaggregation_decode_local_tokens": 0,
-                "disaggregation_decode_local_tokens_when_lost": 9,
+                "disaggregation_decode_fallback_prefill_tokens": 9,
                 "disaggregation_decode_enable_radix_cache": False,
             },
             "--disaggregation-decode-fallback-prefill-tokens needs",
         ),
-        ({"disaggregation_decode_local_share": 0.0}, "not 0.0"),
-        ({"disaggregation_decode_local_share": 1.1}, "not 1.1"),
+        ({"disaggregation_decode_local_prefill_time_ratio": 0.0}, "not 0.0"),
+        ({"disaggregation_decode_local_prefill_time_ratio": 1.1}, "not 1.1"),
         ({"disaggregation_decode_local_max_itl_ms": -1.0}, "not -1.0"),
         ({"disaggregation_decode_local_max_itl_ms": math.nan}, "not nan"),
         ({"disaggregation_decode_local_max_itl_ms": math.inf}, "not inf"),
@@ -404,5 +404,5 @@ def test_prefixes_of_local_turns_are_attended_whole(changes, is_off):
 )
 def test_a_setting_is_read_as_a_user_writes_it(setting, is_given):
     """Guards against a row that refuses a setting that was not given, or accepts one that was."""
-    server = args(pp_size=2, disaggregation_decode_local_tokens_when_lost=9)
+    server = args(pp_size=2, disaggregation_decode_fallback_prefill_tokens=9)
     assert flags.is_given(server, setting) is is_given

@@ -182,7 +182,7 @@ class DeltaManager(CommonKVManager):
         settings = TransferSettings.read()
         #: Seconds that a chunk may take, from the queue to its end.
         self.transfer_s = environment.TRANSFER_TIMEOUT.read()
-        self.transfer_report = TransferReport(environment.TRANSFER_LOG_INTERVAL.read())
+        self.transfer_report = TransferReport()
         self.transfers = TransferPool(
             self.make_backend(settings),
             self.rooms,

@@ -8,10 +8,8 @@ are checked against it.
 from __future__ import annotations
 
 import enum
-import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any  # Any: prometheus_client has no types
+
+from sglang.srt.patchset.metric import INFO, Metric, declare
 
 
 class Reason(str, enum.Enum):
@@ -39,49 +37,6 @@ class Reason(str, enum.Enum):
 # ---- declarations ----
 
 
-@dataclass(frozen=True)
-class Metric:
-    """One metric: ``sglang:<name>`` on ``/metrics``; a counter's name ends in ``_total`` there."""
-
-    #: Contains the unit.
-    name: str
-    #: "counter", "gauge" or "histogram".
-    kind: str
-    #: Servers that have it: "decode", "prefill" or "both"; "every": aggregated ones too.
-    side: str
-    help: str
-    #: Labels in addition to those of all of SGLang's metrics.
-    labels: tuple[str, ...] = ()
-    #: Upper bounds of a histogram's buckets, ascending.
-    buckets: tuple[float, ...] = ()
-    #: Values of ``labels`` that a scrape shows as zero before the first count.
-    values: tuple[tuple[str, ...], ...] = ()
-
-    @property
-    def exported_name(self) -> str:
-        """Name in a scrape."""
-        return f"sglang:{self.name}{'_total' if self.kind == 'counter' else ''}"
-
-    def child(self, labels: Mapping[str, object], **values: str) -> Any:
-        """Return Prometheus' child of this metric, registering the metric on first use. ``labels``:
-        SGLang's; ``values``: those of ``self.labels``."""
-        return _registered(self, (*labels, *self.labels)).labels(**labels, **values)
-
-
-@functools.cache
-def _registered(metric: Metric, labelnames: tuple[str, ...]) -> Any:
-    # Imported late, because SGLang must set PROMETHEUS_MULTIPROC_DIR before the first import.
-    import prometheus_client
-
-    options: dict[str, dict[str, Any]] = {
-        "counter": {},
-        "gauge": {"multiprocess_mode": "mostrecent"},
-        "histogram": {"buckets": metric.buckets},
-    }
-    make = getattr(prometheus_client, metric.kind.capitalize())
-    return make(f"sglang:{metric.name}", metric.help, labelnames, **options[metric.kind])
-
-
 #: Upper bounds in seconds, 10 microseconds to 50 seconds.
 SECONDS = tuple(base * 10.0**power for power in range(-5, 2) for base in (1, 2, 5))
 #: Upper bounds in bytes, 4 KiB to 4 GiB.
@@ -90,28 +45,8 @@ BYTES = tuple(2.0**power for power in range(12, 33, 2))
 DESCRIPTORS = tuple(4.0**power for power in range(10))
 
 
-def declare(
-    kind: str,
-    side: str,
-    texts: Mapping[str, str],
-    *,
-    labels: tuple[str, ...] = (),
-    buckets: tuple[float, ...] = (),
-    values: tuple[tuple[str, ...], ...] = (),
-) -> tuple[Metric, ...]:
-    """Return metrics of one kind; ``texts``: name -> help."""
-    return tuple(
-        Metric(name, kind, side, text, labels, buckets, values) for name, text in texts.items()
-    )
-
-
 _DECLARED = (
-    *declare(
-        "gauge",
-        "every",
-        {"disagg_patchset_info": "1; what this server is, in the labels"},
-        labels=("version", "groups", "protocol", "flags"),
-    ),
+    INFO,
     *declare(
         "counter",
         "decode",
@@ -160,23 +95,9 @@ _DECLARED = (
         values=(("drained",), ("timeout",), ("error",)),
     ),
     *declare(
-        "counter",
-        "decode",
-        {
-            "decode_spec_verify_steps": "Steps in which the target verified a draft, of requests "
-            "that ended",
-            "decode_spec_accepted_tokens": "Draft tokens that were accepted in them",
-        },
-        labels=("prefix",),
-    ),
-    *declare(
         "gauge",
         "decode",
         {
-            "decode_prefix_leases": "Requests that hold a lock on a prefix in the decode radix "
-            "tree",
-            "decode_protected_tokens": "Tokens in the decode radix tree that requests hold a lock "
-            "on",
             "kv_evictable_tokens": "Tokens in the decode radix tree that may be evicted",
             "num_decode_deferred_kv_release_reqs": "Requests whose aborted transfers prefill "
             "may still write",
@@ -232,7 +153,6 @@ _DECLARED = (
             "kv_transfer_build_seconds": "Making the descriptors of a transfer",
             "kv_transfer_post_seconds": "The transport's calls that start a transfer",
             "kv_transfer_wire_seconds": "From the end of the post until a transfer settled",
-            "kv_transfer_transport_seconds": "A transfer as the transport timed it",
         },
         buckets=SECONDS,
     ),

@@ -185,14 +185,14 @@ STATS = Telemetry()
 _TIMES = {name: f"kv_transfer_{name}_seconds" for name in ("queue", "build", "post", "wire")}
 
 
+#: Seconds between log lines about transfers: often enough to find a slow minute in a log.
+REPORT_INTERVAL_S = 60.0
+
+
 class TransferReport:
     """Gauges and a log line of one transfer pool. Thread-safe."""
 
-    def __init__(
-        self, interval_s: float = 60.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """``interval_s``: seconds between log lines, 0 for none."""
-        self._interval_s = interval_s
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         #: Worker -> transfers waiting, in flight, overdue: now, and maximum since the last tick.
@@ -226,7 +226,7 @@ class TransferReport:
         STATS.set("kv_transfer_in_flight", highest[1])
         STATS.set("kv_transfer_overdue", now[2])
         passed = self._clock() - self._logged_at
-        if not self._interval_s or passed < self._interval_s:
+        if passed < REPORT_INTERVAL_S:
             return
         self._logged_at += passed
         total = STATS.since(self._logged)

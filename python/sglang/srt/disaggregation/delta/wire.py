@@ -39,11 +39,11 @@ import msgspec
 import requests
 import zmq
 
-from sglang.srt.patchset import environment
+from sglang.srt.patchset import PROTOCOL_VERSION, environment
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = PROTOCOL_VERSION
 MAGIC = b"sglang-delta:"
 
 

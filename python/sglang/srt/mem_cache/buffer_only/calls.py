@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.buffer_only.prefetch import Piece, Prefetch, Query
-from sglang.srt.mem_cache.buffer_only.settings import minimal_transfer
 from sglang.srt.mem_cache.buffer_only.staging import Direction, slots_of
 from sglang.srt.mem_cache.buffer_only.transfer_vote import FETCH_SLOTS, PENDING
 from sglang.srt.mem_cache.buffer_only.worth import FETCH_THREADS, Mean
+from sglang.srt.patchset.staging_size import minimal_transfer
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.context import Context

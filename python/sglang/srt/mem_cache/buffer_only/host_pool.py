@@ -27,12 +27,10 @@ from typing import TYPE_CHECKING, Any  # Any: attributes and results of SGLang's
 import torch
 from typing_extensions import override
 
-from sglang.srt.mem_cache.buffer_only.settings import (
-    CACHE_RATIO,
-    check_size,
-    default_pages,
-)
+from sglang.srt.mem_cache.buffer_only.settings import default_pages
 from sglang.srt.patchset.args import prefetch_threshold
+from sglang.srt.patchset.flags import CACHE_RATIO
+from sglang.srt.patchset.staging_size import check_size
 
 if TYPE_CHECKING:
     from sglang.srt.managers.cache_controller import HiCacheController

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.delta.metrics import Metric, declare
 from sglang.srt.mem_cache.buffer_only.prefetch import PrefetchState
+from sglang.srt.patchset.metric import Metric, declare
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.buffer_only.prefetch import Prefetch

@@ -7,14 +7,8 @@ import math
 from dataclasses import dataclass, field
 
 from sglang.srt.patchset import environment
+from sglang.srt.patchset.staging_size import minimum_pages
 
-PAGES_FLAG = "--hicache-buffer-pages"
-SIZE_FLAG = "--hicache-size"
-
-RATIO_FLAG = "--hicache-ratio"
-
-#: SGLang's default for ``--hicache-ratio``. Sized for a cache, so that it counts as not given.
-CACHE_RATIO = 2.0
 # The default staging buffer holds the store's rate times the stay of a page, in each direction.
 #: Bytes per second and rank: 100 Gbit/s.
 STORE_RATE = 12.5e9
@@ -41,21 +35,6 @@ class Share:
     ceiling: int
 
 
-def pages_of(tokens: int, page_size: int) -> int:
-    """Return the number of pages that hold ``tokens``, rounded up."""
-    return -(-tokens // page_size)
-
-
-def minimal_transfer(page_size: int, prefetch_threshold: int) -> int:
-    """Return the pages of the smallest hit that is fetched (``prefetch_threshold`` in tokens)."""
-    return max(1, pages_of(prefetch_threshold, page_size))
-
-
-def minimum_pages(page_size: int, prefetch_threshold: int) -> int:
-    """Return the pages of the smallest staging buffer: one minimal transfer in each direction."""
-    return 2 * minimal_transfer(page_size, prefetch_threshold)
-
-
 def default_pages(
     page_bytes: float, device_pages: int, page_size: int, prefetch_threshold: int
 ) -> int:
@@ -63,28 +42,6 @@ def default_pages(
     the device pool's pages and at least the minimum."""
     pages = int(2 * STORE_RATE * STAY_S / page_bytes)
     return max(min(pages, device_pages), minimum_pages(page_size, prefetch_threshold))
-
-
-def check_staging_pages(pages: int, page_size: int, prefetch_threshold: int) -> None:
-    """Raise ``ValueError`` for a staging buffer too small for a fetch during a write."""
-    needed = minimum_pages(page_size, prefetch_threshold)
-    if pages < needed:
-        raise ValueError(
-            f"{PAGES_FLAG} {pages} is too small: with --page-size {page_size} and a prefetch "
-            f"threshold of {prefetch_threshold} tokens the staging buffer needs at least {needed} "
-            f"pages, for two minimal transfers. Use {PAGES_FLAG} {needed} or more, or lower "
-            "prefetch_threshold in --hicache-storage-backend-extra-config."
-        )
-
-
-def check_size(gigabytes: float, pages: int, page_size: int, needed: int) -> None:
-    """Raise ``ValueError`` if the ``pages`` that ``gigabytes`` hold are fewer than ``needed``."""
-    if pages < needed:
-        raise ValueError(
-            f"{SIZE_FLAG} {gigabytes} is too small: it holds {pages} pages of --page-size "
-            f"{page_size}, and the staging buffer needs at least {needed}. Use a larger "
-            f"{SIZE_FLAG}, or {PAGES_FLAG} {needed} instead."
-        )
 
 
 def shares(pages: int) -> tuple[Share, Share]:
@@ -124,16 +81,18 @@ class BufferSettings:
 
 @dataclass(frozen=True)
 class StoreClientSettings:
-    """Bounds of the calls of one store, by default those of ``SGLANG_HICACHE_STORE_DEADLINE``,
-    ``_FIRST_RETRY`` and ``_LONGEST_RETRY``; durations in seconds.
+    """Bounds of the calls of one store; durations in seconds.
 
     Raises:
-        ValueError: a variable is not a number in range; the message names it.
+        ValueError: ``SGLANG_HICACHE_STORE_DEADLINE`` is no number in range; the message names it.
     """
 
     deadline: float = field(default_factory=environment.STORE_DEADLINE.read)
     #: Maximum calls in flight, including overdue ones. A store that answers has at most ten: two
     #: queries, four reads, a write, a touch, the statistics and a clear.
     max_calls: int = 16
-    first_retry: float = field(default_factory=environment.STORE_FIRST_RETRY.read)
-    longest_retry: float = field(default_factory=environment.STORE_LONGEST_RETRY.read)
+    #: A store that is down is probed after this time, then after twice that, and so on. A probe
+    #: that hangs keeps a thread: without a pause each step of the scheduler would start one.
+    first_retry: float = 1.0
+    #: At most so long: a store that is well again is used within a minute.
+    longest_retry: float = 60.0

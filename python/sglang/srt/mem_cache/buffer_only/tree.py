@@ -14,17 +14,12 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.rank_agreement import over
 from sglang.srt.mem_cache.buffer_only.host_pool import chosen_pages, staging_buffer
-from sglang.srt.mem_cache.buffer_only.settings import (
-    BufferSettings,
-    check_size,
-    check_staging_pages,
-    minimum_pages,
-    shares,
-)
+from sglang.srt.mem_cache.buffer_only.settings import BufferSettings, shares
 from sglang.srt.mem_cache.buffer_only.staging import Copier, StagingPool
 from sglang.srt.mem_cache.buffer_only.stored_tree import StoredTree
 from sglang.srt.patchset import environment, status
 from sglang.srt.patchset.flags import ON
+from sglang.srt.patchset.staging_size import check_size, check_staging_pages, minimum_pages
 
 if TYPE_CHECKING:
     import torch

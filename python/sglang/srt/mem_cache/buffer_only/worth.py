@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from sglang.srt.mem_cache.buffer_only.settings import pages_of
+from sglang.srt.patchset.staging_size import pages_of
 
 
 class FetchChoice(enum.Enum):

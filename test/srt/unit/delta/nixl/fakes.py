@@ -8,7 +8,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -209,12 +208,6 @@ class FakeAgent:
         if handle.releases > 1 or handle.is_under_way:
             self.misuse.append(f"{handle}: release {handle.releases} in {handle.state}")
         self._call("release_xfer_handle")
-
-    def get_xfer_telemetry(self, handle: Handle) -> Any:
-        if handle.releases:
-            self.misuse.append(f"{handle}: telemetry of a released handle")
-        self._call("get_xfer_telemetry")
-        return SimpleNamespace(xferDuration=1500)
 
     # ---- for tests ----
 

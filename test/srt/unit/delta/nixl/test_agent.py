@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[5]
 class Config:
     """The binding's ``nixl_agent_config``."""
 
-    def __init__(self, sync_mode: Any = None, capture_telemetry: bool = False, **options: Any):
-        self.sync_mode, self.capture_telemetry, self.options = sync_mode, capture_telemetry, options
+    def __init__(self, sync_mode: Any = None, **options: Any):
+        self.sync_mode, self.options = sync_mode, options
 
 
 class AgentConfig:
@@ -104,7 +104,7 @@ def test_what_is_asked_for(
         monkeypatch.setenv(PROGRESS_DELAY, given)
     with configured_agents(workers):
         agent = api.nixl_agent(api.nixl_agent_config(backends=["UCX"], num_threads=3))
-    assert agent.config.sync_mode is RW and agent.config.capture_telemetry
+    assert agent.config.sync_mode is RW
     assert agent.config.options == {"backends": ["UCX"], "num_threads": 3}
     assert (agent.settings.pthrDelay, agent.settings.other) == (delay, 7)
     assert isinstance(agent, Agent) and isinstance(agent.settings, AgentConfig)
@@ -119,7 +119,7 @@ def test_only_the_pause_for_a_later_release(api: Any, monkeypatch: pytest.Monkey
     with pytest.raises(ZeroDivisionError), pausing_agents():
         agent = api.nixl_agent(api.nixl_agent_config(sync_mode="strict", backends=["UCX"]))
         raise ZeroDivisionError
-    assert agent.config.sync_mode == "strict" and not agent.config.capture_telemetry
+    assert agent.config.sync_mode == "strict"
     assert agent.backend == ("UCX", {"num_threads": "3"})
     assert (agent.settings.pthrDelay, agent.settings.other) == (250, 7)
     assert_restored(api)
@@ -175,11 +175,11 @@ def agent_of_today() -> Any:
     return pytest.importorskip("nixl")._api.nixl_agent
 
 
-def new_config(sync_mode: Any = None, capture_telemetry: bool = False) -> None:
+def new_config(sync_mode: Any = None) -> None:
     """Stand in for ``nixl_agent_config`` of this NIXL."""
 
 
-def old_config(capture_telemetry: bool = False) -> None:
+def old_config(backends: Any = None) -> None:
     """Stand in for ``nixl_agent_config`` of an older one."""
 
 

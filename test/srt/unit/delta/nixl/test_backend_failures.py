@@ -10,7 +10,6 @@ import pytest
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import observability
 from sglang.srt.disaggregation.delta.nixl import descriptors
-from sglang.srt.disaggregation.delta.observability import COUNT, STATS
 from unit.delta.nixl.fakes import nixlRemoteDisconnectError
 from unit.delta.nixl.prefill_rank import PrefillRank
 from unit.delta.transfer.steps import ROOM, failure_of, pages
@@ -160,13 +159,7 @@ def test_a_lost_peer_may_register_again(rank: PrefillRank, noticed_by: str) -> N
 @pytest.mark.hazard("peer-lost-for-ever")
 @pytest.mark.parametrize("state", [ERROR, "ERR"])
 def test_what_fails_one_transfer(rank: PrefillRank, state: Any) -> None:
-    """Guards against forgetting a peer, and failing all its rooms, because one transfer failed; and
-    against times of broken transfers."""
-    seen = STATS.totals.copy()
-
-    def transported() -> float:
-        return STATS.since(seen)["kv_transfer_transport_seconds", COUNT]
-
+    """Guards against forgetting a peer, and failing all its rooms, because one transfer failed."""
     sender = sent(rank)
     first, *others = rank.agent.under_way()
     rank.agent.settle(first, state)
@@ -174,26 +167,22 @@ def test_what_fails_one_transfer(rank: PrefillRank, state: Any) -> None:
     for each in others:
         rank.agent.settle(each)
     rank.finish()
-    assert sender.poll() == KVPoll.Failed and transported() == 0
+    assert sender.poll() == KVPoll.Failed
     failure_of(sender)
     assert "decode" in rank.manager.decode_kv_args_table
     served(rank)
-    assert transported() == 3
 
 
 @pytest.mark.hazard("drained-per-request")
 def test_numbers_that_cannot_be_taken(
     rank: PrefillRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Guards against telemetry, or a full disk below the event log, that fails transfers, keeps
-    peers in use for ever, or complains about every one."""
+    """Guards against a full disk below the event log that fails transfers, or keeps peers in use
+    for ever."""
 
     def full_disk(side: str) -> None:
         raise OSError("no space left on device")
 
     monkeypatch.setattr(observability, "event_log", full_disk)
-    rank.agent.before["get_xfer_telemetry"] = lambda: 1 / 0
     for _ in range(2):
         served(rank)
-    assert rank.agent.calls["get_xfer_telemetry"] == 1
-    assert caplog.text.count("NIXL gives no telemetry") == 1

@@ -109,15 +109,13 @@ class Life:
     def fault(self) -> None:
         """Inject a fault."""
         agent, name = self.rank.agent, self.random.choice(PEERS)
-        kind = self.random.choice(("lose", "forget", "call", "overdue", "telemetry"))
+        kind = self.random.choice(("lose", "forget", "call", "overdue"))
         if kind == "lose":
             agent.disconnect(name)
         elif kind == "forget":
             self.rank.manager.peers.forget(name)
         elif kind == "overdue":
             self.rank.tick(TRANSFER_TIMEOUT_S)
-        elif kind == "telemetry":
-            agent.script["get_xfer_telemetry"].append(RuntimeError())
         else:
             call = self.random.choice(
                 ("transfer", "initialize_xfer", "make_prepped_xfer", "send_notif",

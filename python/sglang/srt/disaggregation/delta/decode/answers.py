@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Seconds after which a request that waits for memory is logged: longer than most requests run.
+LONG_WAIT_S = 10.0
+
 
 class NoPrefill:
     """Replaces the receiver of a request without a prefill server: fallback prefill.
@@ -213,7 +216,7 @@ class Answers:
         """Warn, once a request, of those that have waited long. One line for all with the same
         reason: it describes the first and names the others."""
         now = self._clock()
-        since = now - environment.WAIT_LOG.read()
+        since = now - LONG_WAIT_S
         by_reason = defaultdict[str | None, list["Req"]](list)
         for req in reqs:
             wait = record_of(req).wait

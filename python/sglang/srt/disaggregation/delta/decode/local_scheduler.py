@@ -51,9 +51,9 @@ class LocalTurnsScheduler(Scheduler):
         limits = Limits(
             tokens=args.disaggregation_decode_local_tokens,
             chunk=environment.LOCAL_CHUNK.read(),
-            share=args.disaggregation_decode_local_share,
+            share=args.disaggregation_decode_local_prefill_time_ratio,
             always=environment.LOCAL_ALWAYS.read(),
-            when_lost=args.disaggregation_decode_local_tokens_when_lost,
+            when_lost=args.disaggregation_decode_fallback_prefill_tokens,
             max_itl=args.disaggregation_decode_local_max_itl_ms / 1000 or None,
             page=args.page_size,
         )

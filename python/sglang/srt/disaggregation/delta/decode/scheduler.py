@@ -39,25 +39,11 @@ logger = logging.getLogger(__name__)
 GAUGE_INTERVAL_S = 1.0
 
 
-def speculated(stats: Telemetry, req: Req) -> None:
-    """Count the drafts of an ended request, by whether the tree held a prefix of it."""
-    if req.spec_verify_ct:
-        prefix = "hit" if record_of(req).hit_tokens else "miss"
-        stats.count("decode_spec_verify_steps", req.spec_verify_ct, prefix=prefix)
-        stats.count("decode_spec_accepted_tokens", req.spec_accepted_tokens, prefix=prefix)
-
-
 def readings(scheduler: DisaggScheduler) -> dict[str, int]:
     """Return the value of each gauge. No token of the pool is counted in two of them."""
-    tree, transfers = scheduler.tree_cache, scheduler.disagg_decode_transfer_queue
-    deferred = transfers.deferred_requests
-    running = [req for req in scheduler.running_batch.reqs if not req.finished()]
-    in_transfer = [entry.req for entry in transfers.queue]
-    holders = [*in_transfer, *scheduler.waiting_queue, *running, *deferred]
+    deferred = scheduler.disagg_decode_transfer_queue.deferred_requests
     return {
-        "decode_prefix_leases": sum(req.cache_protected_len > 0 for req in holders),
-        "decode_protected_tokens": tree.protected_size(),
-        "kv_evictable_tokens": tree.evictable_size(),
+        "kv_evictable_tokens": scheduler.tree_cache.evictable_size(),
         "num_decode_deferred_kv_release_reqs": len(deferred),
         "decode_deferred_kv_release_tokens": private_tokens(deferred, scheduler.page_size),
     }
@@ -236,14 +222,8 @@ class DisaggScheduler(FlushingScheduler, NamespacedScheduler):
 
     @override
     def process_batch_result(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
-        # Skip requests that ended in the last step: with overlap this batch has them too.
-        counted = batch.reqs if self.draft_worker is not None else ()
-        counted = [req for req in counted if not (self.enable_overlap and req.finished())]
         super().process_batch_result(batch, result)
         self.disagg_decode_prealloc_queue.step_writes.result_processed()
-        for req in counted:
-            if req.finished():
-                speculated(self.telemetry, req)
 
     @override
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:

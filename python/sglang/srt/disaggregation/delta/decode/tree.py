@@ -116,8 +116,8 @@ class PrefixLease:
 
 
 class BlockedHead:
-    """The end of a refused request's match: the next step checks a page of the tree there instead of
-    matching the whole prompt again."""
+    """The end of a refused request's match: the next step checks a page of the tree there, instead
+    of matching the whole prompt again."""
 
     def __init__(
         self, tree: DecodeRadixTree, req: Req, shares: bool, lease: PrefixLease, key_ids: list[Any]

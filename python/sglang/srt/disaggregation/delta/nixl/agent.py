@@ -28,14 +28,13 @@ logger = logging.getLogger(__name__)
 #: equal to the extras in pyproject.toml.
 NEEDED = "1.5"
 
-_CONFIG = ("sync_mode", "capture_telemetry")
+_CONFIG = ("sync_mode",)
 _AGENT = (
     "add_remote_agent",
     "check_xfer_state",
     "create_backend",
     "get_new_notifs",
     "get_xfer_descs",
-    "get_xfer_telemetry",
     "initialize_xfer",
     "make_prepped_xfer",
     "prep_xfer_dlist",
@@ -67,9 +66,7 @@ def configured_agents(workers: int = 0) -> Iterator[None]:
 
     mode = _api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
     names = {
-        "nixl_agent_config": functools.partial(
-            _api.nixl_agent_config, sync_mode=mode, capture_telemetry=True
-        ),
+        "nixl_agent_config": functools.partial(_api.nixl_agent_config, sync_mode=mode),
         **_with_delay(_api, environment.NIXL_PROGRESS_DELAY),
     }
     if workers:

@@ -128,7 +128,6 @@ class NixlBackend:
         self._writer = writer
         self._clock = clock
         self._lists = PreparedLists(agent, OURS)
-        self._has_telemetry = True
         size = sum(layout.ours.aux_item_lens)
         self._fits_a_note = size <= wire.MAX_METADATA and wire.metadata_in_host_memory()
 
@@ -205,20 +204,8 @@ class NixlBackend:
         """Release NIXL's handle and the peer, and record the transfer's statistics."""
         transfer = posted.transfer
         transfer.open -= 1
-        if not transfer.is_broken:
-            if self._has_telemetry:
-                try:
-                    microseconds = self._agent.get_xfer_telemetry(posted.handle).xferDuration
-                    STATS.observe("kv_transfer_transport_seconds", microseconds / 1e6)
-                except Exception as error:  # the transfer is complete in any case
-                    self._has_telemetry = False
-                    logger.warning(
-                        "NIXL gives no telemetry (%r): sglang:kv_transfer_transport_seconds stays "
-                        "empty until this server restarts; transfers continue",
-                        error,
-                    )
-            if not transfer.open:
-                self._log(transfer)
+        if not transfer.is_broken and not transfer.open:
+            self._log(transfer)
         try:
             self._agent.release_xfer_handle(posted.handle)
         finally:

@@ -39,7 +39,8 @@ class TransferSettings:
     quota: int = 8
     #: Seconds for which a broken transfer counts as under way.
     doubt_s: float = 60.0
-    #: Seconds without a finished step after which a worker with something to do is stuck.
+    #: Seconds without a finished step after which a worker with something to do is stuck. A change
+    #: of NIXL's peers may take 5 s.
     stuck_s: float = 30.0
 
     @classmethod
@@ -52,7 +53,6 @@ class TransferSettings:
         return cls(
             queues=min(environment.QUEUES.read(), _MAX_QUEUES),
             doubt_s=environment.QUARANTINE_TIMEOUT.read(),
-            stuck_s=environment.WORKER_TIMEOUT.read(),
         )
 
 

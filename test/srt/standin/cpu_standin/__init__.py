@@ -2,7 +2,8 @@
 
 For tests, the demo and laptops: the scheduler, the caches, the transfer engines and the wire
 are the real ones; only the names of CUDA kernels are filled in and a handful of CUDA-only steps
-get a CPU form. ``SGLANG_CPU_STANDIN=1`` turns it on, through the start-up hook of the patch set.
+get a CPU form. A process has it if the folder that holds this package is on its ``PYTHONPATH``
+(``sitecustomize.py`` there), or if it calls ``install()`` before it imports torch or SGLang.
 
 ``install()`` may run before SGLang or torch can be imported, so this file imports the standard
 library only, and everything below it is loaded when the module that it edits is imported.
@@ -10,29 +11,42 @@ library only, and everything below it is loaded when the module that it edits is
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
-__all__ = ["StandinRefused", "install"]
+__all__ = ["FOLDER", "StandinRefused", "environment", "gpu_device_node", "install"]
+
+#: The folder for ``PYTHONPATH``.
+FOLDER = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 #: Nodes that a GPU driver makes: NVIDIA's control node, Tegra's, and the one of WSL 2.
 DEVICE_NODES = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/dxg")
 
 
 class StandinRefused(RuntimeError):
-    """The stand-in was requested on a machine whose GPU SGLang could use."""
+    """The stand-in was requested beside a GPU that SGLang could use."""
 
     def __init__(self, evidence: str) -> None:
         super().__init__(
-            f"SGLANG_CPU_STANDIN=1 is for machines without a GPU, but {evidence}: "
-            "unset it, so that the real kernels are used"
+            f"the CPU stand-in is for machines without a GPU, but {evidence}: "
+            f"take {FOLDER} off PYTHONPATH, so that the real kernels are used"
         )
 
 
 def gpu_device_node() -> str | None:
     """The first GPU device node of this machine, or None. Costs four stat calls."""
-    return next((node for node in DEVICE_NODES if Path(node).exists()), None)
+    return next(filter(os.path.exists, DEVICE_NODES), None)
+
+
+def environment(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables ``given`` for a process that runs SGLang: with the stand-in if this
+    machine has no GPU, as they are if it has one."""
+    if gpu_device_node() is not None:
+        return dict(given)
+    paths = [path for path in given.get("PYTHONPATH", "").split(os.pathsep) if path]
+    others = [path for path in paths if path != FOLDER]
+    return {**given, "PYTHONPATH": os.pathsep.join((FOLDER, *others))}
 
 
 def install(probe: Callable[[], str | None] = gpu_device_node) -> None:
@@ -47,8 +61,5 @@ def install(probe: Callable[[], str | None] = gpu_device_node) -> None:
 
     from .finder import StandinFinder
 
-    # By attribute, not by type: the package may have been loaded under two names, by the hook
-    # from its file and by a later import.
-    if any(getattr(finder, "is_cpu_standin", False) for finder in sys.meta_path):
-        return
-    sys.meta_path.insert(0, StandinFinder())
+    if not any(isinstance(finder, StandinFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, StandinFinder())

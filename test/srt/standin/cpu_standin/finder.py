@@ -5,21 +5,21 @@ Kernels that a CPU never calls are provided by name: SGLang imports them all the
 
 from __future__ import annotations
 
+import functools
 import importlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from importlib import metadata
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn  # Any: arguments of kernels that are not there
 
 Edit = Callable[[ModuleType], None]
+_HERE = os.path.dirname(__file__)
 
 #: Module of SGLang, torch or NIXL -> "file:function" of this package, called with it after it ran.
 EDITS = {
@@ -30,7 +30,7 @@ EDITS = {
     "sglang.srt.constrained.llguidance_backend": ("edits:mask_of_each_batch",),
     "sglang.srt.constrained.xgrammar_backend": ("edits:mask_by_xgrammar",),
     "sglang.srt.distributed.parallel_state": ("edits:exchange_by_gloo",),
-    "sglang.srt.entrypoints.engine": ("edits:start_method",),
+    "sglang.srt.entrypoints.engine": ("edits:fork_processes",),
     "sglang.srt.layers.attention.attention_registry": ("attention:instead_of_triton",),
     "sglang.srt.layers.attention.fla.fused_norm_gate": ("norms:gated",),
     "sglang.srt.layers.attention.linear.gdn_backend": ("recurrent:edit",),
@@ -57,7 +57,7 @@ EDITS = {
     "sglang.srt.utils.common": ("attention:without_triton",),
 }
 
-#: Where SGLang 0.5.23 has what speculation needs.
+#: The modules of SGLang 0.5.23 that speculation needs edited.
 ADDED_ON_0_5_23 = dict.fromkeys(
     (
         "sglang.kernels.ops.kvcache.cache_move",
@@ -137,9 +137,21 @@ def edits_of(release: str) -> dict[str, tuple[str, ...]]:
     return kept | ADDED_ON_0_5_23
 
 
-def run_edits(edits: Sequence[str], module: ModuleType) -> None:
-    """Run "file:function" of this package; a file is imported when its first module is."""
-    for each in edits:
+@functools.cache
+def installed_release() -> str:
+    """The release of SGLang; empty if there is none."""
+    from importlib import metadata  # which every Python process on the path would pay for
+
+    try:
+        return metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def run_edits(module: ModuleType) -> None:
+    """Run what the release needs for ``module``: "file:function" of this package. A file is
+    imported when its first module is."""
+    for each in edits_of(installed_release()).get(module.__name__, ()):
         file, _, function = each.partition(":")
         getattr(importlib.import_module(f".{file}", __package__), function)(module)
 
@@ -152,19 +164,13 @@ class StandinFinder(MetaPathFinder):
     Modules that are already imported are edited at once.
     """
 
-    is_cpu_standin = True
-
     def __init__(self, edits: Mapping[str, Edit] | None = None) -> None:
         if edits is None:
-            try:
-                release = metadata.version("sglang")
-            except metadata.PackageNotFoundError:
-                release = ""
-            edits = {name: partial(run_edits, each) for name, each in edits_of(release).items()}
+            edits = dict.fromkeys((*EDITS, *ADDED_ON_0_5_23), run_edits)
         self._edits = edits
         self._asking = threading.local()
         for name, edit in self._edits.items():
-            if name in sys.modules:
+            if sys.modules.get(name) is not None:
                 edit(sys.modules[name])
 
     def find_spec(
@@ -172,7 +178,7 @@ class StandinFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         """The spec of a provided or edited module; None for all others."""
         if fullname == KVCACHEIO:
-            return spec_from_file_location(KVCACHEIO, Path(__file__).with_name("kvcacheio.py"))
+            return spec_from_file_location(KVCACHEIO, os.path.join(_HERE, "kvcacheio.py"))
         if fullname in NAMES_ONLY or fullname.partition(".")[0] in NAMES_ONLY_PACKAGES:
             return ModuleSpec(fullname, NamesLoader(), is_package=True)
         if fullname in self._edits:

@@ -53,27 +53,22 @@ def torch_without_cuda(torch: Any) -> None:
     torch.cuda.synchronize, torch.Tensor.record_stream, torch.compile = nothing, nothing, compile
 
 
-def start_method(engine: Any) -> None:
-    """Have ``entrypoints.engine`` fork, where the environment asks for it.
+def fork_processes(engine: Any) -> None:
+    """Have ``entrypoints.engine`` fork SGLang's processes.
 
     SGLang spawns its scheduler and detokenizer, and each imports everything again: on a CPU that is
-    nearly all of a server's start. With ``SGLANG_CPU_STANDIN_START_METHOD=fork`` they are forked
-    from the launcher, which has it all in memory. That is safe here because no CUDA context and no
-    OpenMP pool exist at that time. It is not the default, since a spawned process is what
-    production runs.
+    nearly all of a server's start. Forked from the launcher, they have it all in memory. This is
+    safe because no CUDA context and no OpenMP pool exist at that time. Data parallel schedulers are
+    spawned as on a GPU, because their controller starts each from a thread of its own.
     """
-    from sglang.srt.patchset.environment import START_METHOD
+    prepare = engine._set_envs_and_config
 
-    try:
-        method = START_METHOD.read()
-    except ValueError as error:
-        raise ImportError(str(error)) from None
-    if method == "fork":
-        set_method = engine.mp.set_start_method
-        # Whatever the caller asks for.
-        engine.mp = Instead(
-            engine.mp, set_start_method=lambda method, force=False: set_method("fork", force=True)
-        )
+    def prepare_and_fork(server_args: Any) -> None:
+        prepare(server_args)
+        if server_args.dp_size == 1 or server_args.enable_dp_attention:
+            engine.mp.set_start_method("fork", force=True)
+
+    engine._set_envs_and_config = prepare_and_fork
 
 
 def mask_by_xgrammar(module: Any) -> None:
