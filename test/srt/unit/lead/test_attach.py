@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang.srt.disaggregation.lead import attach
-from sglang.srt.disaggregation.lead.attach import Part, Wraps
+from sglang.srt.disaggregation.lead.attach import LeadPart, Wraps
 from sglang.srt.patchset.table import CURRENT_VERSION
 
 
@@ -34,7 +34,7 @@ def stock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Queue, "take", STOCK)
     monkeypatch.setattr(attach, "attached", [])
     monkeypatch.setattr(attach.metadata, "version", lambda _: CURRENT_VERSION)
-    monkeypatch.setattr(attach, "PARTS", (Part("one", lambda: True, is_plain=False),))
+    monkeypatch.setattr(attach, "PARTS", (LeadPart("one", lambda: True, is_plain=False),))
 
 
 def part(monkeypatch: pytest.MonkeyPatch, signature: str) -> None:
@@ -62,7 +62,7 @@ def test_a_part_that_is_on_wraps_a_method_wherever_it_is_inherited(monkeypatch: 
 def test_two_parts_wrap_one_method(monkeypatch: Any) -> None:
     """Guards against a second part that takes the first one's function for another release's."""
     part(monkeypatch, "(self, count, *, keep=False)")
-    both = Part("one", lambda: True, False), Part("one", lambda: True, False)
+    both = LeadPart("one", lambda: True, False), LeadPart("one", lambda: True, False)
     monkeypatch.setattr(attach, "PARTS", both)
     attach.activate()
     assert Queue().take(2) == [0, 1, 2, 3]

@@ -12,7 +12,12 @@ import pytest
 import requests
 
 from sglang.srt.disaggregation.lead import prefill_exit
-from sglang.srt.disaggregation.lead.prefill_exit import MOST_ROOMS, Peers, Rooms, release
+from sglang.srt.disaggregation.lead.prefill_exit import (
+    MAX_ROOMS,
+    ReleasingServers,
+    Rooms,
+    release_room,
+)
 
 HERE = "10.0.0.1:8998"
 
@@ -28,7 +33,7 @@ class Network:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Network:
-    """The network below ``Peers``; a question's thread runs at once, or when a test says so."""
+    """The network below ``ReleasingServers``; a query runs at once, or when a test says so."""
     network = Network([])
 
     def get(url: str, timeout: float) -> Any:
@@ -51,17 +56,18 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Network:
 
 def test_a_server_is_asked_once_and_again_when_another_one_may_be_there(asked: Network) -> None:
     """Guards against a question in each step, and against a stock server after an upgraded one."""
-    peers = Peers()
+    peers = ReleasingServers()
     asked.answers = [200, 404]
     assert peers.releases(HERE) and peers.releases(HERE)
-    assert peers.keep({HERE: 1}) == [] and peers.releases(HERE)
-    assert peers.keep({}) == [HERE]
+    peers.keep({HERE: 1})
+    assert peers.releases(HERE)
+    peers.keep({})
     assert not peers.releases(HERE) and not peers.releases(HERE)
 
 
 def test_a_server_that_does_not_answer_is_asked_again(asked: Network) -> None:
     """Guards against a server that stays stock because it was busy once."""
-    peers = Peers()
+    peers = ReleasingServers()
     asked.answers = [requests.ConnectionError("refused"), 200]
     # The thread is done before the question is looked at: the entry is gone already.
     assert not peers.releases(HERE)
@@ -70,7 +76,7 @@ def test_a_server_that_does_not_answer_is_asked_again(asked: Network) -> None:
 
 def test_a_question_that_fails_while_servers_are_looked_through(asked: Network) -> None:
     """Its thread takes its entry away then: an error would end the scheduler."""
-    peers, gone, kept = Peers(), "10.0.0.3:8998", "10.0.0.2:8998"
+    peers, gone, kept = ReleasingServers(), "10.0.0.3:8998", "10.0.0.2:8998"
     asked.answers = [200, 200, requests.ConnectionError("refused")]
     assert peers.releases(kept) and peers.releases(gone)
     asked.at_once = False
@@ -82,16 +88,16 @@ def test_a_question_that_fails_while_servers_are_looked_through(asked: Network) 
                 asked.waiting.pop()()
             return address == kept
 
-    assert gone in peers.keep(Table())
-    assert peers.keep({kept: 1}) == []
+    peers.keep(Table())
+    assert peers.releases(kept) and not peers.releases(gone)
 
 
 def test_the_oldest_rooms_are_forgotten() -> None:
     """Guards against a table that grows with each room that anybody names."""
     rooms = Rooms()
-    for room in range(MOST_ROOMS + 5):
+    for room in range(MAX_ROOMS + 5):
         rooms.note(room, False)
-    assert len(rooms) == MOST_ROOMS and 4 not in rooms and 5 in rooms
+    assert len(rooms) == MAX_ROOMS and 4 not in rooms and 5 in rooms
 
 
 def test_one_rank_tells_one_rank() -> None:
@@ -110,7 +116,7 @@ def test_one_rank_tells_one_rank() -> None:
             return SimpleNamespace(send_multipart=note), threading.Lock()
 
         receiver._connect_to_bootstrap_server = connect
-        release(receiver)
+        release_room(receiver)
     assert sent == [(0, "10.0.0.1", [b"ABORT", b"7", b"LOCAL"])]
 
 
@@ -128,5 +134,5 @@ def test_a_rank_that_cannot_be_told_costs_no_request(caplog: pytest.LogCaptureFi
         _connect_to_bootstrap_server=connect,
         clear=lambda: cleared.append(7),
     )
-    release(receiver)
+    release_room(receiver)
     assert cleared == [7] and "room 7" in caplog.text

@@ -20,7 +20,7 @@ MAIN = """
 import os, runpy, sys
 from sglang.srt.disaggregation.lead import attach
 attach.PARTS = tuple(
-    attach.Part(name, lambda name=name: name.upper() in os.environ) for name in ("one", "two")
+    attach.LeadPart(name, lambda name=name: name.upper() in os.environ) for name in ("one", "two")
 )
 sys.argv[1:] = {arguments}
 runpy.run_module("sglang.srt.patchset", run_name="__main__", alter_sys=True)

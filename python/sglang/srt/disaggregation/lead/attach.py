@@ -1,4 +1,4 @@
-"""Puts the parts that are switched on around SGLang's methods.
+"""Wraps SGLang's methods with the parts that are switched on.
 
 SGLang 0.5.23 calls ``activate`` in each of its processes, by the entry point ``disagg_lead`` of
 the group ``sglang.srt.plugins``. A part is a module of this package with ``install(wrap)``, which
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 Function = Callable[..., Any]
 
 
-class Part(NamedTuple):
+class LeadPart(NamedTuple):
     """A module of this package, and whether it is switched on. ``is_plain``: servers on which it
     was not run refuse to start with it (``settings``)."""
 
@@ -39,19 +39,19 @@ def _is_local() -> bool:
 
 
 #: In the order in which they wrap: the later one's function is called first.
-PARTS: tuple[Part, ...] = (
-    Part("prefill_exit", _is_local),
-    Part("local_scheduler", _is_local),
-    Part("without_prefill", lambda: environment.FALLBACK_PREFILL_TOKENS.read() > 0),
-    Part("thread", lambda: environment.NIXL_PROGRESS_DELAY.read(0) > 0, is_plain=False),
-    Part("admission", lambda: environment.DECODE_ADMISSION.read() == "remaining"),
+PARTS: tuple[LeadPart, ...] = (
+    LeadPart("prefill_exit", _is_local),
+    LeadPart("local_scheduler", _is_local),
+    LeadPart("without_prefill", lambda: environment.FALLBACK_PREFILL_TOKENS.read() > 0),
+    LeadPart("thread", lambda: environment.NIXL_PROGRESS_DELAY.read(0) > 0, is_plain=False),
+    LeadPart("admission", lambda: environment.DECODE_ADMISSION.read() == "remaining"),
 )
 
 #: The parts that are attached in this process.
 attached: list[str] = []
 
 
-def parts_on() -> list[Part]:
+def parts_on() -> list[LeadPart]:
     """The parts that the environment switches on.
 
     Raises:
@@ -98,7 +98,7 @@ class Wraps:
 
     def __init__(self) -> None:
         self._wanted: list[tuple[type, str, Function]] = []
-        #: What does not fit, each by its name.
+        #: Names of methods that differ from the recorded ones.
         self.misfits: list[str] = []
 
     def __call__(self, owner: type, name: str, signature: str) -> Callable[[Function], Function]:

@@ -1,9 +1,9 @@
 """Prefill's half of a request that decode computes: it ends with an empty answer and status 200.
 
-Decode says so by SGLang's ABORT message with a third frame, which a stock server does not read. It
-says it only to servers that answer ``ROUTE``: a stock one would answer its client with an error.
-An ABORT that comes before its request is remembered; SGLang ignores it, and the request then waits
-until its bootstrap timeout.
+Decode notifies prefill by SGLang's ABORT message with a third frame, which a stock server does not
+read, and only if the server answers ``ROUTE``: a stock one would answer its client with an error.
+An ABORT that arrives before its request is remembered; SGLang ignores it, and the request then
+waits until its bootstrap timeout.
 """
 
 from __future__ import annotations
@@ -21,49 +21,54 @@ from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)
 
-#: SGLang's ``ABORT_TAG``; and the third frame of that message: decode computes the request.
-ABORT, LOCAL = b"ABORT", b"LOCAL"
-#: Of the bootstrap server: answers 200 where the prefill server knows ``LOCAL``.
+#: SGLang's ``ABORT_TAG``.
+ABORT = b"ABORT"
+#: Third frame of that message: decode computes the request.
+LOCAL = b"LOCAL"
+#: Route of the bootstrap server that answers 200 if the prefill server knows ``LOCAL``.
 ROUTE = "/releases_local_prefill"
-#: The youngest rooms are remembered; anybody can send others' numbers.
-MOST_ROOMS = 10_000
+#: Number of rooms that are remembered, because any client can send room numbers.
+MAX_ROOMS = 10_000
 
 
 class Rooms(OrderedDict[int, bool | None]):
-    """What one prefill rank was told of rooms: True, decode computes the request; False, it was
-    aborted before it came; None, its request came. A room of which more is heard after that has
-    ended, or is asked for again under its number. The rank's reader and its scheduler come here:
-    each call is one of the dictionary's own."""
+    """Notices of decode on the rooms of one prefill rank. True: decode computes the request; False:
+    it was aborted before it arrived; None: it arrived. A later notice is on an ended room, or on a
+    new one with the same number.
+
+    Contract: the rank's reader thread and its scheduler thread call this without a lock, because
+    each call is one operation of the dictionary."""
 
     @staticmethod
     def of(manager: Any) -> Rooms:
-        """Those of a rank's manager."""
+        """Return the rooms of a rank's manager."""
         return manager.__dict__.setdefault("lead_rooms", Rooms())
 
     def note(self, room: int, what: bool | None) -> None:
-        """The oldest one is forgotten for it, if there are too many."""
+        """Note a room; forget the oldest one if there are too many."""
         self[room] = what
-        if len(self) > MOST_ROOMS:
+        if len(self) > MAX_ROOMS:
             self.popitem(last=False)
 
 
-class Peers:
-    """Which prefill servers release rooms. Only the scheduler's thread calls this; they are asked
-    in others, which take their own entry away where there is no answer."""
+class ReleasingServers:
+    """Prefill servers that release rooms.
+
+    Contract: the scheduler thread calls the methods; each server is queried in a thread of its own,
+    which removes its entry if there is no answer.
+    """
 
     def __init__(self) -> None:
         self._releases: dict[str, bool | None] = {}
 
-    def keep(self, reachable: Container[str]) -> list[str]:
-        """Forgets servers that are not ``reachable`` any more: the next one there is asked anew.
-        Returns their addresses."""
-        gone = [address for address in [*self._releases] if address not in reachable]
-        for address in gone:
-            self._releases.pop(address, None)
-        return gone
+    def keep(self, reachable: Container[str]) -> None:
+        """Forget servers that are not ``reachable``: a new one there is queried again."""
+        for address in [*self._releases]:
+            if address not in reachable:
+                self._releases.pop(address, None)
 
     def releases(self, address: str) -> bool:
-        """Whether the server at ``address`` is known to release rooms; else it is asked."""
+        """Return True if the server at ``address`` is known to release rooms; query a new one."""
         if address not in self._releases:
             self._releases[address] = None  # nothing is known yet
             threading.Thread(target=self._ask, args=(address,), daemon=True).start()
@@ -74,7 +79,7 @@ class Peers:
         try:
             found = requests.get(url, timeout=environment.HANDSHAKE_TIMEOUT.read()).status_code
         except requests.RequestException as error:
-            logger.warning("prefill server %s could not be asked: %s", url, error)
+            logger.warning("prefill server %s could not be queried: %s", url, error)
             self._releases.pop(address, None)
             return
         if address in self._releases:
@@ -88,9 +93,9 @@ class Peers:
             )
 
 
-def release(receiver: Any) -> None:
-    """Ends the request of ``receiver``, and has one rank tell one rank of prefill, which are
-    connected, that decode computes it. Prefill's ranks agree on what one of them has heard."""
+def release_room(receiver: Any) -> None:
+    """End the request of ``receiver`` on prefill, because decode computes it. One rank notifies one
+    connected rank of prefill; prefill's ranks agree on it."""
     message = [ABORT, str(receiver.bootstrap_room).encode("ascii"), LOCAL]
     for info in receiver.bootstrap_infos[:1]:
         if receiver.kv_mgr.attn_tp_rank != 0:
@@ -101,7 +106,7 @@ def release(receiver: Any) -> None:
                 socket.send_multipart(message)
         except Exception as error:
             logger.warning(
-                "prefill rank %s was not told that room %s is computed by decode (%s): its half "
+                "prefill rank %s was not notified that decode computes room %s (%s): its half "
                 "ends by its bootstrap timeout",
                 info.get("rank_ip"),
                 receiver.bootstrap_room,
@@ -161,8 +166,8 @@ def install(wrap: Wraps) -> None:
 
 
 def _end(stock: Function, self: Any, req: Any) -> None:
-    """Ends a request on prefill before its transfer: with an empty answer where decode computes
-    it, as all ranks agree."""
+    """End a request on prefill before its transfer, with an empty answer if decode computes it. All
+    ranks agree on that."""
     from torch.distributed import ReduceOp
 
     from sglang.srt.disaggregation.prefill import maybe_release_metadata_buffer
@@ -189,5 +194,5 @@ def _end(stock: Function, self: Any, req: Any) -> None:
     prepare_abort(req, "")  # no log probabilities either
     req.finished_reason = FINISH_LENGTH(length=0)
     self.output_streamer.stream_output([req], req.return_logprob)
-    # Its prefetch from a HiCache store has no other end: prefill will not read what it brings.
+    # Nothing else ends its prefetch from a HiCache store: prefill will not read the pages.
     self.tree_cache.finish(req.cache_request_handle, CacheRequestOutcome.ABORT)

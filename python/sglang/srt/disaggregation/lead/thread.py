@@ -1,7 +1,7 @@
 """NIXL's progress thread waits for events instead of spinning.
 
-NIXL's Python binding asks for no pause, so that each prefill and each decode process has a thread
-that takes a whole core. With a pause it waits for the transport's events, and polls once a pause.
+NIXL's Python binding sets no pause, so each prefill and decode process has a thread that takes a
+whole core. With a pause the thread waits for the transport's events, and polls once a pause.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
     def _end_handshakes(self) -> list[DecodeRequest]:
         """Answer and return those whose handshake failed, on all ranks."""
         turns = self.local_turns
-        tries_here = turns is not None and turns.choice.limits.when_lost > 0
+        tries_here = turns is not None and turns.limits.when_lost > 0
         pending = [entry for entry in self.queue if not entry.waiting_for_input]
         # Poll the newest handshakes in every step, because their server may answer at once.
         older, newest = pending[: -step.CHECKED], pending[-step.CHECKED :]
@@ -235,7 +235,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         first: list[step.Candidate] = []
         for entry in ready[: step.TRIED]:
             alone = record_of(entry.req).is_alone
-            most_new = self.local_turns.choice.limits.when_lost if alone else math.inf
+            most_new = self.local_turns.limits.when_lost if alone else math.inf
             first.append(step.Candidate(entry, entry.req, alone, most_new))
         return first
 

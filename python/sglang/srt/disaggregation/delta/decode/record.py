@@ -20,7 +20,6 @@ import torch
 from sglang.srt.disaggregation.delta.pages import load_state
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.delta.decode.turn_choice import Placed
     from sglang.srt.managers.schedule_batch import MultimodalDataItem, Req
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
@@ -130,8 +129,6 @@ class Record:
     refused_for: set[str] = field(default_factory=set)
     #: Tokens of the prefix that the tree held when it was admitted.
     hit_tokens: int = 0
-    #: Where its new tokens are computed, until its first one is there.
-    turn: Placed | None = None
     #: KV and metadata are here: on this rank prefill has nothing left to write.
     arrived: bool = False
     #: When its KV was here without its metadata (``time.monotonic``).
@@ -302,6 +299,6 @@ def remains(req: Any) -> Req:
     req.reset_for_retract()  # it is no retraction, and gives nothing back
     req.is_retracted, req.retracted_stain, req.retraction_count = False, stained, count
     req.req_pool_idx, req.cache_protected_len = None, 0
-    record.turn = record.without_metadata_since = record.failure = None
+    record.without_metadata_since = record.failure = None
     record.arrived = False
     return left

@@ -146,7 +146,7 @@ class Admit(NamedTuple):
     """A request gets pages: it resumes, is announced, or is computed locally."""
 
     candidate: Candidate
-    #: ``turn_choice.Decision``; None where the server computes no turns.
+    #: ``local_prefill.policy.Decision``; None where the server computes no turns.
     turn: Any
 
     @property
