@@ -179,7 +179,7 @@ class Server:
 
     def __init__(self, bound: float, constant: float, noise: float, seed: int = 1) -> None:
         self.limits = Limits(tokens=10_000, max_itl=bound, page=16)
-        self.measured, self.pace = Measured(bound), Pace(0.5)
+        self.measured, self.pace = Measured(bound), Pace(self.limits)
         self._random, self._noise, self.constant = random.Random(seed), noise, constant
         self._at = 0.0
         #: Gaps with a chunk and without; tokens of chunks.
@@ -197,10 +197,8 @@ class Server:
         measured, pace, limits = self.measured, self.pace, self.limits
         for _ in range(steps):
             pace.costs = agreed_costs(measured.votes())
-            largest = pace.costs.largest_chunk(limits)
-            fits = largest >= limits.least
-            if pace.may_run(3, fits):
-                tokens = largest if fits else limits.least
+            tokens = pace.next_chunk(10_000, 3, delays=True)
+            if tokens:
                 expected = measured.chunk.at(tokens) if measured.chunk.is_known else None
                 measured.gaps.chunks.append(expected)
                 measured.chunk.add(tokens, self.take(self.constant + 0.0001 * tokens))
@@ -208,7 +206,7 @@ class Server:
                 self.tokens += tokens
             measured.add_step(self.take(0.01))
             pace.step()
-            gap = measured.gaps.step(self._at, frozenset("a"), fits)
+            gap = measured.gaps.step(self._at, frozenset("a"), pace.fits(limits.least, True))
             if gap is not None:
                 self.gaps[gap[1]].append(gap[0])
 

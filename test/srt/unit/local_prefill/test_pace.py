@@ -17,6 +17,7 @@ from sglang.srt.disaggregation.local_prefill.pace import (
     MAX_STEPS_BETWEEN,
     STEPS_BEFORE_BREACH,
     Costs,
+    Limits,
     Pace,
 )
 
@@ -139,7 +140,7 @@ def test_step_times(
 def test_pace(steps: list[tuple[bool, int]], share: float) -> None:
     """Guards against two chunks without a step between, a share above the ceiling, and chunks that
     never run."""
-    pace, waited = Pace(share), 1
+    pace, waited = Pace(Limits(0, share=share)), 1
     pace.costs = COSTS
     chunks = decodes = 0.0
     for wanted, tokens in steps:
@@ -160,7 +161,7 @@ def test_pace(steps: list[tuple[bool, int]], share: float) -> None:
 def test_chunks_while_nobody_runs() -> None:
     """Guards against chunks that wait for decode steps that never come, or that are made up for
     although nobody stood still for them."""
-    pace = Pace(0.1)
+    pace = Pace(Limits(0, share=0.1))
     pace.costs = COSTS
     for _ in range(5):
         pace.chunk(100, 0)
@@ -172,7 +173,7 @@ def test_chunks_while_nobody_runs() -> None:
 def test_a_chunk_that_does_not_fit_runs_in_one_of_a_hundred_gaps() -> None:
     """Guards against a turn that began and is never computed to its end, and against one whose
     chunks pass the bound on inter-token latency more often than at p99."""
-    pace, chunks = Pace(0.5), 0
+    pace, chunks = Pace(Limits(0, share=0.5)), 0
     for _ in range(1000):
         if pace.may_run(3, fits=False):
             pace.chunk(64, 3)
@@ -185,7 +186,7 @@ def test_a_chunk_that_does_not_fit_runs_in_one_of_a_hundred_gaps() -> None:
 def test_a_turn_does_not_starve_behind_the_chunks_of_other_ranks() -> None:
     """Guards a rank that is out of slack and runs no request, beside ranks that compute chunks all
     the time. None of its chunks follows another rank's directly."""
-    pace, allowed = Pace(0.5), []
+    pace, allowed = Pace(Limits(0, share=0.5)), []
     for step in range(1, 1001):
         if pace.may_run(running=1, fits=False):
             allowed.append(step)

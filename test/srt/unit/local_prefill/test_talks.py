@@ -102,7 +102,7 @@ class Talks:
         self._numbers = itertools.count()
         self._limits = Limits(256, 512, always=where == "always")
         self.measured = measured or Measured()
-        self._pace = Pace(self._limits.share)
+        self._pace = Pace(self._limits)
         #: Tokens that were announced to prefill and whose KV has not arrived.
         self._remote_tokens = 0
         self._clients: dict[int, Process] = {}

@@ -29,7 +29,7 @@ from sglang.srt.disaggregation.local_prefill.chunk_times import (
     agreed_costs,
 )
 from sglang.srt.disaggregation.local_prefill.observe import observe_gap, record_choice
-from sglang.srt.disaggregation.local_prefill.pace import Costs, Limits, Pace
+from sglang.srt.disaggregation.local_prefill.pace import Limits, Pace
 from sglang.srt.disaggregation.local_prefill.policy import (
     Decision,
     Load,
@@ -62,7 +62,7 @@ class QueuedTurns:
         self._scheduler, self.limits, self._clock = scheduler, limits, clock
         self.measured = Measured(limits.max_itl)
         self.peers, self.telemetry = ReleasingServers(), STATS
-        self.pace = Pace(limits.share)
+        self.pace = Pace(limits)
         self.times = StepTimes(self.measured, blocking=scheduler.server_args.device == "cpu")
         #: Requests that were admitted in this step and are in no batch yet.
         self._chosen: list[Any] = []
@@ -154,7 +154,7 @@ class QueuedTurns:
     def _load(self, queued: int, remote: int) -> Load:
         running = len(self._scheduler.running_batch.reqs)
         is_full = self.places <= len(self._scheduler.waiting_queue)
-        return Load(queued, remote, running, is_full, self._largest)
+        return Load(queued, remote, running, is_full, self.pace.largest_chunk(self._delays))
 
     def announced(self, reqs: list[Any]) -> None:
         """Count requests that SGLang announced to prefill."""
@@ -179,25 +179,18 @@ class QueuedTurns:
         return len(scheduler.running_batch.reqs) + min(len(scheduler.waiting_queue), self.places)
 
     @property
-    def _largest(self) -> int:
-        """Tokens of the largest chunk that fits into the bound on inter-token latency. The bound
-        applies where a chunk delays the next token of a request that runs, or of a turn whose first
-        token is known, at the latest by the chunk under way."""
+    def _delays(self) -> bool:
+        """True if a chunk delays the next token of a running request, or of a turn whose first
+        token is known, at the latest by the launched chunk. The bound on inter-token latency
+        applies then."""
         ends = any(len(each.reqs) > (each.chunked_req is not None) for each in self._launched)
-        delays = self._beside or self._computed or ends
-        return (self.pace.costs if delays else Costs()).largest_chunk(self.limits)
+        return bool(self._beside or self._computed or ends)
 
     def _fits(self, left: int) -> bool:
-        """Return True if the next chunk keeps the bound; ``left``: tokens of the first queued
-        turn."""
-        return self._largest >= min(self.limits.least, left)
+        return self.pace.fits(left, self._delays)
 
     def _chunk(self, left: int) -> int:
-        """Return the tokens of the chunk that may run now, or 0; ``left`` as in ``_fits``."""
-        fits = self._fits(left)
-        if not self.pace.may_run(self._beside, fits):
-            return 0
-        return max(self._largest if fits else self.limits.least, self.limits.page)
+        return self.pace.next_chunk(left, self._beside, self._delays)
 
     def admit(self, queue: Any) -> None:
         """Hide the local turns of the prealloc queue from SGLang, and build a chunk of those that

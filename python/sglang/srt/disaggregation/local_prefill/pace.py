@@ -1,4 +1,4 @@
-"""When the next chunk of local prefill may run, and how large it may be. Pure.
+"""Time and size of the next chunk of local prefill. Pure.
 
 Times are the ones that the ranks agreed on (``Costs``), so all ranks run the same batch. All times
 are in seconds, all lengths in tokens.
@@ -73,20 +73,36 @@ class Costs(NamedTuple):
 
 
 class Pace:
-    """Decides when the next chunk may run: never two without a decode step between while requests
-    run, and over time at most ``share`` of the time.
+    """Time and size of the next chunk: never two without a decode step between while requests run,
+    over time at most the share of the time, and within the bound on inter-token latency.
 
     Contract: scheduler thread; all ranks call the same methods in the same steps, and differ only
     by ``others_chunk``.
     """
 
-    def __init__(self, share: float) -> None:
-        self._share = share
+    def __init__(self, limits: Limits) -> None:
+        self._limits, self._share = limits, limits.share
         self.costs = Costs()
         #: Seconds of chunks that decode steps have not made up for.
         self.debt = 0.0
         self._steps = MAX_STEPS_BETWEEN
         self._follows_chunk = False
+
+    def largest_chunk(self, delays: bool) -> int:
+        """Return the size of the largest chunk within the bound; ``delays``: it delays a token."""
+        return (self.costs if delays else Costs()).largest_chunk(self._limits)
+
+    def fits(self, left: int, delays: bool) -> bool:
+        """Return True if the next chunk keeps the bound; ``left``: tokens of the first turn."""
+        return self.largest_chunk(delays) >= min(self._limits.least, left)
+
+    def next_chunk(self, left: int, running: int, delays: bool) -> int:
+        """Return the size of the chunk that may run now beside ``running`` requests, or 0."""
+        fits = self.fits(left, delays)
+        if not self.may_run(running, fits):
+            return 0
+        tokens = self.largest_chunk(delays) if fits else self._limits.least
+        return max(tokens, self._limits.page)
 
     def may_run(self, running: int, fits: bool = True) -> bool:
         """Return True if a chunk may run now beside ``running`` requests; ``fits``: it is within

@@ -41,7 +41,7 @@ from sglang.srt.disaggregation.local_prefill.chunk_times import (
     agreed_costs,
 )
 from sglang.srt.disaggregation.local_prefill.observe import observe_gap, record_choice
-from sglang.srt.disaggregation.local_prefill.pace import Costs, Limits, Pace
+from sglang.srt.disaggregation.local_prefill.pace import Limits, Pace
 from sglang.srt.disaggregation.local_prefill.policy import (
     Decision,
     Load,
@@ -102,7 +102,7 @@ class LocalTurns:
         self._batch, self._transfers = batch, transfers
         self._peer_yields, self._adapters_fit = peer_yields, adapters_fit
         self.measured = Measured(limits.max_itl)
-        self.pace = Pace(limits.share)
+        self.pace = Pace(limits)
         self.times = StepTimes(self.measured, blocking)
         #: Admitted, in order; the first may have been computed in part.
         self.queue: list[Turn] = []
@@ -172,9 +172,8 @@ class LocalTurns:
         # Earlier turns, and requests from prefill, take their places first.
         ahead = sum(not turn.has_begun for turn in self.queue)
         is_full = self.free_places <= ahead + waiting
-        return Load(
-            queued, self._remote[address], running + self.others_run, is_full, self._largest
-        )
+        chunk = self.pace.largest_chunk(self._delays)
+        return Load(queued, self._remote[address], running + self.others_run, is_full, chunk)
 
     def prefix_here(self, candidate: Any) -> int:
         """Return the length of the prefix that a local turn uses: at least one token is left to
@@ -214,13 +213,11 @@ class LocalTurns:
 
         Sets the ``fill_ids`` of each, up to which the chunk computes it.
         """
-        first, tokens, least = self.queue[0], self._largest, self.limits.least
-        fits = tokens >= min(least, first.left)  # else it delays requests beyond the bound
+        first = self.queue[0]
+        tokens = self.pace.next_chunk(first.left, self._beside, self._delays)
         # A turn that was aborted in a launched chunk is removed with the result of that chunk.
-        if not self.pace.may_run(self._beside, fits) or first.req.to_finish is not None:
+        if not tokens or first.req.to_finish is not None:
             return []
-        if not fits:
-            tokens = least
         page, chosen = self.limits.page, list[Turn]()
         for turn in self.queue[: max(self.free_places + first.has_begun, 0)]:
             if not self._adapters_fit({t.req.lora_id for t in (*chosen, turn)}):
@@ -228,8 +225,7 @@ class LocalTurns:
             prompt = turn.req.origin_input_ids
             end = len(prompt)
             if turn.left > tokens:
-                # Chunks are a page at least.
-                end = page_floor(turn.done + (tokens if chosen else max(tokens, page)), page)
+                end = page_floor(turn.done + tokens, page)
             if end <= turn.done:
                 break
             turn.req.fill_ids = prompt[:end]
@@ -266,18 +262,19 @@ class LocalTurns:
         return running + min(waiting, self.places_for_others) + self.others_run
 
     @property
-    def _largest(self) -> int:
-        """Tokens of the largest chunk that fits into the bound on inter-token latency. The bound
-        applies where a chunk delays the next token of a request that runs, or of a turn whose first
-        token is known, at the latest by the chunk under way."""
+    def _delays(self) -> bool:
+        """True if a chunk delays the next token of a running request, or of a turn whose first
+        token is known, at the latest by the launched chunk. The bound on inter-token latency
+        applies then."""
         ends = any(not turn.left for _, turns in self.launched for turn in turns)
-        delays = self._beside or self.computed or ends
-        return (self.pace.costs if delays else Costs()).largest_chunk(self.limits)
+        return bool(self._beside or self.computed or ends)
 
     def decoded(self, reqs: Sequence[Req]) -> None:
         """Measure the gap before a decode step whose tokens for ``reqs`` are about to be sent."""
         rids = frozenset(req.rid for req in reqs if not req.finished())
-        gap = self.measured.gaps.step(self._clock(), rids, self._largest >= self.limits.least)
+        gap = self.measured.gaps.step(
+            self._clock(), rids, self.pace.fits(self.limits.least, self._delays)
+        )
         if gap is not None:
             observe_gap(self.telemetry, *gap, self.limits.max_itl)
 
