@@ -12,9 +12,9 @@ import pytest
 from current.decode import Decode
 from current.test_local_turns import LOCAL, Peers
 from current.texts import text
-from sglang.srt.disaggregation.delta.decode.turn_choice import STEPS_BEFORE_BREACH
-from sglang.srt.disaggregation.delta.decode.turn_costs import StepTimes
 from sglang.srt.disaggregation.delta.observability import Telemetry
+from sglang.srt.disaggregation.local_prefill.chunk_times import StepTimes
+from sglang.srt.disaggregation.local_prefill.pace import STEPS_BEFORE_BREACH
 
 #: Seconds: constant and slope per token of a chunk's duration, and duration of a decode step.
 CONSTANT, SLOPE, STEP = 0.005, 0.0001, 0.01
@@ -45,13 +45,13 @@ class Noted(Telemetry):
 
 
 class Bounded:
-    """Local turns of a server that expects prefill to be slow, on a clock that steps advance."""
+    """Local turns of a decode server, on a clock that steps advance."""
 
     def __init__(self, decode: Decode) -> None:
-        from sglang.srt.disaggregation.lead.local import LocalTurns
+        from sglang.srt.disaggregation.lead.local import QueuedTurns
 
-        self._decode, self._make = decode, LocalTurns
-        self._limits = decode.scheduler.lead_turns.choice.limits
+        self._decode, self._make = decode, QueuedTurns
+        self._limits = decode.scheduler.lead_turns.limits
         self._run = decode.scheduler.run_batch
         self.now, self.late = 0.0, 0.0
         #: Tokens of each chunk; gaps between tokens with a chunk and without.
@@ -67,7 +67,6 @@ class Bounded:
         limits = replace(self._limits, max_itl=bound, **options)
         turns = self._make(self._decode.scheduler, limits, lambda: self.now)
         turns.peers = Peers()
-        turns.measured.vote_there = lambda address, tokens: 9_000_000
         turns.telemetry = Noted(self.gaps)
         self._decode.scheduler.lead_turns = self.turns = turns
         return turns
@@ -169,14 +168,21 @@ def test_what_does_not_fit_goes_to_prefill(decode: Decode, bounded: Bounded) -> 
 def test_what_fits_no_more_goes_to_prefill(decode: Decode, bounded: Bounded) -> None:
     """Guards against a turn that was accepted while no request ran, and that waits behind another
     turn until requests run. It holds no memory yet, so prefill can compute it."""
-    prompts = [text(400, 2), text(300, 3)]
+    prompts = [text(900, 1), text(400, 2), text(300, 3)]
     answers = decode.learn(prompts, 8)
     bounded.chunks.clear()
     bounded.fix(0.002)
-    rids = [decode.ask(prompt, 8) for prompt in prompts]
+    bounded.turns.peers = Peers(known=False)
+    rids = [decode.ask(prompts[0], 8)]
+    decode.step(2)
+    assert decode.arriving() == rids, "prefill's queue is the longer one"
+    bounded.turns.peers = Peers()
+    rids += [decode.ask(prompt, 8) for prompt in prompts[1:]]
+    decode.until(lambda: len(bounded.chunks) == 2)
     decode.finish()
     assert bounded.chunks == [256, 144]
-    assert decisions(bounded) == {("local", "cheaper"): 1, ("remote", "itl"): 1}
+    made = {("remote", "peer"): 1, ("local", "shorter_queue"): 1, ("remote", "itl"): 1}
+    assert decisions(bounded) == made
     assert [decode.output(rid) for rid in rids] == answers
 
 
@@ -302,5 +308,5 @@ def test_a_pause_is_no_gap_and_no_step(decode: Decode, bounded: Bounded, blockin
     decode.finish()
     gaps = bounded.gaps[True] + bounded.gaps[False]
     assert len(gaps) > 20 and max(gaps) < 1.0
-    assert turns.measured.step.at(0) < 1.0
+    assert turns.measured.step < 1.0
     assert turns.measured.chunk.at(20) < 1.0

@@ -179,8 +179,8 @@ LOCAL_CHUNK = _integer(
 )  # fmt: skip
 LOCAL_ALWAYS = _switch(
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS", "decode",
-    "Decode computes every turn within `--disaggregation-decode-local-tokens`, at any estimated "
-    "cost. For comparisons.",
+    "Decode computes every turn within `--disaggregation-decode-local-tokens`, however many tokens "
+    "are queued. For comparisons.",
 )  # fmt: skip
 HANDSHAKE_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_HANDSHAKE_TIMEOUT", "decode", 5.0,

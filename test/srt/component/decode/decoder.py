@@ -25,8 +25,9 @@ from sglang.srt.disaggregation.decode import (
 )
 from sglang.srt.disaggregation.delta.decode.request import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
-from sglang.srt.disaggregation.delta.decode.turn_costs import UNKNOWN, Limits
 from sglang.srt.disaggregation.delta.observability import Telemetry
+from sglang.srt.disaggregation.local_prefill.chunk_times import UNKNOWN
+from sglang.srt.disaggregation.local_prefill.pace import Limits
 from sglang.srt.disaggregation.utils import (
     FAKE_BOOTSTRAP_HOST,
     DisaggregationMode,

@@ -207,13 +207,13 @@ def test_a_delay_by_another_rank_is_measured(monkeypatch: pytest.MonkeyPatch) ->
     bound is counted, and against decode steps that seem as long as a chunk of another rank."""
     pair = ranks()
     turns = pair[0].local_turns
-    gaps, steps = list[bool](), list[int]()
+    gaps, steps = list[bool](), list[float]()
     monkeypatch.setattr(
         local_turns,
         "observe_gap",
         lambda stats, seconds, chunk, bound: gaps.append(chunk) if stats is turns.telemetry else 0,
     )
-    monkeypatch.setattr(turns.measured.step, "add", lambda tokens, seconds: steps.append(tokens))
+    monkeypatch.setattr(turns.measured, "add_step", steps.append)
     play(monkeypatch, pair, [talk(1, 0, new=60), talk(2, 2, new=4)], 300)
     ran = pair[0].ran
     beside = ran.count([STEP, CHUNK])

@@ -1,6 +1,6 @@
 """The bound on inter-token latency, on SGLang's own loop: chunks beside running requests.
 
-``unit/delta/decode/test_itl.py`` has the size of a chunk, and the effect of a breach.
+``unit/local_prefill/test_itl.py`` has the size of a chunk, and the effect of a breach.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from component.decode.pair import Pair, RankGroup, ranks_reduce
 from component.decode.stages import fail_room
 from component.decode.steps import admit, finish, ids, turn
 from sglang.srt.disaggregation.delta.decode import local_scheduler
-from sglang.srt.disaggregation.delta.decode.turn_choice import STEPS_BEFORE_BREACH
-from sglang.srt.disaggregation.delta.decode.turn_costs import Limits
+from sglang.srt.disaggregation.local_prefill.pace import STEPS_BEFORE_BREACH, Limits
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
 PAGE = 16
@@ -72,13 +71,12 @@ def test_chunks(slack: float, sizes: list[int], way: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("slack", "where"), [(0.002, ("remote", "itl")), (0.0115, ("local", "cheaper"))]
+    ("slack", "where"), [(0.002, ("remote", "itl")), (0.0115, ("local", "shorter_queue"))]
 )
 def test_what_does_not_fit_goes_to_prefill(slack: float, where: tuple[str, str]) -> None:
     """Guards against a turn that is computed here although none of its chunks fits."""
     decoder = Decoder(PAGE, 4096, limits=bound(always=False), costs=costs(slack))
     turns = decoder.local_turns
-    turns.measured.shown("10.0.0.1:8998", 100, 60.0)  # prefill is slow
     decoder.submit([3, 2, 1], new=60)
     turn(decoder, 2)
     before = turns.telemetry.by("decode_turns")

@@ -14,7 +14,7 @@ from component.decode.decoder import Decoder
 from component.decode.overlapped import Ahead, Overlapped, until_idle
 from component.decode.steps import PROMPT, admit, finish, ids, serve, tick, turn
 from sglang.srt.disaggregation.delta.decode import local_scheduler
-from sglang.srt.disaggregation.delta.decode.turn_costs import Limits
+from sglang.srt.disaggregation.local_prefill.pace import Limits
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.managers.overlap_utils import FutureMap
@@ -147,7 +147,6 @@ def test_no_turn_is_computed_here_without_a_place() -> None:
     although prefill would have computed it by then."""
     decoder = Decoder(16, 4096, limits=Limits(200, 32))
     decoder.max_running_requests = 2
-    decoder.local_turns.measured.shown("10.0.0.1:8998", 100, 60.0)  # prefill is slow
     running = decoder.submit(ids(1, 20), new=200)
     turn(decoder, 4)
     assert running in decoder.running_batch.reqs and not decoder.in_transfer

@@ -17,11 +17,12 @@ from component.decode.overlapped import Ahead, Overlapped, random_talks
 from component.decode.pair import Pair, RankGroup, ranks_reduce
 from component.decode.peer import Room, Unasked
 from component.decode.stages import fail_room, freeze
-from component.decode.steps import PROMPT, admit, finish, ids, land, serve, tick, turn
+from component.decode.steps import PROMPT, admit, finish, ids, serve, tick, turn
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
-from sglang.srt.disaggregation.delta.decode.turn_choice import REASONS
-from sglang.srt.disaggregation.delta.decode.turn_costs import UNKNOWN, Limits
+from sglang.srt.disaggregation.local_prefill.chunk_times import UNKNOWN
+from sglang.srt.disaggregation.local_prefill.pace import Limits
+from sglang.srt.disaggregation.local_prefill.policy import REASONS
 from sglang.srt.disaggregation.policy.memory import page_floor
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -105,28 +106,41 @@ def test_what_goes_to_prefill(changes: dict[str, Any], where: str) -> None:
     assert (req in decoder.local) == is_local == decoder.rooms[0].yielded
 
 
-def test_prefill_is_timed_to_the_first_token(decoder: Decoder) -> None:
-    """Guards against sides that are timed to different moments; against a full decode server that
-    takes its own queue for a slow prefill, and so computes more turns itself; and against a
-    retracted request that is timed again."""
+def test_turns_go_to_the_shorter_queue() -> None:
+    """Guards against turns that wait behind others here while prefill has less to compute, and
+    against a queue of prefill that still counts what has arrived, failed or was aborted."""
+    decoder = Decoder(16, 4096, limits=Limits(200, CHUNK))
 
-    def seconds() -> float | None:
-        found: float | None = decoder.local_turns.measured.there("10.0.0.1:8998", 210)
-        return found
+    def local() -> bool:
+        """Admit a turn; return True if decode computes it. The turn is removed again."""
+        req = decoder.submit([9] * 40, new=2)
+        decoder.tick_queues()
+        is_local = req in decoder.local
+        decoder.abort(req.rid)
+        if not is_local:
+            freeze(decoder, req)
+        return is_local
 
-    decoder.max_running_requests = 2
-    admit(decoder, *(PROMPT + [token] * (200 + token) for token in (7, 8, 9)), new=8)
-    decoder.now = 5.0
-    land(decoder)
-    assert decoder.in_transfer == [] and seconds() is None
-    decoder.now = 7.0
-    decoder.tick_batch()
-    assert len(decoder.waiting_queue) == 1 and seconds() == pytest.approx(7.0, rel=0.1)
-    decoder.now = 60.0
-    decoder.retract()
-    assert len(decoder.retracted) == 1
+    assert local(), "both queues are empty"
+    decoder.submit(ids(1, 150), new=2)
+    decoder.tick_queues()
+    assert not local(), "150 tokens are queued here"
+    for seed, end in enumerate(("arrives", "is aborted", "fails"), 2):
+        (remote,) = admit(decoder, ids(seed, 300), new=2)
+        assert remote in decoder.in_transfer and local(), "300 tokens are queued at prefill"
+        (other,) = admit(decoder, ids(9, 300), host="10.0.0.2")
+        assert local()
+        if end == "arrives":
+            decoder.deliver(remote)
+        elif end == "is aborted":
+            decoder.abort(remote.rid)
+        else:
+            fail_room(decoder, remote)
+        tick(decoder)
+        assert not local(), f"the transfer {end}"
+        decoder.abort(other.rid)
+    decoder.abort("")
     finish(decoder)
-    assert seconds() == pytest.approx(7.0, rel=0.1)
 
 
 def test_decode_steps_between_two_chunks() -> None:

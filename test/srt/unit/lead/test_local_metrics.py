@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import prometheus_client
 
-from sglang.srt.disaggregation.delta.decode.turn_choice import observe_gap
 from sglang.srt.disaggregation.delta.metrics import METRICS
 from sglang.srt.disaggregation.delta.observability import Telemetry
+from sglang.srt.disaggregation.local_prefill.observe import observe_gap
 
 
 def test_gaps_beyond_the_bound_are_counted() -> None:

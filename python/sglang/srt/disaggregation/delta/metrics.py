@@ -118,16 +118,6 @@ _DECLARED = (
         "histogram",
         "decode",
         {
-            "decode_turn_expected_seconds": "From admission to the first token, as expected",
-            "decode_turn_actual_seconds": "From admission to the first token, as it was",
-        },
-        labels=("where",),
-        buckets=(0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50),
-    ),
-    *declare(
-        "histogram",
-        "decode",
-        {
             "decode_itl_seconds": "Gaps between decode steps with tokens for the same request, on "
             "a server with local turns (chunk: whether a chunk of local prefill ran in them)"
         },

@@ -1,13 +1,14 @@
 """Admission by what each request can still generate, in SGLang 0.5.23's own prealloc queue.
 
-Stock keeps ``--num-reserved-decode-tokens`` free for every request in sight. Here a running one
-reserves what it can still generate, at most that number, and one that does not run yet half of it
-(the arithmetic is ``delta.decode.claims``'s). More requests run, and if they were too many, one
-is retracted. A rule keeps that safe: nobody is admitted after whom some request could not end. It
-takes the place of stock's, which counts a prefix once for each running request that shares it, and
-so expects memory of retractions that they do not give.
+Stock keeps ``--num-reserved-decode-tokens`` free for every queued or running request. Here a
+running request reserves what it can still generate, at most that number, and an admitted one that
+does not run yet half of it (arithmetic: ``policy.memory``). So more requests run, and if they
+are too many, one is retracted. One rule keeps that safe: a request is admitted only if every
+request could still end afterwards. The rule replaces stock's, which counts a shared prefix once for
+each running request, and so expects more memory from retractions than they free.
 
-All inputs are the same on each rank, as stock's are, so that the decisions are, too.
+Contract: scheduler thread, no lock. All inputs are equal on all ranks, as stock's are, and so are
+the decisions.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple  # Any: SGLang's objects
 
-from sglang.srt.disaggregation.lead.resume import Lease, load_kv_cache
+from sglang.srt.disaggregation.lead.resume import ResumeLease, load_kv_cache
 from sglang.srt.disaggregation.policy.memory import (
     Claim,
     entering,
@@ -35,8 +36,11 @@ NEVER = 1 << 60
 
 
 class Totals(NamedTuple):
-    """Of requests that do not run yet: how many there are, what they may take before anybody is
-    retracted, the most that one of them must find once it runs, and what they hold of their own."""
+    """Sums over admitted requests that do not run yet.
+
+    ``number``: of these requests; ``reserve``: tokens they may take before a request is retracted;
+    ``need``: largest number of tokens that one of them needs to end; ``own``: tokens they hold that
+    the tree does not share."""
 
     number: int = 0
     reserve: int = 0
@@ -44,32 +48,35 @@ class Totals(NamedTuple):
     own: int = 0
 
 
-class Admission:
-    """What one prealloc queue counts with (``queue.lead_admission``). All numbers are tokens."""
+class RemainingAdmission:
+    """Admission of one prealloc queue (``queue.lead_admission``). All numbers are tokens."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
         self._page: int = queue.token_to_kv_pool_allocator.page_size
         #: Tokens behind its text that a request takes for each speculative step.
-        self._step = step_tokens(queue.scheduler)
-        #: What a running request reserves at most, and what one that does not run yet.
+        self._step = draft_tokens(queue.scheduler)
+        #: Largest reserve of a running request.
         self._cap: int = max(queue.num_reserved_decode_tokens, self._step)
+        #: Largest reserve of a request that does not run yet.
         self._entry_cap = max(self._cap // 2, self._page, self._step)
-        #: By id of the request: while retracted ones may resume, else None.
-        self.leases: dict[str, Lease] | None = None
+        #: Leases by request id while retracted requests may resume, else None.
+        self.leases: dict[str, ResumeLease] | None = None
         self._begin()
 
     def _begin(self) -> None:
         self._of_running: tuple[int, int] | None = None
-        #: Requests that have pages and do not run yet, without local turns, which may come and go
-        #: within a step: those that are counted, and those that have pages since.
+        #: Counted requests that have pages and do not run yet, without local turns, because these
+        #: may come and go within a step.
         self._counted: list[Any] = []
+        #: Requests that were admitted since.
         self._new: list[Any] = []
         self._of_counted: Totals | None = None
 
     @contextmanager
     def step(self, *, resuming: bool = False) -> Iterator[None]:
-        """One call of SGLang's that admits: nobody begins or ceases to run meanwhile."""
+        """Keep the sums during one admitting call of SGLang's, in which the running batch does not
+        change."""
         self._begin()
         self.leases = {} if resuming else None
         try:
@@ -81,12 +88,12 @@ class Admission:
             self._begin()
 
     def admitted(self, req: Any) -> None:
-        """``req`` has its pages."""
+        """Note that ``req`` has its pages."""
         self._new.append(req)
 
     def _entering(self) -> Totals:
-        """Of requests that have pages, and cannot be retracted: they do not run yet. Each of those
-        that come from SGLang's queue is counted once a step: there may be hundreds."""
+        """Return the sums over admitted requests that do not run yet and cannot be retracted. Each
+        request of SGLang's queues is counted once a step, because there may be hundreds."""
         if self._of_counted is None:
             scheduler, transfers = self._queue.scheduler, self._queue.transfer_queue.queue
             transferred = [entry.req for entry in transfers]
@@ -114,13 +121,13 @@ class Admission:
         return page_ceil(taken(req), self._page) - int(req.kv.cache_protected_len)
 
     def reserved(self) -> int:
-        """What all requests that have pages may still take before anybody is retracted."""
+        """Return the tokens that admitted requests may take before one is retracted."""
         return self._running()[0] + self._entering().reserve
 
     def _running(self) -> tuple[int, int]:
-        """What the running requests reserve, and the length of the longest when it has ended.
+        """Return the reserve of the running requests, and the final length of the longest one.
 
-        Counted once a step, as ``growth`` does but without a ``Claim``: there may be hundreds.
+        Counted once a step, as by ``growth`` but without a ``Claim``, as there may be hundreds.
         """
         if self._of_running is None:
             page, cap, pool = self._page, self._cap, self._queue.max_total_num_tokens
@@ -134,28 +141,28 @@ class Admission:
         return self._of_running
 
     def entry_reserve(self, req: Any, allocated: int) -> int:
-        """What a request with so many tokens reserves until it runs."""
+        """Return the reserve of a request with ``allocated`` tokens until it runs."""
         claim = entering(self._claim(req, allocated), self._step)
         return growth(claim, self._entry_cap, self._page)
 
     def resume_cost(self, req: Any) -> int:
-        """What a retracted request takes: it must have room like a running one, or it would be
-        retracted again at once."""
+        """Return the cost of resuming a retracted request, with the reserve of a running one:
+        otherwise it would be retracted again at once."""
         length = self._queue._pre_alloc_fill_len(req)
         own, saved = page_ceil(length, self._page), 0
         if self.leases is not None:
-            lease = self.leases[req.rid] = Lease(self._queue, req)
+            lease = self.leases[req.rid] = ResumeLease(self._queue, req)
             saved = lease.saved
             if not self.everyone_can_end(req, own - req.prefix_len):
                 return NEVER
         return own - saved + growth(self._claim(req, length), self._cap, self._page)
 
     def everyone_can_end(self, req: Any, private: int) -> bool:
-        """Whether every request could still end, the running ones but itself retracted, after
-        ``req`` has entered with ``private`` tokens of its own below the prefix that it has locked.
+        """Return True if every request could still end after ``req`` was admitted with ``private``
+        tokens beyond its locked prefix, if need be with all other running requests retracted.
 
-        What does not run cannot be retracted, so what it holds is out of reach of all others; and
-        once it runs, it must find the memory for the rest of its answer.
+        A request that does not run cannot be retracted, so its memory is not available to others;
+        and once it runs, it needs memory for the rest of its answer.
         """
         queue, running = self._queue, self._queue.scheduler.running_batch.reqs
         entering = self._entering()
@@ -170,7 +177,7 @@ class Admission:
             return True  # even if all that is locked in the tree had to stay
         pinned = self._tree_tokens([*self._counted, *self._turns(), *released, req])
         room -= sum(pinned.values())
-        # Some of the running ones count on what they share with those that stay.
+        # Some running requests share pages with requests that stay.
         return need <= room and all(
             length - sum(pinned.get(node, 0) for node in self._tree_tokens([each])) <= room
             for each in running
@@ -178,13 +185,13 @@ class Admission:
         )
 
     def _tree_tokens(self, reqs: Sequence[Any]) -> dict[int, int]:
-        """The tree's nodes that these requests have locked, each with its tokens."""
+        """Return the tree nodes that these requests have locked, with their tokens."""
         nodes = [req.lock.node for req in reqs if req.lock is not None]
         paths = self._queue.tree_cache.tree_core.collect_path_info(nodes)
         return {each.node_id: each.path_end - each.path_start for path in paths for each in path}
 
     def _claim(self, req: Any, allocated: int) -> Claim:
-        # A text may grow to the pool's end, and what waits for more would wait for ever.
+        # Cap at the pool size: a request that waits for more would wait for ever.
         final = final_length(req, self._step)
         return Claim(allocated, min(final, self._queue.max_total_num_tokens))
 
@@ -194,13 +201,13 @@ class Admission:
 
 
 def taken(req: Any) -> int:
-    """Tokens that ``req``, which does not run, has or takes in this step (a local turn)."""
+    """Return the tokens that a request has, or takes in this step (a local turn)."""
     return int(req.kv.kv_allocated_len or req.extend_end or 0)
 
 
-def step_tokens(scheduler: Any) -> int:
-    """Tokens behind its text that SGLang allocates for a running request: those of the speculative
-    step that runs and of the next one; 0 without speculation."""
+def draft_tokens(scheduler: Any) -> int:
+    """Return the tokens beyond its text that SGLang allocates for a running request: for the
+    current speculative step and the next one; 0 without speculation."""
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 
     return 0 if scheduler.spec_algorithm.is_none() else int(get_alloc_reserve_per_decode())
@@ -211,10 +218,10 @@ def install(wrap: Wraps) -> None:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
     from sglang.srt.managers.schedule_batch import Req
 
-    def of(queue: Any) -> Admission:
-        found: Admission | None = getattr(queue, "lead_admission", None)
+    def of(queue: Any) -> RemainingAdmission:
+        found: RemainingAdmission | None = getattr(queue, "lead_admission", None)
         if found is None:
-            found = queue.lead_admission = Admission(queue)
+            found = queue.lead_admission = RemainingAdmission(queue)
         return found
 
     @wrap(
@@ -223,7 +230,7 @@ def install(wrap: Wraps) -> None:
         "(self, n_active=None, extra_reserved_reqs=0)",
     )
     def _active_reserved_tokens(stock: Function, self: Any, *counts: Any, **more: Any) -> int:
-        # With nobody in line nothing depends on it.
+        # The number is used only while requests are queued.
         return of(self).reserved() if self.queue or self.retracted_queue else 0
 
     @wrap(DecodePreallocQueue, "_need_space_for_single_req", "(self, retractable_tokens=None)")

@@ -1,105 +1,83 @@
 """Turns whose new tokens a decode server computes itself, between its decode steps.
 
-A turn that is to be computed here stays in SGLang's prealloc queue, hidden from its admission, and
-holds nothing until its chunk runs. Then it is matched and locked, SGLang's own budgets say whether
-it fits, and prefill is told. A turn longer than a chunk goes on in later ones. It joins the running
-batch when its first token is known: SGLang cannot retract a request before that.
+A local turn stays in SGLang's prealloc queue, hidden from its admission, and holds nothing until
+its chunk runs. Then it is matched and locked, SGLang's own budgets say whether it fits, and prefill
+is notified. A turn longer than a chunk continues in later ones. It joins the running batch when its
+first token is known, because SGLang cannot retract a request before that.
+
+Contract: scheduler thread, no lock. All ranks of a server call the same methods in the same steps,
+and decide from the numbers of ``_agree`` and from queues that are equal on all ranks.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any, NamedTuple  # Any: SGLang's objects
+from typing import Any  # Any: SGLang's objects
 
 from sglang.srt.disaggregation.delta.decode.speculation import own_first_drafts
-from sglang.srt.disaggregation.delta.decode.turn_choice import (
-    Choice,
-    Decision,
-    Load,
-    Pace,
-    count_turn,
-    observe_gap,
-    observe_turn,
-)
-from sglang.srt.disaggregation.delta.decode.turn_costs import (
-    NEVER,
-    UNKNOWN,
-    VOTES,
-    Costs,
-    Limits,
-    Measured,
-    StepTimes,
-    read,
-    read_there,
-)
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
 from sglang.srt.disaggregation.lead import local_chunk
 from sglang.srt.disaggregation.lead.prefill_exit import ReleasingServers, release_room
+from sglang.srt.disaggregation.local_prefill.chunk_times import (
+    VOTES,
+    Measured,
+    StepTimes,
+    agreed_costs,
+)
+from sglang.srt.disaggregation.local_prefill.observe import observe_gap, record_choice
+from sglang.srt.disaggregation.local_prefill.pace import Limits, Pace
+from sglang.srt.disaggregation.local_prefill.policy import (
+    Decision,
+    Load,
+    choose,
+    choose_without_prefill,
+    prefill_only_reason,
+)
 from sglang.srt.disaggregation.policy.memory import page_ceil
 from sglang.srt.patchset import environment
 
-logger = logging.getLogger(__name__)
+#: Votes of a rank: the turn's prefill server releases rooms, or does not as far as this rank knows.
+#: The smallest over the ranks counts.
+_RELEASES, _NEVER = 0, -2
 
 
-class Turn(NamedTuple):
-    """What is noted of a request, as ``lead_turn`` of SGLang's ``Req``. ``tokens``: new ones as
-    they were when it was decided; ``at``: when that was, or when prefill was asked (this rank's
-    clock)."""
-
-    decision: Decision
-    address: str
-    tokens: int
-    at: float
-
-
-def only_prefill_can(entry: Any) -> str | None:
-    """Why a queue entry is left to prefill whatever it costs; None if it may be computed here."""
+def reason_for_prefill(entry: Any) -> str | None:
+    """Return why a queue entry is left to prefill, whatever the queues are, or None."""
     from sglang.srt.disaggregation.decode import _is_fake_transfer
 
-    req = entry.req
-    wants = req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
-    reasons = {
-        "not_shared": _is_fake_transfer(req) or entry.is_rebootstrap or entry.host_staged,
-        "input_logprobs": wants,
-        "hidden_states": req.return_hidden_states,
-        "routed_experts": req.return_routed_experts or req.return_indexer_topk,
-        "embeddings": req.input_embeds is not None or req.positional_embed_overrides is not None,
-        "multimodal": req.multimodal_inputs is not None,
-        "session": req.session is not None or req.beam_group is not None,
-        "no_output": req.sampling_params.max_new_tokens < 1,
-        "aborted": req.to_finish is not None,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    if _is_fake_transfer(entry.req) or entry.is_rebootstrap or entry.host_staged:
+        return "not_shared"
+    return prefill_only_reason(entry.req)
 
 
-class LocalTurns:
-    """The local turns of one decode rank, as ``lead_turns`` of SGLang's ``Scheduler``; only its
-    thread comes here."""
+class QueuedTurns:
+    """The local turns of one decode rank, as ``lead_turns`` of SGLang's ``Scheduler``."""
 
     def __init__(
         self, scheduler: Any, limits: Limits, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._scheduler, self._limits, self._clock = scheduler, limits, clock
+        self._scheduler, self.limits, self._clock = scheduler, limits, clock
         self.measured = Measured(limits.max_itl)
         self.peers, self.telemetry = ReleasingServers(), STATS
-        self.choice, self.pace = Choice(limits), Pace(limits.share)
+        self.pace = Pace(limits)
         self.times = StepTimes(self.measured, blocking=scheduler.server_args.device == "cpu")
-        #: Admitted in this step, in no batch yet; and the batch that they are built into.
+        #: Requests that were admitted in this step and are in no batch yet.
         self._chosen: list[Any] = []
+        #: Batch that is built of them.
         self._built: Any = None
-        #: The one request that goes on in a later chunk.
+        #: Request that continues in a later chunk.
         self.unfinished: Any = None
-        #: Chunks whose result was not processed; batches whose requests have their first token.
+        #: Chunks whose result was not processed.
         self._launched: deque[Any] = deque()
+        #: Batches whose requests have their first token and are not running.
         self._computed: list[Any] = []
 
     @property
     def reqs(self) -> list[Any]:
-        """The requests that hold pages, or are about to, and are in no batch of SGLang's."""
+        """Requests that hold pages, or are about to, and are in no batch of SGLang's."""
         batches = (self._built, *self._launched, *self._computed)
         held = [req for batch in batches if batch is not None for req in batch.reqs]
         held += self._chosen if self.unfinished is None else [*self._chosen, self.unfinished]
@@ -114,148 +92,125 @@ class LocalTurns:
     # ---- the choice ----
 
     def decide(self, queue: Any) -> None:
-        """Where each request of the prealloc queue that became ready is computed. Equal on all
-        ranks: they decide from numbers that they agreed on."""
-        for address in self.peers.keep(queue.kv_manager.prefill_info_table):
-            self.measured.forget(address)
+        """Choose the server for each request of the prealloc queue that became ready. Equal on all
+        ranks, because they choose from numbers that they agreed on."""
+        self.peers.keep(queue.kv_manager.prefill_info_table)
         entries = ready(queue)
-        new = [each for each in entries if turn_of(each.req) is None]
+        new = [each for each in entries if decision_of(each.req) is None]
         if not new:
             return
         questions = [self._question(queue, entry) for entry in new]
         agreed = self._agree([vote for *_, vote in questions])
-        waiting = [turn_of(each.req) for each in entries]
-        queued = sum(turn.tokens for turn in waiting if turn is not None and turn.decision.local)
-        for entry, (why, address, tokens, _), vote in zip(new, questions, agreed, strict=True):
-            there = None if vote == NEVER else read_there(vote)
+        queued, remote = self._queued(entries)
+        for entry, (reason, tokens, _), vote in zip(new, questions, agreed, strict=True):
+            address = _address(entry.req)
+            reason = reason or ("peer" if vote == _NEVER else None)
             if (lost := lost_reason(entry)) is not None:
-                load = self._load(queued)
-                decision = self.choice.without_prefill(tokens, load, self.pace.costs, lost)
+                decision = choose_without_prefill(tokens, self.limits, lost)
                 if not decision.local:
                     entry.kv_receiver.abort()
-            elif why is not None or vote == NEVER:
-                decision = Decision(False, why or "peer", None, there)
+            elif reason is not None:
+                decision = Decision(False, reason, tokens)
             else:
-                decision = self.choice.decide(tokens, self._load(queued), self.pace.costs, there)
-            queued += tokens if decision.local else 0
-            entry.req.lead_turn = Turn(decision, address, tokens, self._clock())
+                decision = choose(tokens, self._load(queued, remote[address]), self.limits)
+            if decision.local:
+                queued += tokens
+            else:
+                remote[address] += tokens
+            entry.req.lead_turn = decision
 
     def _agree(self, votes: list[int]) -> list[int]:
-        """The smallest of each vote over the ranks; from then on they decide by agreed costs."""
+        """Return the smallest of each vote over the ranks; take over the times they agreed on."""
         group = self._scheduler.disagg_decode_prealloc_queue.gloo_group
         agreed = minimum([*self.measured.votes(), *votes], group)
-        self.pace.costs = read(agreed[:VOTES])
+        self.pace.costs = agreed_costs(agreed[:VOTES])
         return agreed[VOTES:]
 
-    def _question(self, queue: Any, entry: Any) -> tuple[str | None, str, int, int]:
-        """Why only prefill can; its address; the new tokens; this rank's vote."""
-        from sglang.srt.disaggregation.decode import _bootstrap_addr
+    def _question(self, queue: Any, entry: Any) -> tuple[str | None, int, int]:
+        """Return why only prefill can compute an entry, its new tokens, and this rank's vote."""
         from sglang.srt.mem_cache.common import match_kv_cache
 
         req, length = entry.req, len(entry.req.origin_input_ids)
-        address, why = _bootstrap_addr(req), only_prefill_can(entry)
-        if why is not None:
-            return why, address, length, UNKNOWN
+        if (reason := reason_for_prefill(entry)) is not None:
+            return reason, length, _RELEASES
         match_kv_cache(req, queue.tree_cache, req.origin_input_ids, max_prefix_len=length - 1)
-        tokens = length - req.prefix_len
-        if lost_reason(entry) is not None:
-            return None, address, tokens, UNKNOWN
-        peer = self.peers.releases(address)
-        return None, address, tokens, self.measured.vote_there(address, tokens) if peer else NEVER
+        releases = lost_reason(entry) is not None or self.peers.releases(_address(req))
+        return None, length - req.prefix_len, _RELEASES if releases else _NEVER
 
-    def _load(self, queued: int) -> Load:
+    def _queued(self, entries: list[Any]) -> tuple[int, Counter[str]]:
+        """Return the tokens of local turns that are queued, and by address the new tokens of the
+        requests that prefill servers have to compute for this one."""
+        queued, remote = self.pending_tokens, Counter[str]()
+        for decision, req in ((decision_of(each.req), each.req) for each in entries):
+            if decision is not None and decision.local:
+                queued += decision.tokens
+            elif decision is not None:
+                remote[_address(req)] += decision.tokens
+        for entry in self._scheduler.disagg_decode_transfer_queue.queue:
+            req = entry.req
+            remote[_address(req)] += len(req.origin_input_ids) - req.kv.cache_protected_len
+        return queued, remote
+
+    def _load(self, queued: int, remote: int) -> Load:
         running = len(self._scheduler.running_batch.reqs)
         is_full = self.places <= len(self._scheduler.waiting_queue)
-        return Load(queued + self.pending_tokens, running, self.pace.debt, is_full, self._largest)
+        return Load(queued, remote, running, is_full, self.pace.largest_chunk(self._delays))
 
     def announced(self, reqs: list[Any]) -> None:
-        """SGLang asked prefill for ``reqs``."""
+        """Count requests that SGLang announced to prefill."""
         for req in reqs:
-            turn = turn_of(req)
-            if turn is not None:
-                tokens = len(req.origin_input_ids) - req.kv.cache_protected_len
-                req.lead_turn = turn._replace(tokens=tokens, at=self._clock())
-                self._made(req)
-
-    def shown(self, reqs: list[Any]) -> None:
-        """The first tokens of ``reqs``, which prefill computed, are here."""
-        now = self._clock()
-        for req in reqs:
-            turn, req.lead_turn = turn_of(req), None
-            if turn is not None:
-                self.measured.shown(turn.address, turn.tokens, now - turn.at)
-                observe_turn(self.telemetry, turn.decision, now - turn.at)
-
-    def _made(self, req: Any) -> None:
-        turn = req.lead_turn
-        self.choice.made(turn.decision)
-        count_turn(self.telemetry, turn.decision)
-        logger.debug(
-            "turn %s (room %s, %d new tokens): %s (%s); expected here %s s, from prefill %s s",
-            req.rid,
-            req.bootstrap_room,
-            turn.tokens,
-            turn.decision.where,
-            turn.decision.reason,
-            turn.decision.here,
-            turn.decision.there,
-        )
+            decision, req.lead_turn = decision_of(req), None
+            if decision is not None:
+                record_choice(self.telemetry, req, decision)
 
     # ---- admission ----
 
     @property
     def places(self) -> int:
-        """How many more requests may run beside those that run or are computed here."""
+        """Number of requests that may run beside running requests and local turns."""
         scheduler = self._scheduler
-        most = min(scheduler.req_to_token_pool.size, scheduler.max_running_requests)
-        return int(max(most - len(scheduler.running_batch.reqs) - len(self.reqs), 0))
+        max_running = min(scheduler.req_to_token_pool.size, scheduler.max_running_requests)
+        return int(max(max_running - len(scheduler.running_batch.reqs) - len(self.reqs), 0))
 
     @property
     def _beside(self) -> int:
-        """Requests that stand still while a chunk runs."""
+        """Number of requests that a chunk delays."""
         scheduler = self._scheduler
         return len(scheduler.running_batch.reqs) + min(len(scheduler.waiting_queue), self.places)
 
     @property
-    def _largest(self) -> int:
-        """Tokens of the largest chunk that fits into the bound on inter-token latency. The bound
-        applies where a chunk delays the next token of a request that runs, or of a turn whose first
-        token is known, at the latest by the chunk under way."""
+    def _delays(self) -> bool:
+        """True if a chunk delays the next token of a running request, or of a turn whose first
+        token is known, at the latest by the launched chunk. The bound on inter-token latency
+        applies then."""
         ends = any(len(each.reqs) > (each.chunked_req is not None) for each in self._launched)
-        delays = self._beside or self._computed or ends
-        return (self.pace.costs if delays else Costs()).largest_chunk(self._limits)
+        return bool(self._beside or self._computed or ends)
 
     def _fits(self, left: int) -> bool:
-        """Whether the next chunk delays nobody beyond the bound, where the first turn in line has
-        ``left`` tokens to compute."""
-        return self._largest >= min(self._limits.least, left)
+        return self.pace.fits(left, self._delays)
 
     def _chunk(self, left: int) -> int:
-        """Tokens of the chunk that may run now, likewise; 0 if none may."""
-        fits = self._fits(left)
-        if not self.pace.may_run(self._beside, fits):
-            return 0
-        return max(self._largest if fits else self._limits.least, self._limits.page)
+        return self.pace.next_chunk(left, self._beside, self._delays)
 
     def admit(self, queue: Any) -> None:
-        """Hides the local turns of the prealloc queue from SGLang, and builds a chunk of those
-        that may run now."""
-        page, left = self._limits.page, 0 if self.unfinished else None
+        """Hide the local turns of the prealloc queue from SGLang, and build a chunk of those that
+        may run now."""
+        page, left = self.limits.page, 0 if self.unfinished else None
         ahead, entries = 0, list[Any]()
         for entry in ready(queue):
-            turn, req = entry.req.lead_turn, entry.req
-            if not turn.decision.local:
+            req, decision = entry.req, entry.req.lead_turn
+            if not decision.local:
                 entry.waiting_for_input = lost_reason(entry) is None  # else it ends
-                # What SGLang could not admit in the last step, it admits first.
-                prefix = len(req.origin_input_ids) - turn.tokens
+                # SGLang first admits what it could not admit in the last step.
+                prefix = len(req.origin_input_ids) - decision.tokens
                 ahead = ahead or sum(self._needs(queue, req, prefix))
                 continue
             can_leave = lost_reason(entry) is None
-            if can_leave and turn.decision.reason != "always" and not self._fits(turn.tokens):
-                leave(entry, "itl")  # others run since it was decided, or chunks take longer
+            if can_leave and decision.reason != "always" and not self._fits(decision.tokens):
+                leave(entry, "itl")  # requests began to run since the choice, or chunks are slower
                 continue
-            entry.waiting_for_input = False  # SGLang sets it anew in each step
-            left = self._chunk(turn.tokens) if left is None else left
+            entry.waiting_for_input = False  # SGLang sets it again in each step
+            left = self._chunk(decision.tokens) if left is None else left
             rows = queue.req_to_token_pool.available_size() - len(entries)
             if left < page or min(self.places, rows) <= 0:
                 left = 0
@@ -274,7 +229,7 @@ class LocalTurns:
             self._launch(queue, entries)
 
     def _needs(self, queue: Any, req: Any, prefix: int) -> tuple[int, int]:
-        """Tokens that ``req`` allocates, and those that have to be left then; SGLang's numbers."""
+        """Return the tokens that ``req`` allocates, and those that must stay free, by SGLang."""
         length = len(req.origin_input_ids)
         need = int(queue._required_alloc_tokens(fill_len=length, prefix_len=prefix))
         required = queue._required_admission_tokens(req, need, prefix, self._retractable)
@@ -282,13 +237,13 @@ class LocalTurns:
 
     @property
     def _retractable(self) -> int:
-        """Tokens that SGLang's budgets take to be given back by retraction."""
+        """Tokens that SGLang's budgets count as released by a retraction."""
         running = self._scheduler.running_batch.reqs
         return sum(len(req.origin_input_ids) + len(req.output_ids) for req in running)
 
     def _take(self, queue: Any, req: Any, left: int, ahead: int) -> int:
-        """Locks the prefix of ``req`` and sets how far its first chunk goes, if it fits beside
-        ``ahead`` tokens; how many tokens it allocates, or 0."""
+        """Lock the prefix of ``req`` and set the end of its first chunk, if it fits beside
+        ``ahead`` tokens. Return the tokens that it allocates, or 0."""
         from sglang.srt.mem_cache.common import match_kv_cache
 
         tree, length = queue.tree_cache, len(req.origin_input_ids)
@@ -305,7 +260,7 @@ class LocalTurns:
         return need
 
     def _launch(self, queue: Any, entries: list[Any]) -> None:
-        """Builds the chunk of the chosen requests, and tells prefill."""
+        """Build the chunk of the chosen requests, and notify prefill."""
         reqs, self._chosen = self._chosen, []
         if reqs[-1].extend_end < len(reqs[-1].origin_input_ids):
             self.unfinished = reqs[-1]
@@ -315,12 +270,12 @@ class LocalTurns:
         for entry in entries:
             release_room(entry.kv_receiver)
             entry.kv_receiver = None
-            self._made(entry.req)
+            record_choice(self.telemetry, entry.req, entry.req.lead_turn)
 
     # ---- chunks ----
 
     def next_batch(self) -> Any:
-        """The next chunk as a ``ScheduleBatch``, if one may run now; else None."""
+        """Return the next chunk as a ``ScheduleBatch`` if one may run now, else None."""
         batch, self._built = self._built, None
         if batch is None and self.unfinished is not None:
             batch = self._next_chunk(self.unfinished)
@@ -342,12 +297,12 @@ class LocalTurns:
                 local_chunk.end(scheduler, req)
             return None
         tree, done, length = scheduler.tree_cache, req.extend_end, len(req.origin_input_ids)
-        if self._limits.max_itl is not None:
-            self._agree([])  # what fits changes with each chunk, whether or not somebody arrives
+        if self.limits.max_itl is not None:
+            self._agree([])  # the largest chunk changes with each one, also without arrivals
         chunk = self._chunk(length - done)
         end = local_chunk.end_of_chunk(done, length, chunk, tree.page_size)
         free = scheduler.token_to_kv_pool_allocator.available_size() + tree.evictable_size()
-        # What the next decode step takes of each of the others: a page, or that of its drafts.
+        # Each other request takes a page in the next decode step, or the pages of its drafts.
         step = page_ceil(get_alloc_len_per_decode(), tree.page_size)
         step *= len(scheduler.running_batch.reqs) + 1
         if not chunk or end - done + step > free:
@@ -359,62 +314,68 @@ class LocalTurns:
         return local_chunk.build(scheduler, [req], self.unfinished)
 
     def result(self) -> None:
-        """The oldest chunk's result was processed: who has a first token joins in the next step."""
+        """Queue the turns of the oldest chunk, whose result was processed, for the running
+        batch."""
         if not self._launched:
             return
-        batch, now = self._launched.popleft(), self._clock()
+        batch = self._launched.popleft()
         if batch.spec_info is not None:
             own_first_drafts(batch)  # a request that is retracted starts from them again
         batch.filter_batch(reqs_to_exclude=batch.chunked_req)
         for req in batch.reqs:
-            turn, req.lead_turn = req.lead_turn, None
-            observe_turn(self.telemetry, turn.decision, now - turn.at)
+            req.lead_turn = None
         self._computed.append(batch)
 
     def decoded(self, reqs: list[Any]) -> None:
-        """A decode step's tokens for ``reqs`` are about to be sent."""
+        """Measure the gap before a decode step whose tokens for ``reqs`` are about to be sent."""
         rids = frozenset(req.rid for req in reqs if not req.finished())
-        gap = self.measured.gaps.step(self._clock(), rids, self._fits(self._limits.least))
+        gap = self.measured.gaps.step(self._clock(), rids, self._fits(self.limits.least))
         if gap is not None:
-            observe_gap(self.telemetry, *gap, self._limits.max_itl)
+            observe_gap(self.telemetry, *gap, self.limits.max_itl)
 
     def join(self, running: Any, but: Any = None) -> Any:
-        """The running batch with the computed requests, without those of the batch ``but``."""
+        """Return the running batch with the computed requests, except those of batch ``but``."""
         batches, self._computed = self._computed, []
         return local_chunk.merged(running, [batch for batch in batches if batch is not but])
 
     def retracted(self) -> None:
-        """SGLang took all requests back, also those that are here."""
+        """Forget all turns, because SGLang retracted all requests."""
         for req in self.reqs:
             req.lead_turn = None
         self.unfinished = None
         self._computed.clear()
 
 
-def turn_of(req: Any) -> Any:
-    """What is noted of a request (``Turn``), or None."""
+def decision_of(req: Any) -> Decision | None:
+    """Return the decision on a request that is not announced or running, or None."""
     return getattr(req, "lead_turn", None)
 
 
+def _address(req: Any) -> str:
+    """Return the address of its prefill server."""
+    from sglang.srt.disaggregation.decode import _bootstrap_addr
+
+    return str(_bootstrap_addr(req))
+
+
 def lost_reason(entry: Any) -> str | None:
-    """Why a queue entry has no prefill server (``without_prefill``); None if it has one."""
+    """Return why a queue entry has no prefill server (``without_prefill``), or None."""
     return getattr(entry.kv_receiver, "reason", None)
 
 
 def leave(entry: Any, reason: str) -> None:
-    """A turn that was to be computed here is left to prefill, which SGLang asks in its order."""
-    turn = entry.req.lead_turn
-    decision = turn.decision._replace(local=False, reason=reason)
-    entry.waiting_for_input, entry.req.lead_turn = True, turn._replace(decision=decision)
+    """Leave a local turn to prefill; SGLang announces it in its order."""
+    entry.waiting_for_input = True
+    entry.req.lead_turn = entry.req.lead_turn._replace(local=False, reason=reason)
 
 
 def ready(queue: Any) -> list[Any]:
-    """The entries of a prealloc queue that wait for admission."""
+    """Return the entries of a prealloc queue that wait for admission."""
     return [each for each in queue.queue if each.waiting_for_input and not each.req.finished()]
 
 
 def limits(page: int) -> Limits:
-    """The settings. ``page``: tokens of a page.
+    """Return the settings. ``page``: tokens of a page.
 
     Raises:
         ValueError: a variable is not the number that it must be.

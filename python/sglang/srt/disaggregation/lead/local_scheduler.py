@@ -1,4 +1,7 @@
-"""SGLang's methods around which local turns run."""
+"""SGLang's methods around which local turns run.
+
+Contract: scheduler thread; all ranks of a server call the same methods in the same steps.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any  # Any: SGLang's objects
 
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.lead.attach import Function, Wraps
-from sglang.srt.disaggregation.lead.local import LocalTurns, limits
+from sglang.srt.disaggregation.lead.local import QueuedTurns, limits
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +24,7 @@ def install(wrap: Wraps) -> None:
     from sglang.srt.managers.scheduler import Scheduler
 
     def scheduler(name: str, signature: str) -> Callable[[Function], None]:
-        """Around a method of a scheduler that may have local turns, which come first then."""
+        """Wrap a method of the scheduler; ours is called if the scheduler has local turns."""
 
         def put(ours: Function) -> None:
             @wrap(Scheduler, name, signature)
@@ -38,10 +41,10 @@ def install(wrap: Wraps) -> None:
         stock()
         if self.disagg_decode_prealloc_queue is None:
             return
-        self.lead_turns = LocalTurns(self, limits(self.tree_cache.page_size))
+        self.lead_turns = QueuedTurns(self, limits(self.tree_cache.page_size))
         if self.metrics_reporter.enable_metrics:
             STATS.bind(self.metrics_collector.labels)
-        logger.info("turns may be computed here: %s", self.lead_turns.choice.limits)
+        logger.info("local prefill enabled: %s", self.lead_turns.limits)
 
     @wrap(
         DecodePreallocQueue,
@@ -77,13 +80,12 @@ def install(wrap: Wraps) -> None:
         return stock(*args, **kwargs) - self.scheduler.lead_turns.pending_tokens
 
     @scheduler("get_next_disagg_decode_batch_to_run", "(self, running_batch)")
-    def get_next_batch(stock: Function, turns: LocalTurns, self: Any, running_batch: Any) -> Any:
+    def get_next_batch(stock: Function, turns: QueuedTurns, self: Any, running_batch: Any) -> Any:
         turns.times.hook(time.monotonic())
         self.running_batch = running_batch = turns.join(running_batch)
         batch = turns.next_batch()
         if batch is not None:
             return NextBatchPlan(batch_to_run=batch, running_batch=running_batch)
-        turns.shown(self.waiting_queue)
         places = turns.places if turns.reqs else len(self.waiting_queue)
         held, self.waiting_queue = self.waiting_queue[places:], self.waiting_queue[:places]
         plan = stock(running_batch=running_batch)
@@ -95,7 +97,7 @@ def install(wrap: Wraps) -> None:
 
     @scheduler("process_batch_result", "(self, batch, result)")
     def process_batch_result(
-        stock: Function, turns: LocalTurns, self: Any, batch: Any, result: Any
+        stock: Function, turns: QueuedTurns, self: Any, batch: Any, result: Any
     ) -> None:
         turns.times.hook(time.monotonic())
         if getattr(result, "copy_done", None) is not None:
@@ -110,18 +112,18 @@ def install(wrap: Wraps) -> None:
             turns.result()
 
     @scheduler("_collect_inflight_batches", "(self)")
-    def _collect_inflight_batches(stock: Function, turns: LocalTurns, self: Any) -> Any:
-        return [*stock(), turns]  # of which SGLang reads ``reqs``: aborts and deadlines
+    def _collect_inflight_batches(stock: Function, turns: QueuedTurns, self: Any) -> Any:
+        return [*stock(), turns]  # SGLang reads its ``reqs`` for aborts and deadlines
 
     @scheduler("is_fully_idle", "(self, for_health_check=False, ignore_waiting=False)")
-    def is_fully_idle(stock: Function, turns: LocalTurns, self: Any, *args: Any, **kw: Any) -> Any:
+    def is_fully_idle(stock: Function, turns: QueuedTurns, self: Any, *args: Any, **kw: Any) -> Any:
         return stock(*args, **kw) and not turns.reqs
 
     @scheduler("pause_generation", "(self, recv_req)")
-    def pause_generation(stock: Function, turns: LocalTurns, self: Any, recv_req: Any) -> Any:
+    def pause_generation(stock: Function, turns: QueuedTurns, self: Any, recv_req: Any) -> Any:
         retracts = recv_req.mode == "retract"
         if retracts:
-            # SGLang takes back the requests of the running batch, the last one and ``chunked_req``.
+            # SGLang retracts the requests of the running batch, the last one and ``chunked_req``.
             self.running_batch = turns.join(self.running_batch, but=self.last_batch)
             self.chunked_req = turns.unfinished
         stock(recv_req)

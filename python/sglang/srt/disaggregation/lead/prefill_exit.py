@@ -59,13 +59,12 @@ class ReleasingServers:
     def __init__(self) -> None:
         self._releases: dict[str, bool | None] = {}
 
-    def keep(self, reachable: Container[str]) -> list[str]:
-        """Forget servers that are no longer ``reachable``, so that a server there is queried again.
-        Return their addresses."""
-        gone = [address for address in [*self._releases] if address not in reachable]
-        for address in gone:
-            self._releases.pop(address, None)
-        return gone
+    def keep(self, reachable: Container[str]) -> None:
+        """Forget servers that are no longer ``reachable``, so that a server there is queried
+        again."""
+        for address in [*self._releases]:
+            if address not in reachable:
+                self._releases.pop(address, None)
 
     def releases(self, address: str) -> bool:
         """Return True if the server at ``address`` is known to release rooms. Query it if it is

@@ -5,8 +5,8 @@ and admits no request while it waits. Here the prompt is matched and locked firs
 request's, and only the part after the match is allocated and copied back from the CPU. Shared pages
 are not written, because running requests read them.
 
-Contract: scheduler thread; all ranks resume the same request in the same step. A ``Lease`` holds a
-tree lock within one call of SGLang's.
+Contract: scheduler thread; all ranks resume the same request in the same step. A ``ResumeLease``
+holds a tree lock within one call of SGLang's.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.lead.attach import Function
 
 
-class Lease:
+class ResumeLease:
     """The lock on the prefix of one retracted request that may resume in this call of SGLang's
-    (``Admission.step``)."""
+    (``RemainingAdmission.step``)."""
 
     def __init__(self, queue: Any, req: Any) -> None:
         before = queue.tree_cache.evictable_size()

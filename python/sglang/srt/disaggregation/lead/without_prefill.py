@@ -1,8 +1,10 @@
-"""Requests whose prefill server is lost, or whose transfer failed: computed here if they are short.
+"""Fallback prefill: short requests whose prefill server is lost, or whose transfer failed.
 
-Such a request goes back into SGLang's prealloc queue with a receiver that asks nobody. What it held
-for its transfer stays with a stand-in (``remains``), until SGLang's deferred release gives it back.
-Nothing of a transfer that failed is used.
+Such a request returns to SGLang's prealloc queue with a receiver that queries no server. What it
+held for its transfer stays with a stand-in (``stand_in``) until SGLang's deferred release frees it.
+Nothing of a failed transfer is used.
+
+Contract: scheduler thread. That a room failed was agreed, so all ranks do the same in one step.
 """
 
 from __future__ import annotations
@@ -12,14 +14,14 @@ import logging
 from typing import Any  # Any: SGLang's objects
 
 from sglang.srt.disaggregation.lead.attach import Function, Wraps
-from sglang.srt.disaggregation.lead.local import only_prefill_can
+from sglang.srt.disaggregation.lead.local import reason_for_prefill
 from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)
 
 
-class NoPrefill:
-    """Stands where the receiver of such a request was. ``reason``: for the metrics."""
+class LostPrefill:
+    """Replaces the receiver of such a request. ``reason``: label of the metric."""
 
     bootstrap_infos = ()
 
@@ -27,17 +29,18 @@ class NoPrefill:
         self.bootstrap_room, self.reason, self.is_over = req.bootstrap_room, reason, False
 
     def poll(self) -> Any:
-        """Ready for admission, until the client leaves or the request turns out to be too long."""
+        """Return the state for admission: ready, until the client leaves or the request is found to
+        be too long."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         return KVPoll.Failed if self.is_over else KVPoll.WaitingForInput
 
     def abort(self) -> None:
-        """SGLang ends the request in its next step."""
+        """Let SGLang end the request in its next step."""
         self.is_over = True
 
     def failure_exception(self) -> None:
-        """What SGLang tells the client.
+        """Raise the error for the client.
 
         Raises:
             RuntimeError: always.
@@ -48,20 +51,20 @@ class NoPrefill:
         )
 
     def clear(self) -> None:
-        """There is nothing."""
+        """Do nothing."""
 
 
 def may_save(entry: Any) -> bool:
-    """Whether a request whose room failed may be computed here, if it is short enough."""
+    """Return True if a request whose room failed may be computed here if it is short enough."""
     req = entry.req
     is_wanted = not getattr(req, "lead_unwanted", False)
-    is_new = not isinstance(entry.kv_receiver, NoPrefill)
+    is_new = not isinstance(entry.kv_receiver, LostPrefill)
     # SGLang empties the lists of log probabilities when a room fails.
-    return is_wanted and is_new and not req.return_logprob and only_prefill_can(entry) is None
+    return is_wanted and is_new and not req.return_logprob and reason_for_prefill(entry) is None
 
 
 def renew(entry: Any, req: Any, reason: str) -> None:
-    """The entry is decided anew in the next step."""
+    """Let the entry be decided again in the next step."""
     logger.warning(
         "request %s (bootstrap_room=%s) has no prefill server (%s): it is computed here if it is "
         "short enough",
@@ -70,12 +73,12 @@ def renew(entry: Any, req: Any, reason: str) -> None:
         reason,
     )
     req.lead_turn = None
-    entry.kv_receiver, entry.waiting_for_input = NoPrefill(req, reason), False
+    entry.kv_receiver, entry.waiting_for_input = LostPrefill(req, reason), False
 
 
-def remains(req: Any) -> Any:
-    """A request that owns what ``req`` has owned for its transfer. ``req`` owns nothing then, like
-    one that was never admitted; the client of the other one counts as answered."""
+def stand_in(req: Any) -> Any:
+    """Return a request that owns the transfer's memory of ``req`` and whose client counts as
+    answered. ``req`` then owns nothing, like a request that was never admitted."""
     left, stained, count = copy.copy(req), req.retracted_stain, req.retraction_count
     left.finished_output = True
     req.kv = type(req.kv)()
@@ -114,7 +117,7 @@ def install(wrap: Wraps) -> None:
     def _abort_failed_transfer(stock: Function, self: Any, decode_req: Any) -> None:
         stock(decode_req)
         if may_save(decode_req):
-            req, decode_req.req = decode_req.req, remains(decode_req.req)
+            req, decode_req.req = decode_req.req, stand_in(decode_req.req)
             entry = DecodeRequest(req=req, kv_receiver=None)
             renew(entry, req, "transfer_failed")
             self.scheduler.disagg_decode_prealloc_queue.queue.insert(0, entry)

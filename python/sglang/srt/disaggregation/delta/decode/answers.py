@@ -175,8 +175,6 @@ class Answers:
         record = record_of(entry.req)
         record.enter(Stage.IN_LINE)
         record.wait, record.is_alone = Wait(since=self._clock()), True
-        # Another server at this address may be faster or slower.
-        self._turns.measured.forget(bootstrap_addr(entry.req))
         logger.warning(
             "request %s (bootstrap_room=%s) has no prefill server: %s. Fallback prefill computes "
             "it if it is short enough",

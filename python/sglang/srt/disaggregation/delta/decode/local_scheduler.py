@@ -1,6 +1,8 @@
-"""The scheduler of a decode server that computes turns itself, between its decode steps.
+"""Scheduler of a decode server that computes turns itself, between its decode steps.
 
-No other server's scheduler has this mixin (``when`` in ``patchset/table.py``).
+Only the schedulers of such servers have this mixin (``when`` in ``patchset/table.py``).
+
+Contract: scheduler thread, no lock. All ranks of a server run the same batches in the same steps.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.decode.local_turns import LocalTurns, Turn
 from sglang.srt.disaggregation.delta.decode.speculation import place_first_drafts
-from sglang.srt.disaggregation.delta.decode.turn_costs import Limits
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
 from sglang.srt.disaggregation.delta.unserved import named_by
+from sglang.srt.disaggregation.local_prefill.pace import Limits
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ class LocalTurnsScheduler(Scheduler):
 
     @cached_property
     def local_turns(self) -> LocalTurns:
-        """The turns that this server computes itself.
+        """Turns that this server computes itself.
 
         Raises:
             ValueError: an environment variable is not the number that it must be.
@@ -62,17 +64,18 @@ class LocalTurnsScheduler(Scheduler):
     def turns_within(
         self, limits: Limits, clock: Callable[[], float] = time.monotonic
     ) -> LocalTurns:
-        """Local turns of this scheduler; none are there yet."""
+        """Return new local turns of this scheduler."""
 
         def batch() -> tuple[int, int, int]:
-            most = int(min(self.req_to_token_pool.size, self.max_running_requests))
-            return len(self.running_batch.reqs), len(self.waiting_queue), most
+            max_running = int(min(self.req_to_token_pool.size, self.max_running_requests))
+            return len(self.running_batch.reqs), len(self.waiting_queue), max_running
 
         return LocalTurns(
             limits,
             self.telemetry,
             clock,
             batch=batch,
+            transfers=lambda: (each.req for each in self.disagg_decode_transfer_queue.queue),
             peer_yields=lambda it: self.disagg_decode_prealloc_queue.kv_manager.peer_yields(it),
             adapters_fit=self.adapters_fit,
             blocking=self.server_args.device == "cpu",
@@ -81,7 +84,7 @@ class LocalTurnsScheduler(Scheduler):
     @override
     def init_disaggregation(self) -> None:
         super().init_disaggregation()
-        limits = self.local_turns.choice.limits
+        limits = self.local_turns.limits
         logger.info(
             "local prefill may compute turns of up to %d new tokens, fallback prefill of up to "
             "%d, in chunks of %d",
@@ -96,10 +99,10 @@ class LocalTurnsScheduler(Scheduler):
         turns.times.hook(time.monotonic())
         self._join()
         chosen: list[Turn] = []
-        # None while the engine is paused, unless somebody waits for the memory.
+        # No chunk while the engine is paused, unless a release of memory waits for the turns.
         if turns.queue and not (self._engine_paused and self._waiting_release is None):
-            if turns.choice.limits.max_itl is not None:
-                # What fits changes with each chunk, whether or not somebody arrives.
+            if turns.limits.max_itl is not None:
+                # The largest chunk that fits changes with each chunk, also without arrivals.
                 group = self.disagg_decode_prealloc_queue.gloo_group
                 turns.agree(minimum(turns.votes(()), group))
             chosen = turns.next_turns()
@@ -113,21 +116,18 @@ class LocalTurnsScheduler(Scheduler):
             batch = self.maybe_prepare_mlp_sync_batch(batch)
         else:
             batch = super().get_next_disagg_decode_batch_to_run()
-            # A request without a place waits for other requests from here on, as a local turn
-            # would, so this time must not count for its prefill server.
-            turns.shown(self.waiting_queue)
             if batch is not None:
                 turns.stepped(batch)
         turns.others_run = self.server_args.enable_dp_attention and batch is not None
         return batch
 
     def _join(self) -> None:
-        """Computed requests run from the next decode step on, as far as there are places."""
+        """Let computed requests run from the next decode step on, as far as there are places."""
         turns = self.local_turns
         while turns.computed:
             batch, running = turns.computed[0], self.running_batch
             if not running.is_empty():
-                # Who has ended needs no place. Spec v1 has taken them out of the draft input.
+                # Ended requests need no place. Spec v1 has removed them from the draft input.
                 running.filter_batch(v1_spec_info_filtered=True)
             adapters = {req.lora_id for req in (*running.reqs, *batch.reqs)}
             fits = turns.free_places >= 0 and self.adapters_fit(adapters)
@@ -144,13 +144,12 @@ class LocalTurnsScheduler(Scheduler):
                 running.merge_batch(batch)
 
     def may_join(self) -> int:
-        """Of ours (``DisaggScheduler``): no more than have a place beside those that are here."""
+        """Return the number of requests from prefill that may join (``DisaggScheduler``)."""
         return min(super().may_join(), self.local_turns.places_for_others)
 
     def chunk_batch(self, turns: Sequence[Turn]) -> ScheduleBatch:
-        """A batch that computes each turn up to its ``fill_ids``, ready to be run; the last of them
-        may go on in a later chunk (``chunked_req``). The turns count as computed so far from here
-        on."""
+        """Return a batch that computes each turn up to its ``fill_ids``; the last one may continue
+        in a later chunk (``chunked_req``). The turns count as computed so far from now on."""
         from sglang.srt.managers.schedule_batch import ScheduleBatch
         from sglang.srt.observability.req_time_stats import set_schedule_time_batch, set_time_batch
         from sglang.srt.observability.scheduler_metrics_mixin import PrefillStats, QueueCount
@@ -215,12 +214,6 @@ class LocalTurnsScheduler(Scheduler):
         return batch
 
     @override
-    def process_batch_result_prebuilt(self, batch: ScheduleBatch) -> None:
-        reqs = list(batch.reqs)
-        super().process_batch_result_prebuilt(batch)
-        self.local_turns.shown(reqs)
-
-    @override
     def process_batch_result(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
         turns = self.local_turns
         turns.times.hook(time.monotonic())
@@ -250,8 +243,8 @@ class LocalTurnsScheduler(Scheduler):
             if wanted(req) and not req.finished():
                 req.to_finish = FINISH_ABORT()
         self._drop_aborted()
-        # Those that wait for a place end now, however long others' answers are. They have sent
-        # their first token, so their end goes the same way, behind it.
+        # Requests that wait for a place end now, because a place may become free only much later.
+        # Their first token was sent, so their end follows it on the same way.
         for batch in turns.computed:
             for req in batch.reqs:
                 if req.to_finish is not None:
@@ -262,7 +255,7 @@ class LocalTurnsScheduler(Scheduler):
         turns.computed = [batch for batch in turns.computed if not batch.is_empty()]
 
     def _drop_aborted(self) -> None:
-        """Give back what aborted requests hold that no launched chunk uses."""
+        """Release aborted turns that no launched chunk uses."""
         from sglang.srt.managers.io_struct import AbortReq
         from sglang.srt.mem_cache.common import release_kv_cache
 

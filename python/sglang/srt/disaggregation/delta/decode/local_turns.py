@@ -1,21 +1,23 @@
-"""Turns whose new tokens this decode server computes itself, instead of asking prefill for them.
+"""Turns whose new tokens this decode server computes itself.
 
-A local turn is admitted like any other request: its prefix is locked, the pages of its new tokens
-are its own, and the claims count it. Then it is not announced but waits here, and is computed in
-chunks of bounded size, between decode steps. It joins the running batch when its first token is
-known: SGLang cannot retract a request before that, and nobody gives back pages that a step under
-way still reads.
+A local turn is admitted like any other request: its prefix is locked, its new tokens get pages of
+their own, and the claims count it. It is not announced to prefill but queued here, and computed in
+chunks of bounded size between decode steps. It joins the running batch when its first token is
+known, because SGLang cannot retract a request before that, and a step under way still reads its
+pages.
 
-So are requests whose prefill server is lost, or whose transfer failed, if they are short (fallback
-prefill: ``answers.NoPrefill``).
+Short requests whose prefill server is lost, or whose transfer failed, are computed in the same way
+(fallback prefill: ``answers.NoPrefill``).
+
+Contract: scheduler thread, no lock. All ranks of a server call the same methods in the same steps,
+and decide from the numbers of ``agree`` and from queues that are equal on all ranks.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any  # Any: a Candidate, where it has its lease
 
@@ -28,61 +30,56 @@ from sglang.srt.disaggregation.delta.decode.request import (
     record_of,
 )
 from sglang.srt.disaggregation.delta.decode.speculation import own_first_drafts
-from sglang.srt.disaggregation.delta.decode.turn_choice import (
-    Choice,
-    Decision,
-    Load,
-    Pace,
-    Placed,
-    count_turn,
-    observe_gap,
-    observe_turn,
-    only_prefill_can,
-)
-from sglang.srt.disaggregation.delta.decode.turn_costs import (
-    NEVER,
+from sglang.srt.disaggregation.delta.observability import STATS, Telemetry
+from sglang.srt.disaggregation.local_prefill.chunk_times import (
     NOT_MEASURED,
     OTHERS_CHUNK,
-    UNKNOWN,
     VOTES,
-    Costs,
-    Limits,
     Measured,
     StepTimes,
-    read,
-    read_there,
+    agreed_costs,
 )
-from sglang.srt.disaggregation.delta.observability import STATS, Telemetry
+from sglang.srt.disaggregation.local_prefill.observe import observe_gap, record_choice
+from sglang.srt.disaggregation.local_prefill.pace import Limits, Pace
+from sglang.srt.disaggregation.local_prefill.policy import (
+    Decision,
+    Load,
+    choose,
+    choose_without_prefill,
+    prefill_only_reason,
+)
 from sglang.srt.disaggregation.policy.memory import page_floor
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
-logger = logging.getLogger(__name__)
+#: Votes of a rank: the candidate's prefill server takes part in local turns, or does not as far as
+#: this rank knows. The smallest over the ranks counts.
+_YIELDS, _NEVER = 0, -2
 
 
 @dataclass(eq=False)
 class Turn:
-    """A turn that is computed locally. ``done``: tokens of its prompt whose KV was computed, or is
-    computed by a chunk that was launched."""
+    """A turn that is computed locally. ``done``: tokens of its prompt whose KV is computed, also by
+    a launched chunk."""
 
     req: Req
     done: int
 
     @property
     def left(self) -> int:
-        """Tokens that no chunk has taken yet."""
+        """Tokens that are in no chunk yet."""
         return len(self.req.origin_input_ids) - self.done
 
     @property
     def has_begun(self) -> bool:
-        """Whether a chunk has taken some of it."""
+        """True if a chunk with some of its tokens was launched."""
         return bool(self.done > self.req.cache_protected_len)
 
 
 class LocalTurns:
-    """The local turns of one decode rank; only the scheduler's thread comes here."""
+    """The local turns of one decode rank."""
 
     def __init__(
         self,
@@ -91,19 +88,21 @@ class LocalTurns:
         clock: Callable[[], float],
         *,
         batch: Callable[[], tuple[int, int, int]],
+        transfers: Callable[[], Iterable[Req]],
         peer_yields: Callable[[str], bool],
         adapters_fit: Callable[[set[str | None]], bool],
         blocking: bool,
     ) -> None:
-        """``batch``: how many requests run, how many that prefill has sent wait to join them, and
-        how many may run at most; ``peer_yields``: whether the prefill server at an address leaves a
-        request to decode; ``adapters_fit``: whether LoRA adapters have room together; ``blocking``:
-        of ``StepTimes``."""
-        self._limits, self.telemetry, self._clock = limits, telemetry, clock
-        self._batch, self._peer_yields, self._adapters_fit = batch, peer_yields, adapters_fit
+        """``batch``: number of running requests, of requests from prefill that wait to join them,
+        and of requests that may run at most; ``transfers``: requests that were announced to prefill
+        and whose KV has not arrived; ``peer_yields``: True if the prefill server at an address
+        leaves a request to decode; ``adapters_fit``: True if LoRA adapters have room together;
+        ``blocking``: see ``StepTimes``."""
+        self.limits, self.telemetry, self._clock = limits, telemetry, clock
+        self._batch, self._transfers = batch, transfers
+        self._peer_yields, self._adapters_fit = peer_yields, adapters_fit
         self.measured = Measured(limits.max_itl)
-        self.choice = Choice(limits)
-        self.pace = Pace(limits.share)
+        self.pace = Pace(limits)
         self.times = StepTimes(self.measured, blocking)
         #: Admitted, in order; the first may have been computed in part.
         self.queue: list[Turn] = []
@@ -111,19 +110,22 @@ class LocalTurns:
         self.launched: deque[tuple[ScheduleBatch, list[Turn]]] = deque()
         #: Computed batches whose requests have their first token and wait for a place.
         self.computed: list[ScheduleBatch] = []
-        self._there: Sequence[int] = ()
+        self._yields: Sequence[int] = ()
+        #: Tokens that prefill servers compute for this one, by address; None until they are counted
+        #: in this step.
+        self._remote: Counter[str] | None = None
         #: True if other data parallel ranks may run requests, which a chunk here would delay: they
         #: ran a batch in the last step, or this rank ran a chunk in it and cannot tell.
         self.others_run = False
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is here: between its admission and the running batch."""
+        """True if a request is between its admission and the running batch."""
         return bool(self.queue or self.launched or self.computed)
 
     @property
     def requests(self) -> list[Req]:
-        """All that hold pages here and are in no batch that runs."""
+        """Requests that hold pages here and are in no running batch."""
         launched = (turn for _, turns in self.launched for turn in turns)
         found = {id(turn.req): turn.req for turn in (*launched, *self.queue)}
         computed = [req for batch in self.computed for req in batch.reqs if not req.finished()]
@@ -132,59 +134,60 @@ class LocalTurns:
     # ---- the choice ----
 
     def votes(self, candidates: Sequence[Any]) -> list[int]:
-        """What this rank knows of the costs, for the ranks to agree on."""
+        """Return this rank's times, and a vote on the prefill server of each candidate."""
         votes = self.measured.votes()
         for candidate in candidates:
-            vote = UNKNOWN
-            if candidate.lease is not None and not (candidate.resumes or candidate.is_alone):
-                address, tokens = bootstrap_addr(candidate.req), candidate.length
-                tokens -= candidate.lease.length
-                is_asked = self._peer_yields(address)
-                vote = self.measured.vote_there(address, tokens) if is_asked else NEVER
-            votes.append(vote)
+            asks = candidate.lease is not None and not (candidate.resumes or candidate.is_alone)
+            yields = not asks or self._peer_yields(bootstrap_addr(candidate.req))
+            votes.append(_YIELDS if yields else _NEVER)
         return votes
 
     def agree(self, votes: Sequence[int]) -> None:
-        """The numbers of this step, as all ranks have them."""
-        self.pace.costs = read(votes[:VOTES])
-        self._there = votes[VOTES:]
+        """Take over the numbers of this step that the ranks agreed on."""
+        self.pace.costs = agreed_costs(votes[:VOTES])
+        self._yields = votes[VOTES:]
+        self._remote = None
 
     def decide(self, candidate: Any, at: int) -> Decision:
-        """Where the candidate ``at`` of this step, which has its agreed lease, is computed."""
+        """Return the server that computes candidate number ``at`` of this step, which has its
+        agreed lease."""
         tokens = candidate.length - self.prefix_here(candidate)
         if candidate.is_alone:
-            reason = candidate.entry.kv_receiver.reason
-            return self.choice.without_prefill(tokens, self._load(), self.pace.costs, reason)
-        if not candidate.shares:
-            return Decision(False, "not_shared")
-        if self._there[at] == NEVER:
-            return Decision(False, "peer")
-        there = read_there(self._there[at])
-        why = only_prefill_can(candidate.req)
-        if why is not None:
-            return Decision(False, why, None, there)
-        return self.choice.decide(tokens, self._load(), self.pace.costs, there)
+            return choose_without_prefill(tokens, self.limits, candidate.entry.kv_receiver.reason)
+        reason: str | None = "not_shared"
+        if candidate.shares:
+            is_stock = self._yields[at] == _NEVER
+            reason = "peer" if is_stock else prefill_only_reason(candidate.req)
+        if reason is not None:
+            return Decision(False, reason, tokens)
+        return choose(tokens, self._load(bootstrap_addr(candidate.req)), self.limits)
 
-    def _load(self) -> Load:
+    def _load(self, address: str) -> Load:
+        if self._remote is None:
+            self._remote = Counter()
+            for req in self._transfers():
+                self._remote[bootstrap_addr(req)] += _new_tokens(req)
         queued = sum(turn.left for turn in self.queue)
         running, waiting, _ = self._batch()
-        # A turn that is taken now has its place behind those that wait for one.
+        # Earlier turns, and requests from prefill, take their places first.
         ahead = sum(not turn.has_begun for turn in self.queue)
         is_full = self.free_places <= ahead + waiting
-        return Load(queued, running + self.others_run, self.pace.debt, is_full, self._largest)
+        chunk = self.pace.largest_chunk(self._delays)
+        return Load(queued, self._remote[address], running + self.others_run, is_full, chunk)
 
     def prefix_here(self, candidate: Any) -> int:
-        """How long the prefix of a candidate may be that is computed locally: at least one token is
-        left to compute."""
-        most = page_floor(candidate.length - 1, self._limits.page)
+        """Return the length of the prefix that a local turn uses: at least one token is left to
+        compute."""
+        most = page_floor(candidate.length - 1, self.limits.page)
         return min(int(candidate.lease.length), most)
 
     def may_save(self, req: Req) -> bool:
-        """Whether ``req`` may be computed locally if it has no prefill server any more."""
-        return bool(self._limits.when_lost and not is_fake(req) and only_prefill_can(req) is None)
+        """Return True if fallback prefill may compute ``req`` when its prefill server is lost."""
+        is_on = self.limits.when_lost > 0
+        return is_on and not is_fake(req) and prefill_only_reason(req) is None
 
     def take(self, entry: DecodeRequest, decision: Decision) -> None:
-        """``entry`` has its row and pages, and is computed locally: prefill is notified."""
+        """Queue ``entry``, which has its row and pages, and notify prefill."""
         req = entry.req
         entry.kv_receiver.yield_room()
         entry.kv_receiver.clear()
@@ -196,61 +199,33 @@ class LocalTurns:
         self.queue.append(Turn(req, req.cache_protected_len))
         self.placed(req, decision)
 
-    def shown(self, reqs: Sequence[Req]) -> None:
-        """The first tokens of ``reqs`` are on their way to the client, or would be if there were a
-        place in the running batch.
-
-        Called again for those that waited or were retracted, of which nothing more is measured.
-        """
-        now = self._clock()
-        for record in map(record_of, reqs):
-            turn, record.turn = record.turn, None
-            if turn is not None:
-                observe_turn(self.telemetry, turn.decision, now - turn.at)
-                if not turn.decision.local:
-                    self.measured.shown(turn.address, turn.tokens, now - turn.at)
-
     def placed(self, req: Req, decision: Decision) -> None:
-        """``req`` was taken, or announced to prefill, which computes it then."""
-        tokens = req.kv_allocated_len - req.cache_protected_len
-        record_of(req).turn = Placed(decision, bootstrap_addr(req), tokens, self._clock())
-        self.choice.made(decision)
-        count_turn(self.telemetry, decision)
-        logger.debug(
-            "turn %s (room %s, %d new tokens): %s (%s); expected local %s s, remote %s s",
-            req.rid,
-            req.bootstrap_room,
-            tokens,
-            decision.where,
-            decision.reason,
-            decision.here,
-            decision.there,
-        )
+        """Count ``req``, which was taken here or announced to prefill."""
+        if not decision.local and self._remote is not None:
+            self._remote[bootstrap_addr(req)] += _new_tokens(req)
+        record_choice(self.telemetry, req, decision)
 
     # ---- chunks ----
 
     def next_turns(self) -> list[Turn]:
-        """The first turns in line that fit into the next chunk, the last maybe in part; none if no
-        chunk may run now.
+        """Return the first queued turns that fit into the next chunk, the last one perhaps in part;
+        none if no chunk may run now.
 
-        Sets each one's ``fill_ids``, up to which it is computed then.
+        Sets the ``fill_ids`` of each, up to which the chunk computes it.
         """
-        first, tokens, least = self.queue[0], self._largest, self._limits.least
-        fits = tokens >= min(least, first.left)  # else it delays somebody beyond the bound
-        # Who was aborted in a chunk that was launched goes with that one's result.
-        if not self.pace.may_run(self._beside, fits) or first.req.to_finish is not None:
+        first = self.queue[0]
+        tokens = self.pace.next_chunk(first.left, self._beside, self._delays)
+        # A turn that was aborted in a launched chunk is removed with the result of that chunk.
+        if not tokens or first.req.to_finish is not None:
             return []
-        if not fits:
-            tokens = least
-        page, chosen = self._limits.page, list[Turn]()
+        page, chosen = self.limits.page, list[Turn]()
         for turn in self.queue[: max(self.free_places + first.has_begun, 0)]:
             if not self._adapters_fit({t.req.lora_id for t in (*chosen, turn)}):
                 break
             prompt = turn.req.origin_input_ids
             end = len(prompt)
             if turn.left > tokens:
-                # Chunks are a page at least.
-                end = page_floor(turn.done + (tokens if chosen else max(tokens, page)), page)
+                end = page_floor(turn.done + tokens, page)
             if end <= turn.done:
                 break
             turn.req.fill_ids = prompt[:end]
@@ -261,7 +236,7 @@ class LocalTurns:
         return chosen
 
     def launch(self, turns: list[Turn], batch: ScheduleBatch) -> None:
-        """``batch`` computes these ``turns``, the next ones, and is about to run."""
+        """Note that ``batch`` with the next ``turns`` is about to run."""
         self.queue = self.queue[len(turns) - (batch.chunked_req is not None) :]
         self.launched.append((batch, turns))
         self.pace.chunk(batch.extend_num_tokens, self._beside)
@@ -281,30 +256,31 @@ class LocalTurns:
 
     @property
     def _beside(self) -> int:
-        """How many requests a chunk delays: those that run, those that prefill has sent since and
-        that have a place, and one for all on other data parallel ranks."""
+        """Number of requests that a chunk delays: running ones, requests from prefill that have a
+        place, and one for all on other data-parallel ranks."""
         running, waiting, _ = self._batch()
         return running + min(waiting, self.places_for_others) + self.others_run
 
     @property
-    def _largest(self) -> int:
-        """Tokens of the largest chunk that fits into the bound on inter-token latency. The bound
-        applies where a chunk delays the next token of a request that runs, or of a turn whose first
-        token is known, at the latest by the chunk under way."""
+    def _delays(self) -> bool:
+        """True if a chunk delays the next token of a running request, or of a turn whose first
+        token is known, at the latest by the launched chunk. The bound on inter-token latency
+        applies then."""
         ends = any(not turn.left for _, turns in self.launched for turn in turns)
-        delays = self._beside or self.computed or ends
-        return (self.pace.costs if delays else Costs()).largest_chunk(self._limits)
+        return bool(self._beside or self.computed or ends)
 
     def decoded(self, reqs: Sequence[Req]) -> None:
-        """A decode step's tokens for ``reqs`` are about to be sent."""
+        """Measure the gap before a decode step whose tokens for ``reqs`` are about to be sent."""
         rids = frozenset(req.rid for req in reqs if not req.finished())
-        gap = self.measured.gaps.step(self._clock(), rids, self._largest >= self._limits.least)
+        gap = self.measured.gaps.step(
+            self._clock(), rids, self.pace.fits(self.limits.least, self._delays)
+        )
         if gap is not None:
-            observe_gap(self.telemetry, *gap, self._limits.max_itl)
+            observe_gap(self.telemetry, *gap, self.limits.max_itl)
 
     @property
     def free_places(self) -> int:
-        """How many more requests may run. A turn has a place from its first chunk on."""
+        """Number of further requests that may run. A turn has a place from its first chunk on."""
         running, _, most = self._batch()
         turns = {id(turn) for _, turns in self.launched for turn in turns}
         turns |= {id(turn) for turn in self.queue[:1] if turn.has_begun}
@@ -312,12 +288,12 @@ class LocalTurns:
 
     @property
     def places_for_others(self) -> int:
-        """How many requests that prefill has sent may join the running batch now; none while
-        computed ones wait for their adapters to have room, which who passes them would take."""
+        """Number of requests from prefill that may join the running batch now; 0 while computed
+        turns wait for room for their adapters, because later requests would take that room."""
         return 0 if self.computed else max(self.free_places, 0)
 
     def before_result(self) -> None:
-        """The oldest chunk's result is about to be processed: what it computed may be shared."""
+        """Let the tree share what the oldest chunk computed; its result is processed next."""
         for turn in self.launched[0][1]:
             if not turn.req.is_chunked:
                 record_of(turn.req).enter(Stage.COMMITTED)
@@ -329,7 +305,7 @@ class LocalTurns:
                     stats.prefill_finished_time = time.perf_counter()
 
     def after_result(self) -> None:
-        """It was processed: those that have their first token wait for a slot in the batch."""
+        """Queue the turns of the processed chunk that have their first token for a place."""
         batch, turns = self.launched.popleft()
         if batch.spec_info is not None:
             batch.spec_info.future_indices = None  # so that what it has itself is filtered
@@ -337,10 +313,14 @@ class LocalTurns:
         done = [turn.req for turn in turns if turn.req is not batch.chunked_req]
         for req in done:
             req.time_stats.decode_prebuilt_finish_time = time.perf_counter()
-        self.shown(done)
         if not batch.is_empty():
             tokens = [req.output_ids[-1] for req in batch.reqs]
             batch.output_ids = torch.tensor(tokens, dtype=torch.int64, device=batch.device)
             if batch.spec_info is not None:
                 own_first_drafts(batch)
             self.computed.append(batch)
+
+
+def _new_tokens(req: Req) -> int:
+    """Return the tokens of a request that prefill computes and sends, in whole pages."""
+    return int(req.kv_allocated_len - req.cache_protected_len)

@@ -165,7 +165,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
     def _end_handshakes(self) -> list[DecodeRequest]:
         """Answer and return the requests whose handshake failed, on all ranks."""
         turns, checked = self.local_turns, admission.MAX_CHECKED
-        tries_here = turns is not None and turns.choice.limits.when_lost > 0
+        tries_here = turns is not None and turns.limits.when_lost > 0
         pending = [entry for entry in self.queue if not entry.waiting_for_input]
         # Poll the newest handshakes in every step, because their server may answer at once.
         older, newest = pending[:-checked], pending[-checked:]
@@ -240,7 +240,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         candidates = []
         for entry in ready[: admission.MAX_MATCHED]:
             is_alone = record_of(entry.req).is_alone
-            limit = self.local_turns.choice.limits.when_lost if is_alone else math.inf
+            limit = self.local_turns.limits.when_lost if is_alone else math.inf
             candidates.append(Candidate(entry, entry.req, is_alone, limit))
         return candidates
 
@@ -299,8 +299,8 @@ class RadixPreallocQueue(DecodePreallocQueue):
     # ---- one request ----
 
     def _choose_turn(self, candidate: Candidate, index: int) -> Any:
-        """Return where a candidate is computed (``turn_choice.Decision``); None where this server
-        computes no turns."""
+        """Return where a candidate is computed (``local_prefill.policy.Decision``); None if this
+        server computes no turns."""
         turns = self.local_turns
         if turns is None or candidate.resumes:
             return None

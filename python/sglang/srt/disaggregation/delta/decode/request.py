@@ -23,7 +23,6 @@ import torch
 from sglang.srt.disaggregation.delta.pages import load_state
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.delta.decode.turn_choice import Placed
     from sglang.srt.managers.schedule_batch import MultimodalDataItem, Req
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
@@ -142,8 +141,6 @@ class Record:
     refused_for: set[str] = field(default_factory=set)
     #: Tokens of its prompt that were in the tree at admission.
     hit_tokens: int = 0
-    #: The place that computes its new tokens; None before, and once the first token is here.
-    turn: Placed | None = None
     #: True if KV and metadata are here: prefill has nothing left to write on this rank.
     arrived: bool = False
     #: When its KV was here without its metadata (``time.monotonic``).
@@ -320,6 +317,6 @@ def remains(req: Any) -> Req:
     req.reset_for_retract()  # not a retraction, and releases nothing
     req.is_retracted, req.retracted_stain, req.retraction_count = False, stained, count
     req.req_pool_idx, req.cache_protected_len = None, 0
-    record.turn = record.without_metadata_since = record.failure = None
+    record.without_metadata_since = record.failure = None
     record.arrived = False
     return stand_in

@@ -10,19 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.delta.decode.turn_choice import Pace
-from sglang.srt.disaggregation.delta.decode.turn_costs import (
+from sglang.srt.disaggregation.local_prefill.chunk_times import (
     GAIN,
-    LEAST_CHUNK,
     TOLERATED,
     UNKNOWN,
-    Costs,
-    Limits,
     Measured,
     StepTimes,
     TokenGaps,
-    read,
+    agreed_costs,
 )
+from sglang.srt.disaggregation.local_prefill.pace import MIN_CHUNK, Costs, Limits, Pace
 
 BOUND = 0.1
 LIMITS = Limits(tokens=1000, chunk=512, max_itl=BOUND, page=16)
@@ -42,15 +39,15 @@ COSTS = st.builds(
     ("costs", "tokens"),
     [
         (Costs(0.01, 0.0001, 0.01), 512),  # no bound was agreed on
-        (Costs(slack=0.05), LEAST_CHUNK),  # costs are unknown
-        (Costs(0.01, 0.0, 0.01, slack=0.05), LEAST_CHUNK),  # the slope is unknown
+        (Costs(slack=0.05), MIN_CHUNK),  # costs are unknown
+        (Costs(0.01, 0.0, 0.01, slack=0.05), MIN_CHUNK),  # the slope is unknown
         (Costs(0.01, 0.0001, 0.01, slack=0.05), 400),
         (Costs(0.01, 0.0001, 0.01, slack=0.02), 100),
         (Costs(0.01, 0.0001, 0.01, slack=0.1), 512),
         (Costs(0.01, 0.0001, 0.01, slack=0.0105), 5),
         (Costs(0.01, 0.0001, 0.01, slack=0.009), 0),
         (Costs(0.01, 0.0, 0.01, slack=0.009), 0),
-        (Costs(0.01, 0.0001, 0.01, slack=0.11), LEAST_CHUNK),  # more than the bound: one trial
+        (Costs(0.01, 0.0001, 0.01, slack=0.11), MIN_CHUNK),  # more than the bound: one trial
     ],
 )
 def test_the_largest_chunk(costs: Costs, tokens: int) -> None:
@@ -77,7 +74,7 @@ def test_a_chunk_is_expected_within_its_slack(costs: Costs, less: float) -> None
 @pytest.mark.parametrize(
     ("limits", "least"),
     [
-        (LIMITS, LEAST_CHUNK),
+        (LIMITS, MIN_CHUNK),
         (Limits(1000, chunk=32, page=16), 32),
         (Limits(1000, page=128), 128),
         (Limits(1000, chunk=32, page=64), 64),
@@ -145,8 +142,8 @@ def test_the_slack_stays_in_its_limits(steps: list[tuple[float, object, bool]]) 
         measured.gaps.step(at, frozenset("a"), fits)
         slack = measured.gaps.slack
         assert 0 <= slack <= 2 * BOUND + 1e-9
-        assert read(measured.votes()).slack == pytest.approx(slack, abs=1e-6)
-        agreed = read([*map(min, measured.votes(), other.votes())])
+        assert agreed_costs(measured.votes()).slack == pytest.approx(slack, abs=1e-6)
+        agreed = agreed_costs([*map(min, measured.votes(), other.votes())])
         assert agreed.slack == pytest.approx(min(slack, BOUND / 2), abs=1e-6)
     assert Measured().votes() == [UNKNOWN] * 4
 
@@ -183,7 +180,7 @@ class Server:
 
     def __init__(self, bound: float, constant: float, noise: float, seed: int = 1) -> None:
         self.limits = Limits(tokens=10_000, max_itl=bound, page=16)
-        self.measured, self.pace = Measured(bound), Pace(0.5)
+        self.measured, self.pace = Measured(bound), Pace(self.limits)
         self._random, self._noise, self.constant = random.Random(seed), noise, constant
         self._at = 0.0
         #: Gaps with a chunk and without; tokens of all chunks.
@@ -200,19 +197,17 @@ class Server:
     def run(self, steps: int) -> None:
         measured, pace, limits = self.measured, self.pace, self.limits
         for _ in range(steps):
-            pace.costs = read(measured.votes())
-            largest = pace.costs.largest_chunk(limits)
-            fits = largest >= limits.least
-            if pace.may_run(3, fits):
-                tokens = largest if fits else limits.least
+            pace.costs = agreed_costs(measured.votes())
+            tokens = pace.next_chunk(10_000, 3, delays=True)
+            if tokens:
                 expected = measured.chunk.at(tokens) if measured.chunk.is_known else None
                 measured.gaps.chunks.append(expected)
                 measured.chunk.add(tokens, self.take(self.constant + 0.0001 * tokens))
                 pace.chunk(tokens, 3)
                 self.tokens += tokens
-            measured.step.add(0, self.take(0.01))
+            measured.add_step(self.take(0.01))
             pace.step()
-            gap = measured.gaps.step(self._at, frozenset("a"), fits)
+            gap = measured.gaps.step(self._at, frozenset("a"), pace.fits(limits.least, True))
             if gap is not None:
                 self.gaps[gap[1]].append(gap[0])
 

@@ -1,0 +1,120 @@
+"""Which server computes a turn's new tokens: this decode server or its prefill server. Pure.
+
+A turn is computed locally if decode has no more tokens of local turns queued than prefill has of
+requests that this server announced to it. Both queues drain by what each server really does, so no
+times are measured, and each side that falls behind receives fewer turns. The inputs are equal on
+all ranks. All lengths are in tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple  # Any: SGLang's requests of either release
+
+from sglang.srt.disaggregation.local_prefill.pace import Limits
+
+_PREFILL_ONLY = "only prefill sends what the request asks for, or decode cannot compute it"
+#: Label ``reason`` of the metric ``decode_turns``, with its meaning. The table in
+#: docs/advanced_features/pd_local_turns.md has these rows (a test compares them).
+REASONS = {
+    "shorter_queue": "this side has fewer tokens queued; decode, if both have the same number",
+    "itl": "no chunk that is worth computing fits into the bound on inter-token latency",
+    "always": "`SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS=1`",
+    "long": "more new tokens than the flag allows",
+    "no_place": "no place in the running batch is free for it: prefill computes it until one is",
+    "peer": "the prefill server does not know local turns: it is stock or older, or has pipeline "
+    "stages, several tokenizers (`--tokenizer-worker-num`) or gRPC instead of HTTP",
+    "not_shared": "the request may share no prefix: a warm-up, or one from before a flush",
+    "input_logprobs": _PREFILL_ONLY,
+    "hidden_states": _PREFILL_ONLY,
+    "routed_experts": _PREFILL_ONLY,
+    "embeddings": _PREFILL_ONLY,
+    "multimodal": _PREFILL_ONLY,
+    "session": _PREFILL_ONLY,
+    "no_output": _PREFILL_ONLY,
+    "aborted": "the client has left",
+    "no_prefill": "its prefill server could not be reached, or was lost before the request was "
+    "announced",
+    "transfer_failed": "its transfer failed; it was counted before, when it was announced",
+}
+
+
+def prefill_only_reason(req: Any) -> str | None:
+    """Return why decode cannot compute ``req``, or None if it can.
+
+    Fallback prefill asks too: a request with such a reason fails if its prefill server is lost.
+    To add a reason, add a row here (or a branch of ``choose``, if fallback prefill ignores it), a
+    row of ``REASONS``, one of the docs, and a case of ``test_what_goes_to_prefill``.
+    """
+    wants_input_logprobs = req.return_logprob and (
+        0 <= req.logprob_start_len < len(req.origin_input_ids)
+    )
+
+    def newer(name: str) -> Any:
+        """Return an attribute that only SGLang 0.5.23 has."""
+        return getattr(req, name, None)
+
+    holds = {
+        "input_logprobs": wants_input_logprobs,
+        "hidden_states": req.return_hidden_states,
+        "routed_experts": req.return_routed_experts or newer("return_indexer_topk"),
+        "embeddings": req.input_embeds is not None
+        or newer("positional_embed_overrides") is not None,
+        "multimodal": req.multimodal_inputs is not None,
+        "session": req.session is not None or newer("beam_group") is not None,
+        "no_output": req.sampling_params.max_new_tokens < 1,
+        "aborted": req.to_finish is not None,
+    }
+    return next((reason for reason, is_so in holds.items() if is_so), None)
+
+
+class Load(NamedTuple):
+    """Load that a turn meets, equal on all ranks.
+
+    ``queued``: tokens of local turns ahead of it; ``remote``: new tokens of the requests that this
+    server announced to the turn's prefill server and whose KV has not arrived; ``running``:
+    requests whose decode steps alternate with chunks; ``is_full``: the
+    running batch has no place for the turn; ``chunk``: tokens of the largest chunk that fits into
+    the bound on inter-token latency."""
+
+    queued: int = 0
+    remote: int = 0
+    running: int = 0
+    is_full: bool = False
+    chunk: int | None = None
+
+
+class Decision(NamedTuple):
+    """The server that computes a turn, with the reason (``REASONS``) and the inputs."""
+
+    local: bool
+    reason: str
+    tokens: int = 0
+    load: Load | None = None
+
+    @property
+    def where(self) -> str:
+        """Name of the side."""
+        return "local" if self.local else "remote"
+
+
+def choose(tokens: int, load: Load, limits: Limits) -> Decision:
+    """Return the side for a turn of ``tokens`` new tokens that both sides could compute."""
+
+    def decided(local: bool, reason: str) -> Decision:
+        return Decision(local, reason, tokens, load)
+
+    if tokens > limits.tokens:
+        return decided(False, "long")
+    if limits.always:
+        return decided(True, "always")
+    if load.is_full:
+        # Locally it would wait for a place, and keep that place empty during its chunks.
+        return decided(False, "no_place")
+    if load.chunk is not None and load.chunk < min(load.queued + tokens, limits.least):
+        return decided(False, "itl")
+    return decided(load.queued <= load.remote, "shorter_queue")
+
+
+def choose_without_prefill(tokens: int, limits: Limits, reason: str) -> Decision:
+    """Return whether fallback prefill computes a turn; ``reason``: why it has no prefill server."""
+    return Decision(tokens <= limits.when_lost, reason, tokens)
