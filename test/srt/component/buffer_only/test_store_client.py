@@ -230,7 +230,7 @@ def seconds_down(scene: Scene) -> float:
 def test_intervals_of_probes() -> None:
     """Guards against a dead store that is probed too often or never again, and against a store with
     working look-ups and hanging writes that costs a deadline a second. After the store has worked,
-    intervals start anew."""
+    intervals start again."""
     scene = Scene(first_retry=1.0, longest_retry=8.0)
     for call in range(1, 6):
         scene.store.fail("batch_exists", call)

@@ -90,7 +90,7 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
         sparse: bool = False,
         states: int = 0,
     ) -> None:
-        """``local``: every turn of at most so many new tokens is computed here, in chunks of
+        """``local``: most new tokens of a turn that is always computed here, in chunks of
         ``chunk``; ``lost``: likewise if prefill is lost; or ``limits`` sets both. ``costs``: agreed
         costs, None to measure them by ``clock``. ``device``: reported device type. ``latent``:
         pools of MLA models; ``sparse``: with an index, in pages of 64; ``states``: number of slots

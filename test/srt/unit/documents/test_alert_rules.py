@@ -42,7 +42,7 @@ def test_every_alert_fires_in_some_case() -> None:
 def test_the_series_have_the_labels_of_servers() -> None:
     """Guards against series that no server exports: a rule would pass its test and stay silent."""
     ours = {metric.exported_name: set(metric.labels) for metric in DECLARED}
-    storage = {metric.exported_name for metric in buffer_only.METRICS.values()}
+    storage = {metric.exported_name for metric in buffer_only.BUFFER_METRICS.values()}
     for name, _, labels in alert_rules.series():
         shared = STORAGE if name in storage else SCHEDULER
         assert labels == shared | ours.get(name, set()), name

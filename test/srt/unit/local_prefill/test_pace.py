@@ -158,9 +158,9 @@ def test_pace(steps: list[tuple[bool, int]], share: float) -> None:
         assert chunks - 0.02 <= (decodes * share / (1 - share) if share < 1 else chunks) + 1e-6
 
 
-def test_chunks_while_nobody_runs() -> None:
+def test_chunks_without_running_requests() -> None:
     """Guards against chunks that wait for decode steps that never come, or that are made up for
-    although nobody stood still for them."""
+    although they delayed no request."""
     pace = Pace(Limits(0, share=0.1))
     pace.costs = COSTS
     for _ in range(5):

@@ -323,7 +323,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
     ("of equal size", {}, {}, {"pages": [12]}, "page 12 of a pool of 12"),
     ("to the last of two", {}, {}, {"pages": [12]}, "page 12 of a pool of 12"),
     ("of equal size", {}, {}, {"slot": 5}, "page 5 of a pool of 5"),
-    ("of equal size", {}, {}, {"slot": 5, "in_note": True}, "metadata slot 5 is not"),
+    ("of equal size", {}, {}, {"slot": 5, "in_note": True}, "metadata slot 5 does not exist"),
     ("of equal size", {}, {}, {"state": ((6,), (0,))}, "page 6 of a pool of 6"),
     ("of equal size", {}, {}, {"state": ((1, 2), (3,))}, "2 pages of state, .* decode listed 1"),
     ("of equal size", {}, {}, {"state": ((1,), ())}, "1 pages of state.* listed 0"),

@@ -76,8 +76,9 @@ class Candidate:
 
     entry: Any
     req: Req
-    #: True if it has no prefill server; then it is admitted with at most so many new tokens.
+    #: True if it has no prefill server.
     is_alone: bool = False
+    #: Largest number of new tokens with which it is admitted without a prefill server.
     max_new_tokens: float = math.inf
     #: True if it may share a prefix; on all ranks, once they have agreed.
     shares: bool = False

@@ -220,7 +220,7 @@ class NixlBackend:
         for name in chunk.peers:
             if self._is_in_note(payload.destinations[name]):
                 if not 0 <= slot < ours.aux_data_lens[0] // ours.aux_item_lens[0]:
-                    text = f"room {room}: metadata slot {slot} does not exist on this rank"
+                    text = f"metadata slot {slot} does not exist on this rank"
                     raise TransferError(Reason.MISMATCH, text)
                 metadata = [
                     read_memory(base + slot * length, length)
