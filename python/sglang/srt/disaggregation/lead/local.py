@@ -1,4 +1,4 @@
-"""Turns whose new tokens a decode server computes itself, between its decode steps.
+"""Local turns: a decode server computes their new tokens itself, between its decode steps.
 
 A local turn stays in SGLang's prealloc queue, hidden from its admission, and holds nothing until
 its chunk runs. Then it is matched and locked, SGLang's own budgets say whether it fits, and prefill
@@ -70,9 +70,9 @@ class QueuedTurns:
         self._built: Any = None
         #: Request that continues in a later chunk.
         self.unfinished: Any = None
-        #: Chunks whose result was not processed.
+        #: Launched chunks without a processed result.
         self._launched: deque[Any] = deque()
-        #: Batches whose requests have their first token and are not running.
+        #: Computed batches; their requests have a first token and are not running.
         self._computed: list[Any] = []
 
     @property
@@ -327,7 +327,7 @@ class QueuedTurns:
         self._computed.append(batch)
 
     def decoded(self, reqs: list[Any]) -> None:
-        """Measure the gap before a decode step whose tokens for ``reqs`` are about to be sent."""
+        """Measure the gap before a decode step; its tokens for ``reqs`` are sent next."""
         rids = frozenset(req.rid for req in reqs if not req.finished())
         gap = self.measured.gaps.step(self._clock(), rids, self._fits(self.limits.least))
         if gap is not None:

@@ -116,7 +116,7 @@ class Pace:
         return self._steps >= (MAX_STEPS_BETWEEN if fits else STEPS_BEFORE_BREACH)
 
     def chunk(self, tokens: int, running: int) -> None:
-        """Note the launch of a chunk. It is no debt if no request is running."""
+        """Note the launch of a chunk. Without running requests the chunk is no debt."""
         if running:
             self.debt += self.costs.chunk(tokens) or 0.0
         self._steps = 0
@@ -124,8 +124,8 @@ class Pace:
 
     def others_chunk(self) -> None:
         """Note that another data-parallel rank launched a chunk: none follows here in the next
-        step. It does not count as this rank's chunk, because chunks of several ranks could then
-        starve the turn of this one."""
+        step. The other chunk does not count as this rank's, because chunks of several ranks could
+        then starve the turn of this one."""
         self._follows_chunk = True
 
     def step(self) -> None:

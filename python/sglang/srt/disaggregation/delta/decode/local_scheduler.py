@@ -202,11 +202,11 @@ class LocalTurnsScheduler(Scheduler):
         batch.decoding_reqs = None
         for turn in turns:
             turn.done = len(turn.req.fill_ids)
-            # They hold all their pages, whatever is in them: that is what a release gives back.
+            # A turn holds all its pages, computed or not, and a release gives back all of them.
             turn.req.kv_committed_len = turn.req.kv_allocated_len = len(turn.req.origin_input_ids)
         if unfinished is not None:
             unfinished.is_chunked += 1
-        # What SGLang logs of a prefill batch.
+        # SGLang logs these numbers of a prefill batch.
         running = QueueCount.from_reqs(self.running_batch.reqs, False)
         tokens, ratio = batch.extend_num_tokens, self.new_token_ratio
         batch.prefill_stats = PrefillStats(tokens, hits, ratio, running, len(batch.reqs))

@@ -1,4 +1,4 @@
-"""Turns whose new tokens this decode server computes itself.
+"""Local turns: this decode server computes their new tokens itself.
 
 A local turn is admitted like any other request: its prefix is locked, its new tokens get pages of
 their own, and the claims count it. It is not announced to prefill but queued here, and computed in
@@ -6,8 +6,8 @@ chunks of bounded size between decode steps. It joins the running batch when its
 known, because SGLang cannot retract a request before that, and a step under way still reads its
 pages.
 
-Short requests whose prefill server is lost, or whose transfer failed, are computed in the same way
-(fallback prefill: ``answers.NoPrefill``).
+Short requests that lost their prefill server or transfer are computed in the same way (fallback
+prefill: ``answers.NoPrefill``).
 
 Contract: scheduler thread, no lock. All ranks of a server call the same methods in the same steps,
 and decide from the numbers of ``agree`` and from queues that are equal on all ranks.
@@ -61,8 +61,8 @@ _YIELDS, _NEVER = 0, -2
 
 @dataclass(eq=False)
 class Turn:
-    """A turn that is computed locally. ``done``: tokens of its prompt whose KV is computed, also by
-    a launched chunk."""
+    """A turn that is computed locally. ``done``: prompt tokens with computed KV, a launched
+    chunk included."""
 
     req: Req
     done: int
@@ -106,9 +106,9 @@ class LocalTurns:
         self.times = StepTimes(self.measured, blocking)
         #: Admitted, in order; the first may have been computed in part.
         self.queue: list[Turn] = []
-        #: Chunks that were launched and whose result was not processed: the batch and its turns.
+        #: Launched chunks without a processed result: the batch and its turns.
         self.launched: deque[tuple[ScheduleBatch, list[Turn]]] = deque()
-        #: Computed batches whose requests have their first token and wait for a place.
+        #: Computed batches; their requests have a first token and wait for a place.
         self.computed: list[ScheduleBatch] = []
         self._yields: Sequence[int] = ()
         #: Tokens that prefill servers compute for this one, by address; None until they are counted
@@ -270,7 +270,7 @@ class LocalTurns:
         return bool(self._beside or self.computed or ends)
 
     def decoded(self, reqs: Sequence[Req]) -> None:
-        """Measure the gap before a decode step whose tokens for ``reqs`` are about to be sent."""
+        """Measure the gap before a decode step; its tokens for ``reqs`` are sent next."""
         rids = frozenset(req.rid for req in reqs if not req.finished())
         gap = self.measured.gaps.step(
             self._clock(), rids, self.pace.fits(self.limits.least, self._delays)
