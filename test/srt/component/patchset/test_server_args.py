@@ -91,7 +91,7 @@ LINE = [
     [
         (FIELD, True, flags.FLAG),
         ("disaggregation_decode_fallback_prefill_tokens", 9, flags.LOCAL_WHEN_LOST),
-        ("disaggregation_decode_local_prefill_time_ratio", 0.25, flags.LOCAL_SHARE),
+        ("disaggregation_decode_local_prefill_time_ratio", 0.25, flags.LOCAL_TIME_RATIO),
     ],
 )
 def test_a_flag_by_its_name(field, value, flag):

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds after which a request that waits for memory is logged: longer than most requests run.
-LONG_WAIT_S = 10.0
-
 
 class NoPrefill:
     """Replaces the receiver of a request without a prefill server: fallback prefill.
@@ -210,19 +207,15 @@ class Answers:
             record.refused_for.add(refusal.reason)
             self._telemetry.count("decode_admission_refused", reason=refusal.reason)
 
-    def log_waits(self, reqs: Iterable[Req]) -> None:
-        """Warn, once a request, of those that have waited long. One line for all with the same
-        reason: it describes the first and names the others."""
+    def log_waits(self, late: Iterable[Req]) -> None:
+        """Warn, once, of requests that have waited long. One line for all with the same reason: it
+        describes the first and names the others."""
         now = self._clock()
-        since = now - LONG_WAIT_S
         by_reason = defaultdict[str | None, list["Req"]](list)
-        for req in reqs:
+        for req in late:
             wait = record_of(req).wait
-            if wait.since is None or wait.since > since or wait.logged:
-                continue
-            if req.finished_reason is None:
-                wait.logged = True
-                by_reason[wait.refusal and wait.refusal.reason].append(req)
+            wait.logged = True
+            by_reason[wait.refusal and wait.refusal.reason].append(req)
         for first, *others in by_reason.values():
             also = f"; {len(others)} more wait for the same: " + ", ".join(r.rid for r in others)
             logger.warning(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any  # Any: LocalTurns and its decisions; a stock answer
@@ -46,6 +46,8 @@ else:
 
 logger = logging.getLogger(__name__)
 
+#: Seconds after which a request that waits for memory is logged: longer than most requests run.
+LONG_WAIT_S = 10.0
 #: Most steps between two passes over the pending handshakes: a new one waits for the next pass.
 MAX_STEPS_BETWEEN_PASSES = 16
 
@@ -207,7 +209,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         checked += [entry for entry in part if id(entry) not in known]
         slots = self.req_to_metadata_buffer_idx_allocator.available_size()
         gone, admitted = self._run_step(checked, candidates, slots)
-        self.answers.log_waits(entry.req for entry in checked)
+        self._log_long_waits(entry.req for entry in checked)
         self._remove([candidate.entry for candidate in admitted])
         announced = [it for it in admitted if record_of(it.req).stage is Stage.TRANSFER]
         return [candidate.entry for candidate in announced], failed + gone
@@ -226,7 +228,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
         first = self.retracted_queue[: admission.MAX_MATCHED]
         # A retracted request has its metadata already, so no slot limits the step.
         _, admitted = self._run_step([], [Candidate(None, req) for req in first], slots=len(first))
-        self.answers.log_waits(self.retracted_queue)
+        self._log_long_waits(self.retracted_queue)
         resumed = [candidate.req for candidate in admitted]
         self.retracted_queue = [req for req in self.retracted_queue if req not in resumed]
         return resumed
@@ -374,6 +376,17 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
         self.queue.insert(0, DecodeRequest(req=req, kv_receiver=None))
         self.answers.continue_alone(self.queue[0], NoPrefill("transfer_failed", why))
+
+    def _log_long_waits(self, reqs: Iterable[Req]) -> None:
+        since = self.clock() - LONG_WAIT_S
+        waits = ((req, record_of(req).wait) for req in reqs if req.finished_reason is None)
+        late = [
+            req
+            for req, wait in waits
+            if wait.since is not None and wait.since <= since and not wait.logged
+        ]
+        if late:
+            self.answers.log_waits(late)
 
     def _missing(self) -> Callable[[Req], str]:
         """Return a function that describes what a request waits for, with the pool as it is now."""
