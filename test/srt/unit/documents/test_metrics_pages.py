@@ -98,6 +98,15 @@ def test_the_dashboard_shows_every_metric_of_the_patch_set(ours) -> None:
     assert set(ours) - shown == set()
 
 
+def test_the_reasons_of_refused_memory_are_explained() -> None:
+    """Guards against an unexplained label of ``decode_admission_refused``."""
+    from sglang.srt.disaggregation.delta.decode.request import REFUSALS  # which imports torch
+
+    page = (ROOT / "docs/operations/metrics.md").read_text()
+    (row,) = [line for line in page.splitlines() if ":decode_admission_refused_total`" in line]
+    assert [reason for reason in REFUSALS if f"`{reason}`" not in row] == []
+
+
 def test_the_reasons_of_local_turns_are_explained() -> None:
     """Guards against an unexplained label of ``decode_turns``: the page has a row for each
     meaning."""
