@@ -1,4 +1,7 @@
-"""Keeps requests of different namespaces (``extra_key``, ``cache_salt``) apart."""
+"""Keeps requests of different namespaces (``extra_key``, ``cache_salt``) apart.
+
+A base of the schedulers of decode with the radix cache and of ``buffer_only``.
+"""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ MAGIC = b"sglang-delta:"
 
 
 class DeltaFrame(msgspec.Struct, frozen=True, kw_only=True):
-    """One room's announcement to one prefill rank."""
+    """One room's announcement to one prefill rank. Filled by ``DeltaReceiver.announce``, read where
+    an announcement is taken (``peer_messages``) and by ``plan_delta``."""
 
     version: int = VERSION
     #: Number of tokens at the start of the prompt that decode holds; a whole number of pages.

@@ -1,9 +1,10 @@
 """What admitted requests hold of the decode pool, and may still need.
 
-A request is entered when it gets its pages and removed when SGLang's release reaches the tree. In
-between ``Claims`` is notified when its prompt is shared, when it begins to run, and when its
-transfer is given up. Running requests are counted as arrays, because they grow with every step. All
-numbers are tokens of whole pages; the arithmetic of one request is ``policy.memory``'s.
+A request is entered when it gets its pages (``Admission.admit``) and removed when SGLang's release
+reaches the tree. In between the tree reports that its prompt is shared, the prebuilt batch or
+``LocalTurnsScheduler`` that it begins to run, and the transfer queue that its transfer is given up.
+Running requests are counted as arrays, because they grow with every step. All numbers are tokens of
+whole pages; the arithmetic of one request is ``policy.memory``'s.
 
 Contract: the scheduler's thread only. All ranks make the same calls in the same order.
 """

@@ -69,6 +69,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
 
     @cached_property
     def _admission(self) -> Admission:
+        # Made in the first step, because SGLang completes its scheduler after this queue.
         step = step_tokens(self.scheduler, self._page)
         claims = Claims(
             self.num_reserved_decode_tokens, self._page, step, self.max_total_num_tokens
