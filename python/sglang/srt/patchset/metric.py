@@ -1,4 +1,4 @@
-"""How a metric of this package is declared, and the one that every server has."""
+"""Declaration of a metric, and the metric that every server has."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from typing import Any  # Any: prometheus_client has no types
 class Metric:
     """One metric: ``sglang:<name>`` on ``/metrics``; a counter's name ends in ``_total`` there."""
 
-    #: Says the unit.
+    #: Contains the unit.
     name: str
     #: "counter", "gauge" or "histogram".
     kind: str
-    #: Which servers have it: "decode", "prefill" or "both"; "every": aggregated ones too.
+    #: Servers that have it: "decode", "prefill" or "both"; "every": aggregated ones too.
     side: str
     help: str
-    #: Labels beside those that SGLang gives all its metrics.
+    #: Labels in addition to those of all of SGLang's metrics.
     labels: tuple[str, ...] = ()
-    #: Upper ends of a histogram's buckets, rising.
+    #: Upper bounds of a histogram's buckets, ascending.
     buckets: tuple[float, ...] = ()
-    #: The values of ``labels`` that a scrape shows before the first is counted.
+    #: Values of ``labels`` that a scrape shows as zero before the first count.
     values: tuple[tuple[str, ...], ...] = ()
 
     @property
     def exported_name(self) -> str:
-        """As a scrape shows it."""
+        """Name in a scrape."""
         return f"sglang:{self.name}{'_total' if self.kind == 'counter' else ''}"
 
     def child(self, labels: Mapping[str, object], **own: str) -> Any:
-        """Prometheus' child of this metric (typed by a library without types): ``labels`` are
-        SGLang's, ``own`` the values of ``self.labels``. Registered when it is first asked for."""
+        """Return Prometheus' child of this metric, registering the metric on first use. ``labels``:
+        SGLang's; ``own``: the values of ``self.labels``."""
         return _registered(self, (*labels, *self.labels)).labels(**labels, **own)
 
 
 @functools.cache
 def _registered(metric: Metric, labelnames: tuple[str, ...]) -> Any:
-    # Imported late: SGLang sets PROMETHEUS_MULTIPROC_DIR before the first import.
+    # Imported late, because SGLang must set PROMETHEUS_MULTIPROC_DIR before the first import.
     import prometheus_client
 
     options: dict[str, dict[str, Any]] = {
@@ -60,7 +60,7 @@ def declare(
     buckets: tuple[float, ...] = (),
     values: tuple[tuple[str, ...], ...] = (),
 ) -> tuple[Metric, ...]:
-    """Metrics of one kind: ``texts`` has the help of each, by name."""
+    """Return metrics of one kind; ``texts``: name -> help."""
     return tuple(
         Metric(name, kind, side, text, labels, buckets, values) for name, text in texts.items()
     )

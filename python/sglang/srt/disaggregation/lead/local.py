@@ -39,9 +39,10 @@ from sglang.srt.disaggregation.local_prefill.policy import (
 from sglang.srt.disaggregation.policy.memory import page_ceil
 from sglang.srt.patchset import environment
 
-#: Votes of a rank: the turn's prefill server releases rooms, or does not as far as this rank knows.
-#: The smallest over the ranks counts.
-_RELEASES, _NEVER = 0, -2
+#: Vote of a rank: the turn's prefill server releases rooms.
+_RELEASES = 0
+#: Vote of a rank: it does not, as far as this rank knows. The smallest over the ranks counts.
+_NEVER = -2
 
 
 def reason_for_prefill(entry: Any) -> str | None:

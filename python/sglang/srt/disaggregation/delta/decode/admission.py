@@ -14,7 +14,8 @@ No request passes an earlier one that does not fit, so that large requests are a
 Prefixes are locked before the reduction and shortened after it, so nothing is evicted between the
 agreement and its use.
 
-Contract: the scheduler's thread only. All ranks call with the same candidates in the same order.
+Contract: the scheduler's thread only. All ranks of an attention TP group call with the same
+candidates in the same order.
 Only ``vote`` may read what differs between ranks; a decision reads ``agreed``.
 """
 

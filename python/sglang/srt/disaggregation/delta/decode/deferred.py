@@ -35,8 +35,8 @@ class Progress:
     address: str = ""
     #: True once the prefill processes are certain not to exist any more.
     writers_are_gone: bool = False
-    #: True once the room was given up and its client answered. A new request with its number is
-    #: refused.
+    #: True once the room was given up; its client was answered, or the request starts over without
+    #: prefill. A new request with its number is refused.
     is_deferred: bool = False
 
     def is_drained(self, writers: int) -> bool:

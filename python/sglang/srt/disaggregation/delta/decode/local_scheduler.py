@@ -2,7 +2,8 @@
 
 Only the schedulers of such servers have this mixin (``when`` in ``patchset/table.py``).
 
-Contract: scheduler thread, no lock. All ranks of a server run the same batches in the same steps.
+Contract: scheduler thread, no lock. All ranks of one attention TP group run the
+same batches in the same steps; the groups of data parallel attention differ.
 """
 
 from __future__ import annotations

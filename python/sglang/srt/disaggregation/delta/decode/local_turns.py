@@ -9,8 +9,8 @@ pages.
 Short requests that lost their prefill server or transfer are computed in the same way (fallback
 prefill: ``answers.NoPrefill``).
 
-Contract: scheduler thread, no lock. All ranks of a server call the same methods in the same steps,
-and decide from the numbers of ``agree`` and from queues that are equal on all ranks.
+Contract: scheduler thread, no lock. All ranks of one attention TP group call the same methods in
+the same steps, and decide from the numbers of ``agree`` and from queues that are equal on them.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
-#: Votes of a rank: the candidate's prefill server takes part in local turns, or does not as far as
-#: this rank knows. The smallest over the ranks counts.
-_YIELDS, _NEVER = 0, -2
+#: Vote of a rank: the candidate's prefill server takes part in local turns.
+_YIELDS = 0
+#: Vote of a rank: it does not, as far as this rank knows. The smallest over the ranks counts.
+_NEVER = -2
 
 
 @dataclass(eq=False)

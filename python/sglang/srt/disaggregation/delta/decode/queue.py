@@ -3,8 +3,9 @@
 ``_run_step`` is the whole of it; ``admission`` has the vote and the budget. Retracted requests come
 first: while any waits, no other is admitted.
 
-Contract: the scheduler's thread only. All ranks run each step together, with equal queues, and make
-one reduction in it (``Admission.agree``); what only this rank knows goes into its vote.
+Contract: the scheduler's thread only. All ranks of an attention TP group run each step together,
+with equal queues. They make one reduction for handshakes, if any is pending, and one for the step
+(``Admission.agree``); values that only this rank knows go into its vote.
 """
 
 from __future__ import annotations
@@ -160,8 +161,8 @@ class RadixPreallocQueue(DecodePreallocQueue):
             self._steps_to_advance -= 1
         else:
             self.pending_reqs = self._handshakes.advance(self.pending_reqs)
-            # A pass over many handshakes, as of a server that does not answer, is not made in
-            # every step.
+            # Skip steps if many handshakes are pending, as when a server does not answer, because a
+            # pass goes through all of them.
             steps = len(self.pending_reqs) // admission.MAX_CHECKED
             self._steps_to_advance = min(steps, MAX_STEPS_BETWEEN_PASSES)
 

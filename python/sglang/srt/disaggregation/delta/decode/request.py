@@ -89,7 +89,7 @@ class QueueState(enum.IntEnum):
     """State of a request without pages in the vote of a step; the smallest of the ranks counts."""
 
     FAILED = 0
-    #: Has waited for memory longer than ``SGLANG_DISAGGREGATION_ADMISSION_TIMEOUT``.
+    #: Has waited for memory longer than ``SGLANG_DISAGGREGATION_DECODE_ADMISSION_TIMEOUT``.
     EXPIRED = 1
     WAITING = 2
 

@@ -16,7 +16,8 @@ the first one to finish would otherwise count for all. A stock decode server rea
     <room>_state_<writer>
 
 Contract: each chunk is posted, polled and released by one transfer worker's thread; several workers
-call at the same time. ``Peers`` has the lock for peers and their lists; the agent is thread-safe
+call at the same time. ``NixlPeers`` has the lock of the peers, ``PreparedLists`` that of their
+lists; the agent is thread-safe
 (``agent.configured_agents``).
 """
 

@@ -113,8 +113,9 @@ class Backend(Protocol):
         """
 
     def release(self, handle: Any) -> None:
-        """Free a handle. Called by ``Worker._settled`` on a worker thread, exactly once for each
-        handle, when all handles of its post are over."""
+        """Free a handle. Called by ``Worker._settled`` on a worker thread, once for each handle,
+        when all handles of its post are over; never for a transfer that an unexpected error
+        abandoned."""
 
     def complete(self, chunk: Chunk) -> None:
         """Notify all peers of the last chunk that the room is complete, without waiting for them.
