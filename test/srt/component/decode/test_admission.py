@@ -170,6 +170,29 @@ def cannot_finish() -> tuple[Decoder, list[Any]]:
     return decoder, [decoder.submit(ids(3, 150), new=100)]
 
 
+@pytest.mark.hazard("step-per-waiting-request")
+def test_one_match_for_each_place_that_is_freed(matches: list[int]) -> None:
+    """Guards against a vote in which earlier candidates do not count: with answers that limit the
+    pool, each freed place would cost a match of each of the next candidates, in vain."""
+    decoder = Decoder(16, 13312, rows=60)
+    contexts = [[number, *ids(number + 1, 575)] for number in range(22)]
+    for context in contexts:
+        serve(decoder, context)
+    for context in contexts:
+        decoder.submit([*context, *ids(20, 16)], new=6000)
+    tick(decoder, 3)
+    admitted = len(decoder.in_transfer)
+    assert 0 < admitted < 20
+    for _ in range(4):
+        matches.clear()
+        decoder.abort(decoder.in_transfer[0].rid)
+        for room in decoder.rooms:
+            room.writing = False
+        tick(decoder, 3)
+        assert len(decoder.in_transfer) == admitted and len(matches) <= 2
+    decoder.abort("")
+
+
 @pytest.mark.hazard("starvation", "lost-lock")
 @pytest.mark.parametrize(
     ("why", "reason"),

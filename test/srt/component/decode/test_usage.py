@@ -79,7 +79,8 @@ def test_a_release_that_raises_keeps_no_other_one(
     assert decoder.telemetry.by("decode_deferred_kv_release") == {("drained",): 1}
     late = time.monotonic() + QUARANTINE_TIMEOUT.read()
     monkeypatch.setattr(deferred, "time", SimpleNamespace(monotonic=lambda: late))
-    decoder.tick_queues()
+    with pytest.raises(RuntimeError, match="double free"):
+        decoder.tick_queues()
     assert decoder.held == []
     assert decoder.token_to_kv_pool_allocator.available_size() == available + 2 * 32
     counted = {("drained",): 1, ("error",): 1, ("timeout",): 1}

@@ -140,13 +140,11 @@ class QueuedTurns:
 
     def _queued(self, entries: list[Any]) -> tuple[int, Counter[str]]:
         """Return the tokens of local turns that are queued, and by address the new tokens of the
-        requests that prefill servers have to compute for this one."""
+        requests that were announced to prefill servers and are not here."""
         queued, remote = self.pending_tokens, Counter[str]()
-        for decision, req in ((decision_of(each.req), each.req) for each in entries):
+        for decision in (decision_of(each.req) for each in entries):
             if decision is not None and decision.local:
                 queued += decision.tokens
-            elif decision is not None:
-                remote[_address(req)] += decision.tokens
         for entry in self._scheduler.disagg_decode_transfer_queue.queue:
             req = entry.req
             remote[_address(req)] += len(req.origin_input_ids) - req.kv.cache_protected_len

@@ -134,13 +134,19 @@ class Measured:
 
     def __init__(self, max_itl: float | None = None) -> None:
         self.chunk = ChunkLine()
-        #: Decaying average of a decode step; None until one was measured.
-        self.step: float | None = None
+        #: Decaying sums over decode steps: of 1, and of seconds.
+        self._steps = self._step_seconds = 0.0
         self.gaps = TokenGaps(max_itl)
 
     def add_step(self, seconds: float) -> None:
         """Add the time of a decode step."""
-        self.step = seconds if self.step is None else DECAY * self.step + (1 - DECAY) * seconds
+        self._steps = DECAY * self._steps + 1
+        self._step_seconds = DECAY * self._step_seconds + seconds
+
+    @property
+    def step(self) -> float | None:
+        """Decaying average of a decode step; None until one was measured."""
+        return self._step_seconds / self._steps if self._steps else None
 
     def votes(self) -> list[int]:
         """Return this rank's numbers for the ranks to agree on."""

@@ -234,25 +234,27 @@ class Admission:
         claims.recount()
         free, protected = self._free, self._tree.protected_size()
         offers = [STOP] * len(candidates)
-        admitted = 0
-        pages = reserves = 0  # tokens for earlier candidates of this step
+        #: Candidates that fit so far: their claims count while the vote goes on.
+        fitting: list[Req] = []
+        claimed_tokens = 0  # pages of these, which still count as free
         for index, candidate in enumerate(candidates):
             if index < len(states) and states[index] < QueueState.WAITING:
                 # Answered in this step, on all ranks: it takes no memory.
                 offers[index] = PRIVATE
                 continue
             candidate.shares = self._may_share(candidate)
-            if admitted == min(rows, slots):
+            if len(fitting) == min(rows, slots):
                 break
-            lease = self._lock(candidate, pages, reserves)
+            lease = self._lock(candidate, claimed_tokens)
             if lease is None:
                 break
             offers[index] = lease.length if candidate.shares else PRIVATE
             if candidate.takes_memory(lease.length):
-                admitted += 1
-                delta = page_ceil(candidate.length, claims.page) - lease.length
-                pages += delta
-                reserves += claims.cost(candidate.req, lease.length) - delta
+                claimed_tokens += page_ceil(candidate.length, claims.page) - lease.length
+                claims.entered(candidate.req, lease.node, lease.length, candidate.length)
+                fitting.append(candidate.req)
+        for req in fitting:
+            claims.left(req)
         costs = [] if turns is None else turns.votes(candidates)
         return AdmissionVote(states, offers, rows, slots, free, protected, -free, -protected, costs)
 
@@ -360,19 +362,18 @@ class Admission:
         )
 
     def _refusal(
-        self, candidate: Candidate, prefix: PrefixLease | BlockedHead, pages: int = 0, cost: int = 0
+        self, candidate: Candidate, prefix: PrefixLease | BlockedHead, claimed_tokens: int = 0
     ) -> Refusal | None:
-        """Check the budget. ``pages``: tokens for earlier candidates; ``cost``: these with their
-        reserves."""
-        free = self._free - cost - self._surplus
-        return self.claims.refusal(candidate.req, prefix.node, prefix.length, free, pages)
+        """Check the budget. ``claimed_tokens``: pages of earlier candidates of this step."""
+        free = self._free - claimed_tokens - self._surplus
+        return self.claims.refusal(candidate.req, prefix.node, prefix.length, free)
 
-    def _lock(self, candidate: Candidate, pages: int, reserves: int) -> PrefixLease | None:
+    def _lock(self, candidate: Candidate, claimed_tokens: int) -> PrefixLease | None:
         """Match and lock the prefix; None if the budget refuses the candidate.
 
         The head of a full queue is checked again in every step, so it is not matched again.
         """
-        cost, head = pages + reserves, self._blocked
+        head = self._blocked
         if (
             head is not None
             and head.req is candidate.req
@@ -381,7 +382,7 @@ class Admission:
             and candidate.takes_memory(head.length)
         ):
             evictable = unlocked_tokens(head.node)  # until it is locked
-            candidate.refusal = self._refusal(candidate, head, pages, cost + evictable)
+            candidate.refusal = self._refusal(candidate, head, claimed_tokens + evictable)
             if candidate.refusal is not None:
                 return None
             candidate.lease = head.lease()
@@ -390,7 +391,7 @@ class Admission:
         candidate.lease = lease = PrefixLease.take(self._tree, ids, candidate.req.extra_key)
         if candidate.takes_memory(lease.length):
             # With the lock held, because the prefix is not evictable any more.
-            candidate.refusal = self._refusal(candidate, lease, pages, cost)
+            candidate.refusal = self._refusal(candidate, lease, claimed_tokens)
         if candidate.refusal is None:
             return lease
         self._remember(candidate)

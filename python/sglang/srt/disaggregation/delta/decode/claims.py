@@ -237,23 +237,20 @@ class Claims:
             return entry_cost(prefix, claim, self.cap, self.page)
         return entry_cost(prefix, entering(claim, self.step_tokens), self.entry_cap, self.page)
 
-    def refusal(
-        self, req: Req, node: TreeNode, prefix: int, free: int, earlier: int = 0
-    ) -> Refusal | None:
+    def refusal(self, req: Req, node: TreeNode, prefix: int, free: int) -> Refusal | None:
         """Return why ``req`` cannot be admitted, of which the tree holds ``prefix`` tokens on the
         path to ``node``; None if it can.
 
-        ``free``: tokens that are free or evictable, without the prefix and without the cost of
-        requests that are admitted before it; ``earlier``: tokens of pages that the latter take. A
-        request that resumes must have the reserve of a running one, because it would otherwise be
-        retracted again at once.
+        ``free``: tokens that are free or evictable, without the prefix and without pages of
+        requests that are admitted before it. A request that resumes must have the reserve of a
+        running one, because it would otherwise be retracted again at once.
         """
         length, cost = start_length(req), self.cost(req, prefix)
         if cost > free - self.reserved:
             return Refusal("no_tokens", cost)
         whole = page_ceil(length, self.page)
         need = page_ceil(expected_length(req, length, self.step_tokens), self.page) - whole
-        if not self.everyone_can_finish(node, whole - prefix + earlier, need, self.total):
+        if not self.everyone_can_finish(node, whole - prefix, need, self.total):
             return Refusal("cannot_finish", cost)
         return None
 

@@ -163,18 +163,23 @@ class LocalTurns:
             return Decision(False, reason, tokens)
         return choose(tokens, self._load(bootstrap_addr(candidate.req)), self.limits)
 
-    def _load(self, address: str) -> Load:
+    @property
+    def _announced(self) -> Counter[str]:
+        """New tokens that were announced and have not arrived, by prefill server."""
         if self._remote is None:
             self._remote = Counter()
             for req in self._transfers():
                 self._remote[bootstrap_addr(req)] += _new_tokens(req)
+        return self._remote
+
+    def _load(self, address: str) -> Load:
         queued = sum(turn.left for turn in self.queue)
         running, waiting, _ = self._batch()
         # Earlier turns, and requests from prefill, take their places first.
         ahead = sum(not turn.has_begun for turn in self.queue)
         is_full = self.free_places <= ahead + waiting
         chunk = self.pace.largest_chunk(self._delays)
-        return Load(queued, self._remote[address], running + self.others_run, is_full, chunk)
+        return Load(queued, self._announced[address], running + self.others_run, is_full, chunk)
 
     def prefix_here(self, candidate: Any) -> int:
         """Return the length of the prefix that a local turn uses: at least one token is left to
@@ -202,8 +207,9 @@ class LocalTurns:
 
     def placed(self, req: Req, decision: Decision) -> None:
         """Count ``req``, which was taken here or announced to prefill."""
-        if not decision.local and self._remote is not None:
-            self._remote[bootstrap_addr(req)] += _new_tokens(req)
+        if not decision.local:
+            # SGLang puts it into the transfer queue after the step.
+            self._announced[bootstrap_addr(req)] += _new_tokens(req)
         record_choice(self.telemetry, req, decision)
 
     # ---- chunks ----

@@ -32,7 +32,6 @@ from sglang.srt.disaggregation.delta.decode.request import (
 )
 from sglang.srt.disaggregation.delta.decode.speculation import own_draft_state
 from sglang.srt.disaggregation.delta.observability import STATS, Admitted, now
-from sglang.srt.disaggregation.delta.rank_agreement import alone
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
@@ -262,9 +261,9 @@ class RadixTransferQueue(DecodeTransferQueue):
         return transferred
 
     def _release_deferred(self, drained: list[DeferredFree]) -> None:
-        """Free deferred releases and count their outcomes. One that raises is logged and does not
-        keep the others from being freed. With several ranks its error is raised afterwards, because
-        ranks with different pools would hang in a later collective."""
+        """Free deferred releases and count their outcomes. One that raises does not keep the others
+        from being freed; its error is raised afterwards, because its memory is lost and ranks with
+        different pools would hang in a later collective."""
         errors = []
         for deferred in drained:
             req = deferred.entry.req
@@ -274,13 +273,13 @@ class RadixTransferQueue(DecodeTransferQueue):
                 errors.append(error)
                 deferred.outcome = "error"
                 logger.exception(
-                    "request %s (bootstrap_room=%s): its deferred release failed, and its memory "
-                    "may stay allocated until this server restarts (bug; please report)",
+                    "request %s (bootstrap_room=%s): its deferred release failed, and this server "
+                    "ends (bug; please report)",
                     req.rid,
                     req.bootstrap_room,
                 )
             self.scheduler.telemetry.count("decode_deferred_kv_release", outcome=deferred.outcome)
-        if errors and not alone(self.gloo_group):
+        if errors:
             raise errors[0]
 
     def _give_up(self, entry: DecodeRequest) -> None:
