@@ -72,9 +72,9 @@ class Load(NamedTuple):
 
     ``queued``: tokens of local turns ahead of it; ``remote``: new tokens of the requests that this
     server announced to the turn's prefill server and whose KV has not arrived; ``running``:
-    requests whose decode steps alternate with chunks; ``is_full``: the
-    running batch has no place for the turn; ``chunk``: tokens of the largest chunk that fits into
-    the bound on inter-token latency."""
+    requests whose decode steps alternate with chunks; ``is_full``: the running batch has no place
+    for the turn; ``chunk``: tokens of the largest chunk that fits into the bound on inter-token
+    latency."""
 
     queued: int = 0
     remote: int = 0

@@ -83,7 +83,7 @@ class Candidate:
     max_new_tokens: float = math.inf
     #: True if it may share a prefix; on all ranks, once they have agreed.
     shares: bool = False
-    #: Its locked prefix, a ``PrefixLease``; None before the match.
+    #: The locked prefix, a ``PrefixLease``; None before the match.
     lease: Any = None
     #: Why this rank's vote refuses it.
     refusal: Refusal | None = None
@@ -164,7 +164,7 @@ def states_of(checked: Iterable[Any], now: float, max_wait_s: float) -> list[Que
 
 @dataclass(frozen=True)
 class AdmissionVote(Vote):
-    """What one rank sees at the start of a step; the ranks agree on the smallest of each value.
+    """View of one rank at the start of a step; the ranks agree on the smallest of each value.
 
     ``states`` has a value for each checked request, ``offers`` one for each candidate (``STOP``,
     ``PRIVATE`` or a length). ``rows`` and ``slots``: free request rows and metadata slots.
@@ -234,7 +234,7 @@ class Admission:
         claims.recount()
         free, protected = self._free, self._tree.protected_size()
         offers = [STOP] * len(candidates)
-        #: Candidates that fit so far: their claims count while the vote goes on.
+        # Candidates that fit so far. Their claims are entered while the vote goes on.
         fitting: list[Req] = []
         claimed_tokens = 0  # pages of these, which still count as free
         for index, candidate in enumerate(candidates):
@@ -390,7 +390,7 @@ class Admission:
         ids = candidate.key_ids(self._tree)
         candidate.lease = lease = PrefixLease.take(self._tree, ids, candidate.req.extra_key)
         if candidate.takes_memory(lease.length):
-            # With the lock held, because the prefix is not evictable any more.
+            # Check with the lock held, because the prefix is not evictable any more.
             candidate.refusal = self._refusal(candidate, lease, claimed_tokens)
         if candidate.refusal is None:
             return lease

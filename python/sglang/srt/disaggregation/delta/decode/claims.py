@@ -1,4 +1,4 @@
-"""What admitted requests hold of the decode pool, and may still need.
+"""Memory of the decode pool that admitted requests hold and may still need.
 
 A request is entered when it gets its pages (``Admission.admit``) and removed when SGLang's release
 reaches the tree. In between the tree reports that its prompt is shared, the prebuilt batch or
@@ -142,7 +142,7 @@ class Claims:
         self._pins: dict[int, int] = {}
         #: Tokens of these requests, in the tree and outside.
         self.pinned = 0
-        #: Of this step; None once a request began to run, or a running one was removed.
+        #: Counted in this step; None once a request began to run, or a running one was removed.
         self._counted: Running | None = None
 
     # ---- life of a request ----
