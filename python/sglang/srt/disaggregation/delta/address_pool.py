@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 #: Maximum queries in flight to one address.
 _MAX_RUNNING = 2
+#: Maximum threads of a pool: they only wait for answers.
+_MAX_THREADS = 64
 #: Maximum queued queries of one address.
 _MAX_QUEUED = 4096
 #: Time from which an answer is slow.
@@ -33,14 +35,13 @@ _MAX_KNOWN = 4096
 class AddressPool:
     """Pool of threads with limits per address; see the module's contract."""
 
-    def __init__(
-        self, name: str, threads: int = 64, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, name: str) -> None:
         """``name``: prefix of the threads' names. Threads are started on demand."""
-        self._executor = ThreadPoolExecutor(threads, name)
-        #: Maximum threads of slow addresses, and of slow and unknown addresses together.
-        self._slow_limit, self._limit = threads // 2, threads - max(threads // 8, 1)
-        self._clock = clock
+        self._executor = ThreadPoolExecutor(_MAX_THREADS, name)
+        #: Maximum threads of slow addresses.
+        self._slow_limit = _MAX_THREADS // 2
+        #: Maximum threads of slow and unknown addresses together.
+        self._limit = _MAX_THREADS - _MAX_THREADS // 8
         self._lock = threading.Lock()
         self._waiting: dict[str, deque[Callable[[], None]]] = {}
         self._under_way: Counter[str] = Counter()
@@ -87,14 +88,14 @@ class AddressPool:
     def _run(
         self, address: str, future: Future[T], query: Callable[..., T], args: tuple[Any, ...]
     ) -> None:
-        began, error = self._clock(), None
+        began, error = time.monotonic(), None
         try:
             answer = query(*args)
         except BaseException as raised:
             error = raised
         with self._lock:
             self._was_quick.pop(address, None)
-            self._was_quick[address] = self._clock() - began < _SLOW_S
+            self._was_quick[address] = time.monotonic() - began < _SLOW_S
             if len(self._was_quick) > _MAX_KNOWN:
                 del self._was_quick[next(iter(self._was_quick))]
             self._under_way[address] -= 1

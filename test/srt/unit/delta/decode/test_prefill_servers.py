@@ -274,10 +274,10 @@ def test_all_ranks_are_told_that_a_room_ended(prefills: Prefills) -> None:
     prefills.sockets.refuse.add("127.0.0.1")
     infos = [*prefills.ranks, {"rank_ip": "10.0.0.2", "rank_port": 4000}]
     prefills.servers.withdraw(ADDRESS, infos, ROOM, "x")
-    prefills.servers.yield_room(ADDRESS, infos, ROOM)
+    prefills.servers.yield_room(infos, ROOM)
     assert [host for host, _, _ in prefills.sockets.take()] == ["10.0.0.2"] * 2
     prefills.servers.withdraw(ADDRESS, infos, 2**64, "x")
-    prefills.servers.yield_room(ADDRESS, infos, 2**64)
+    prefills.servers.yield_room(infos, 2**64)
     assert prefills.sockets.take() == []
 
 

@@ -85,11 +85,11 @@ class Answers:
         turns: Any,
         telemetry: Telemetry,
         clock: Callable[[], float],
-        describe: Callable[[], Callable[[Req], str]],
+        describe: Callable[[Req], str],
     ) -> None:
         """``stream`` sends requests' output to their clients; ``failures``: why rooms failed;
-        ``turns``: ``LocalTurns``, or None; ``clock``: the queue's; ``describe`` returns a function
-        that describes what a request lacks, with queue and pool as they are now."""
+        ``turns``: ``LocalTurns``, or None; ``clock``: the queue's; ``describe`` says what a
+        request lacks, with queue and pool as they are now."""
         self._stream, self._failures, self._rank = stream, failures, rank
         self._turns, self._telemetry = turns, telemetry
         self._clock, self._describe = clock, describe
@@ -132,7 +132,7 @@ class Answers:
                 message = (
                     f"Request {req.rid} (bootstrap_room={req.bootstrap_room}) waited {waited:.0f} "
                     f"s for decode memory, and {environment.ADMISSION_TIMEOUT.name} allows "
-                    f"{environment.ADMISSION_TIMEOUT.read():.0f} s: {self._describe()(req)}"
+                    f"{environment.ADMISSION_TIMEOUT.read():.0f} s: {self._describe(req)}"
                 )
                 self._end(entry, message, HTTPStatus.SERVICE_UNAVAILABLE)
             elif self.keep(entry):
@@ -224,28 +224,23 @@ class Answers:
                 first.bootstrap_room,
                 now - (record_of(first).wait.since or 0.0),
                 " after it was retracted" if first.is_retracted else "",
-                self._describe()(first),
+                self._describe(first),
                 also if others else "",
             )
 
 
-def missing(
-    queued: Iterable[Req], cost_of: Callable[[Req, int], int], pool: str
-) -> Callable[[Req], str]:
-    """Return a function that describes what a request waits for. ``queued``: all that wait, in
-    order; ``cost_of``: tokens that a request takes beyond a prefix; ``pool``: the pool's state."""
-    waits = ((other, record_of(other).wait.refusal) for other in queued)
-    head, ahead = next((pair for pair in waits if pair[1] is not None), (None, None))
-
-    def lacks(req: Req) -> str:
-        own, cost = record_of(req).wait.refusal, cost_of(req, 0)
-        if own is not None:
-            why = REFUSALS[own.reason]
-            cost = cost if own.cost is None else own.cost
-        elif head is not None and ahead is not None:
-            why = f"request {head.rid} ahead of it does not fit: {REFUSALS[ahead.reason]}"
-        else:
-            why = "its admission was not attempted yet"
-        return f"{why}; it needs {cost} tokens, {pool}"
-
-    return lacks
+def missing(req: Req, cost: int, queued: Iterable[Req], pool: str) -> str:
+    """Describe what ``req`` waits for. ``cost``: tokens that it takes without a prefix; ``queued``:
+    all requests that wait, in order; ``pool``: the pool's state."""
+    refusal = record_of(req).wait.refusal
+    if refusal is not None:
+        why = REFUSALS[refusal.reason]
+        cost = cost if refusal.cost is None else refusal.cost
+    else:
+        why = "its admission was not attempted yet"
+        for other in queued:
+            ahead = record_of(other).wait.refusal
+            if ahead is not None:
+                why = f"request {other.rid} ahead of it does not fit: {REFUSALS[ahead.reason]}"
+                break
+    return f"{why}; it needs {cost} tokens, {pool}"

@@ -201,7 +201,7 @@ class DeltaReceiver(CommonKVReceiver):
         infos = getattr(self, "bootstrap_infos", None)
         # Rank 0 alone sends it: its prefill peers include the rank that answers clients.
         if self._servers is not None and infos and self.kv_mgr.attn_tp_rank == 0:
-            self._servers.yield_room(self.bootstrap_addr, infos, self.bootstrap_room)
+            self._servers.yield_room(infos, self.bootstrap_room)
 
     def defer_free(self) -> DeferredFree | None:
         """Withdraw an announced room. Return the object that follows it until it is drained, or

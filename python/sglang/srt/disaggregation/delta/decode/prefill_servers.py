@@ -334,7 +334,7 @@ class PrefillServers:
             message = wire.Withdraw(room, *sender, reason, wants_answer=wants_answer)
             self._send(_rank(info), message, "it ends the room by its own deadlines")
 
-    def yield_room(self, address: str, infos: list[dict[str, Any]], room: int) -> None:
+    def yield_room(self, infos: list[dict[str, Any]], room: int) -> None:
         """Notify the prefill ranks of ``room`` that decode computes its request. Best effort."""
         for info in infos:
             self._send(_rank(info), wire.ComputedByDecode(room), "its request ends by its deadline")

@@ -390,8 +390,8 @@ class RadixPreallocQueue(DecodePreallocQueue):
         if late:
             self.answers.log_waits(late)
 
-    def _missing(self) -> Callable[[Req], str]:
-        """Return a function that describes what a request waits for, with the pool as it is now."""
+    def _missing(self, req: Req) -> str:
+        """Describe what a request waits for, with the pool as it is now."""
         queued = chain(self.retracted_queue, (entry.req for entry in self.queue))
         claims, tree = self._admission.claims, self.tree_cache
         deferred = private_tokens(self.transfer_queue.deferred_requests, self._page)
@@ -400,7 +400,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
             f"evictable, {tree.protected_size()} protected, {claims.reserved} reserved, {deferred} "
             "in deferred release"
         )
-        return missing(queued, claims.cost, pool)
+        return missing(req, claims.cost(req, 0), queued, pool)
 
 
 def without(entries: list[DecodeRequest], gone: Sequence[object]) -> list[DecodeRequest]:
