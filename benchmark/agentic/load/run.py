@@ -275,7 +275,8 @@ class Clock:
 
     async def until(self, due: float) -> None:
         """Return at ``due``, or at once if ``due`` is past."""
-        if (wait := due + self._zero - time.monotonic()) > 0:
+        # uvloop, which SGLang installs on import, rounds a sleep to milliseconds, also down.
+        while (wait := due + self._zero - time.monotonic()) > 0:
             await asyncio.sleep(wait)
 
 

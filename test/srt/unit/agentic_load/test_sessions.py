@@ -7,13 +7,14 @@ from contextlib import suppress
 from typing import cast
 
 import pytest
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmark.agentic.fleet.spec import load
 from benchmark.agentic.load.outcome import Classes
 from benchmark.agentic.load.prepare import Bodies
-from benchmark.agentic.load.run import Counting, Window
+from benchmark.agentic.load.run import Clock, Counting, Window
 from benchmark.agentic.load.sessions import (
     COLD,
     FIRST,
@@ -220,3 +221,14 @@ def test_sessions_of_a_trace_keep_their_turns_and_times() -> None:
     bare = [Record(r.timestamp, r.input_length, 1, r.hash_ids) for r in records[:5]]
     again = by_session(turns(bare, 4, Classes(5, 5)))
     assert [[turn.index for turn in session] for session in again] == [[0, 2, 4], [1, 3]]
+
+
+def test_a_loop_that_counts_milliseconds() -> None:
+    """Guards against a turn that is sent early: uvloop rounds a sleep to whole milliseconds."""
+
+    async def early_by_s() -> float:
+        clock = Clock()
+        await clock.until(0.00248)
+        return 0.00248 - clock.now()
+
+    assert max(uvloop.run(early_by_s()) for _ in range(10)) <= 0
