@@ -21,7 +21,6 @@ CONSTANT, SLOPE, STEP = 0.005, 0.0001, 0.01
 BOUND = 0.1
 ENV = LOCAL | {
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_CHUNK": "256",
-    "SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS": "0",
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_MAX_ITL_MS": str(BOUND * 1000),
 }
 PLAIN = "--disable-overlap-schedule"
@@ -168,21 +167,15 @@ def test_what_does_not_fit_goes_to_prefill(decode: Decode, bounded: Bounded) -> 
 def test_what_fits_no_more_goes_to_prefill(decode: Decode, bounded: Bounded) -> None:
     """Guards against a turn that was accepted while no request ran, and that waits behind another
     turn until requests run. It holds no memory yet, so prefill can compute it."""
-    prompts = [text(900, 1), text(400, 2), text(300, 3)]
+    prompts = [text(400, 2), text(300, 3)]
     answers = decode.learn(prompts, 8)
     bounded.chunks.clear()
     bounded.fix(0.002)
-    bounded.turns.peers = Peers(known=False)
-    rids = [decode.ask(prompts[0], 8)]
-    decode.step(2)
-    assert decode.arriving() == rids, "prefill's queue is the longer one"
-    bounded.turns.peers = Peers()
-    rids += [decode.ask(prompt, 8) for prompt in prompts[1:]]
+    rids = [decode.ask(prompt, 8) for prompt in prompts]
     decode.until(lambda: len(bounded.chunks) == 2)
     decode.finish()
     assert bounded.chunks == [256, 144]
-    made = {("remote", "peer"): 1, ("local", "shorter_queue"): 1, ("remote", "itl"): 1}
-    assert decisions(bounded) == made
+    assert decisions(bounded) == {("local", "short"): 1, ("remote", "itl"): 1}
     assert [decode.output(rid) for rid in rids] == answers
 
 
@@ -268,7 +261,7 @@ def busy(decode: Decode, turns: int) -> None:
 def test_gaps_of_running_requests(decode: Decode, bounded: Bounded, most: float | None) -> None:
     """Guards against a bound that is not kept, and against one that is kept by computing nothing.
     Without a bound, chunks have their full size."""
-    bounded.within(most, always=True)
+    bounded.within(most)
     busy(decode, 30)
     with_chunk = bounded.gaps[True]
     assert len(with_chunk) > 30
@@ -282,7 +275,7 @@ def test_gaps_of_running_requests(decode: Decode, bounded: Bounded, most: float 
 @overlap
 def test_chunks_that_take_longer_than_expected(decode: Decode, bounded: Bounded) -> None:
     """Guards against breaches without an effect on the next chunks."""
-    bounded.within(0.03, always=True)
+    bounded.within(0.03)
     busy(decode, 20)
     usual = max(bounded.chunks[-10:])
     bounded.late = 0.012

@@ -137,7 +137,7 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
         self.finished_texts: list[list[int]] = []
         self._set_plain_state()
         if local or lost:
-            limits = Limits(local, chunk, always=True, when_lost=lost)
+            limits = Limits(local, chunk, when_lost=lost)
         if limits is not None:
             self.server_args.disaggregation_decode_local_tokens = limits.tokens
             self.server_args.disaggregation_decode_fallback_prefill_tokens = limits.when_lost

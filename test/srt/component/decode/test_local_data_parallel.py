@@ -167,7 +167,7 @@ def test_random_requests_on_both_ranks(seed: int, monkeypatch: pytest.MonkeyPatc
     play(monkeypatch, pair, scripts, 500)
     ran = {frozenset(step) for step in pair[0].ran}
     assert {CHUNK, IDLE} in ran and {STEP, IDLE} in ran and {CHUNK, STEP} in ran
-    assert all(rank.local_turns.telemetry.by("decode_turns")["local", "always"] for rank in pair)
+    assert all(rank.local_turns.telemetry.by("decode_turns")["local", "short"] for rank in pair)
 
 
 def test_a_chunk_of_one_rank_is_one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:

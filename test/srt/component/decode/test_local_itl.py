@@ -32,7 +32,7 @@ def costs(slack: float) -> tuple[int, ...]:
 
 
 def bound(seconds: float | None = 0.1, **options: Any) -> Limits:
-    return Limits(400, 256, **{"always": True} | options, max_itl=seconds, page=PAGE)
+    return Limits(400, 256, **options, max_itl=seconds, page=PAGE)
 
 
 @pytest.mark.parametrize(
@@ -71,11 +71,11 @@ def test_chunks(slack: float, sizes: list[int], way: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("slack", "where"), [(0.002, ("remote", "itl")), (0.0115, ("local", "shorter_queue"))]
+    ("slack", "where"), [(0.002, ("remote", "itl")), (0.0115, ("local", "short"))]
 )
 def test_what_does_not_fit_goes_to_prefill(slack: float, where: tuple[str, str]) -> None:
     """Guards against a turn that is computed here although none of its chunks fits."""
-    decoder = Decoder(PAGE, 4096, limits=bound(always=False), costs=costs(slack))
+    decoder = Decoder(PAGE, 4096, limits=bound(), costs=costs(slack))
     turns = decoder.local_turns
     decoder.submit([3, 2, 1], new=60)
     turn(decoder, 2)
@@ -93,7 +93,7 @@ def test_what_fits_is_agreed_on_while_a_turn_is_under_way() -> None:
     different sizes."""
 
     def build(rank: int, group: RankGroup) -> SimpleNamespace:
-        decoder = Decoder(PAGE, 4096, group=group, limits=bound(), costs=costs(0.001))
+        decoder = Decoder(PAGE, 4096, group=group, limits=bound(), costs=costs(0.0115))
         return SimpleNamespace(decoder=decoder, rank=rank)
 
     def begin(side: SimpleNamespace) -> None:
@@ -101,12 +101,14 @@ def test_what_fits_is_agreed_on_while_a_turn_is_under_way() -> None:
         turn(side.decoder, 2)
         side.decoder.chunks.clear()
         side.decoder.submit(ids(1, 300))
+        turn(side.decoder)
+        side.decoder.costs = costs(0.001)
         turn(side.decoder, 5)
 
     def go_on(side: SimpleNamespace) -> None:
         side.decoder.costs = costs((0.02, 0.05)[side.rank])
         turn(side.decoder, 20)
-        assert side.decoder.chunks == [144, 144, 12] and not side.running.finished()
+        assert side.decoder.chunks == [64, 144, 92] and not side.running.finished()
         finish(side.decoder)
 
     with ranks_reduce():

@@ -12,7 +12,7 @@ and decide from the numbers of ``_agree`` and from queues that are equal on all 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any  # Any: SGLang's objects
 
@@ -46,7 +46,7 @@ _NEVER = -2
 
 
 def reason_for_prefill(entry: Any) -> str | None:
-    """Return why a queue entry is left to prefill, whatever the queues are, or None."""
+    """Return why a queue entry is left to prefill, whatever its length, or None."""
     from sglang.srt.disaggregation.decode import _is_fake_transfer
 
     if _is_fake_transfer(entry.req) or entry.is_rebootstrap or entry.host_staged:
@@ -102,9 +102,8 @@ class QueuedTurns:
             return
         questions = [self._question(queue, entry) for entry in new]
         agreed = self._agree([vote for *_, vote in questions])
-        queued, remote = self._queued(entries)
+        queued = self._queued(entries)
         for entry, (reason, tokens, _), vote in zip(new, questions, agreed, strict=True):
-            address = _address(entry.req)
             reason = reason or ("peer" if vote == _NEVER else None)
             if (lost := lost_reason(entry)) is not None:
                 decision = choose_without_prefill(tokens, self.limits, lost)
@@ -113,11 +112,9 @@ class QueuedTurns:
             elif reason is not None:
                 decision = Decision(False, reason, tokens)
             else:
-                decision = choose(tokens, self._load(queued, remote[address]), self.limits)
+                decision = choose(tokens, self._load(queued), self.limits)
             if decision.local:
                 queued += tokens
-            else:
-                remote[address] += tokens
             entry.req.lead_turn = decision
 
     def _agree(self, votes: list[int]) -> list[int]:
@@ -138,22 +135,14 @@ class QueuedTurns:
         releases = lost_reason(entry) is not None or self.peers.releases(_address(req))
         return None, length - req.prefix_len, _RELEASES if releases else _NEVER
 
-    def _queued(self, entries: list[Any]) -> tuple[int, Counter[str]]:
-        """Return the tokens of local turns that are queued, and by address the new tokens of the
-        requests that were announced to prefill servers and are not here."""
-        queued, remote = self.pending_tokens, Counter[str]()
-        for decision in (decision_of(each.req) for each in entries):
-            if decision is not None and decision.local:
-                queued += decision.tokens
-        for entry in self._scheduler.disagg_decode_transfer_queue.queue:
-            req = entry.req
-            remote[_address(req)] += len(req.origin_input_ids) - req.kv.cache_protected_len
-        return queued, remote
+    def _queued(self, entries: list[Any]) -> int:
+        """Return the tokens of local turns that are queued."""
+        decisions = [decision_of(each.req) for each in entries]
+        return self.pending_tokens + sum(each.tokens for each in decisions if each and each.local)
 
-    def _load(self, queued: int, remote: int) -> Load:
-        running = len(self._scheduler.running_batch.reqs)
+    def _load(self, queued: int) -> Load:
         is_full = self.places <= len(self._scheduler.waiting_queue)
-        return Load(queued, remote, running, is_full, self.pace.largest_chunk(self._delays))
+        return Load(queued, is_full, self.pace.largest_chunk(self._delays))
 
     def announced(self, reqs: list[Any]) -> None:
         """Count requests that SGLang announced to prefill."""
@@ -205,7 +194,7 @@ class QueuedTurns:
                 ahead = ahead or sum(self._needs(queue, req, prefix))
                 continue
             can_leave = lost_reason(entry) is None
-            if can_leave and decision.reason != "always" and not self._fits(decision.tokens):
+            if can_leave and not self._fits(decision.tokens):
                 leave(entry, "itl")  # requests began to run since the choice, or chunks are slower
                 continue
             entry.waiting_for_input = False  # SGLang sets it again in each step
@@ -383,7 +372,6 @@ def limits(page: int) -> Limits:
         tokens=environment.LOCAL_TOKENS.read(),
         chunk=environment.LOCAL_CHUNK.read(),
         share=environment.LOCAL_SHARE.read(),
-        always=environment.LOCAL_ALWAYS.read(),
         when_lost=environment.FALLBACK_PREFILL_TOKENS.read(),
         max_itl=environment.LOCAL_MAX_ITL_MS.read() / 1000 or None,
         page=page,

@@ -16,8 +16,8 @@ the same steps, and decide from the numbers of ``agree`` and from queues that ar
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any  # Any: a Candidate, where it has its lease
 
@@ -89,19 +89,16 @@ class LocalTurns:
         clock: Callable[[], float],
         *,
         batch: Callable[[], tuple[int, int, int]],
-        transfers: Callable[[], Iterable[Req]],
         peer_yields: Callable[[str], bool],
         adapters_fit: Callable[[set[str | None]], bool],
         blocking: bool,
     ) -> None:
         """``batch``: number of running requests, of requests from prefill that wait to join them,
-        and of requests that may run at most; ``transfers``: requests that were announced to prefill
-        and whose KV has not arrived; ``peer_yields``: True if the prefill server at an address
-        leaves a request to decode; ``adapters_fit``: True if LoRA adapters have room together;
-        ``blocking``: see ``StepTimes``."""
+        and of requests that may run at most; ``peer_yields``: True if the prefill server at an
+        address leaves a request to decode; ``adapters_fit``: True if LoRA adapters have room
+        together; ``blocking``: see ``StepTimes``."""
         self.limits, self.telemetry, self._clock = limits, telemetry, clock
-        self._batch, self._transfers = batch, transfers
-        self._peer_yields, self._adapters_fit = peer_yields, adapters_fit
+        self._batch, self._peer_yields, self._adapters_fit = batch, peer_yields, adapters_fit
         self.measured = Measured(limits.max_itl)
         self.pace = Pace(limits)
         self.times = StepTimes(self.measured, blocking)
@@ -112,9 +109,6 @@ class LocalTurns:
         #: Computed batches; their requests have a first token and wait for a place.
         self.computed: list[ScheduleBatch] = []
         self._yields: Sequence[int] = ()
-        #: Tokens that prefill servers compute for this one, by address; None until they are counted
-        #: in this step.
-        self._remote: Counter[str] | None = None
         #: True if other data parallel ranks may run requests, which a chunk here would delay: they
         #: ran a batch in the last step, or this rank ran a chunk in it and cannot tell.
         self.others_run = False
@@ -147,7 +141,6 @@ class LocalTurns:
         """Take over the numbers of this step that the ranks agreed on."""
         self.pace.costs = agreed_costs(votes[:VOTES])
         self._yields = votes[VOTES:]
-        self._remote = None
 
     def decide(self, candidate: Any, at: int) -> Decision:
         """Return the server that computes candidate number ``at`` of this step, which has its
@@ -161,25 +154,15 @@ class LocalTurns:
             reason = "peer" if is_stock else prefill_only_reason(candidate.req)
         if reason is not None:
             return Decision(False, reason, tokens)
-        return choose(tokens, self._load(bootstrap_addr(candidate.req)), self.limits)
+        return choose(tokens, self._load(), self.limits)
 
-    @property
-    def _announced(self) -> Counter[str]:
-        """New tokens that were announced and have not arrived, by prefill server."""
-        if self._remote is None:
-            self._remote = Counter()
-            for req in self._transfers():
-                self._remote[bootstrap_addr(req)] += _new_tokens(req)
-        return self._remote
-
-    def _load(self, address: str) -> Load:
+    def _load(self) -> Load:
         queued = sum(turn.left for turn in self.queue)
-        running, waiting, _ = self._batch()
+        _, waiting, _ = self._batch()
         # Earlier turns, and requests from prefill, take their places first.
         ahead = sum(not turn.has_begun for turn in self.queue)
         is_full = self.free_places <= ahead + waiting
-        chunk = self.pace.largest_chunk(self._delays)
-        return Load(queued, self._announced[address], running + self.others_run, is_full, chunk)
+        return Load(queued, is_full, self.pace.largest_chunk(self._delays))
 
     def prefix_here(self, candidate: Any) -> int:
         """Return the length of the prefix that a local turn uses: at least one token is left to
@@ -207,9 +190,6 @@ class LocalTurns:
 
     def placed(self, req: Req, decision: Decision) -> None:
         """Count ``req``, which was taken here or announced to prefill."""
-        if not decision.local:
-            # SGLang puts it into the transfer queue after the step.
-            self._announced[bootstrap_addr(req)] += _new_tokens(req)
         record_choice(self.telemetry, req, decision)
 
     # ---- chunks ----
@@ -326,8 +306,3 @@ class LocalTurns:
             if batch.spec_info is not None:
                 own_first_drafts(batch)
             self.computed.append(batch)
-
-
-def _new_tokens(req: Req) -> int:
-    """Return the tokens of a request that prefill computes and sends, in whole pages."""
-    return int(req.kv_allocated_len - req.cache_protected_len)
