@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any  # Any: objects of SGLang
 
 import pytest
@@ -13,8 +12,8 @@ from current.decode import Decode
 from current.test_local_turns import LOCAL, Peers
 from current.texts import text
 from sglang.srt.disaggregation.delta.observability import Telemetry
-from sglang.srt.disaggregation.local_prefill.chunk_times import StepTimes
-from sglang.srt.disaggregation.local_prefill.pace import STEPS_BEFORE_BREACH
+from sglang.srt.disaggregation.policy.chunk_times import StepTimes
+from sglang.srt.disaggregation.policy.pace import STEPS_BEFORE_BREACH
 
 #: Seconds: constant and slope per token of a chunk's duration, and duration of a decode step.
 CONSTANT, SLOPE, STEP = 0.005, 0.0001, 0.01
@@ -88,14 +87,11 @@ class Bounded:
 
 
 @pytest.fixture
-def bounded(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bounded]:
+def bounded(decode: Decode) -> Iterator[Bounded]:
     """The bounded local turns of this test's decode server."""
-    from sglang.srt.disaggregation.lead import local_scheduler
-
     decode.bring_prefill()
     before = decode.scheduler.lead_turns
     made = Bounded(decode)
-    monkeypatch.setattr(local_scheduler, "time", SimpleNamespace(monotonic=lambda: made.now))
     decode.scheduler.run_batch = made.run
     yield made
     del decode.scheduler.run_batch
@@ -275,7 +271,7 @@ def test_gaps_of_running_requests(decode: Decode, bounded: Bounded, most: float 
 @overlap
 def test_chunks_that_take_longer_than_expected(decode: Decode, bounded: Bounded) -> None:
     """Guards against breaches without an effect on the next chunks."""
-    bounded.within(0.03)
+    bounded.within(0.06)  # large enough that a chunk always fits
     busy(decode, 20)
     usual = max(bounded.chunks[-10:])
     bounded.late = 0.012

@@ -26,8 +26,8 @@ from sglang.srt.disaggregation.decode import (
 from sglang.srt.disaggregation.delta.decode.request import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
 from sglang.srt.disaggregation.delta.observability import Telemetry
-from sglang.srt.disaggregation.local_prefill.chunk_times import UNKNOWN
-from sglang.srt.disaggregation.local_prefill.pace import Limits
+from sglang.srt.disaggregation.policy.chunk_times import UNKNOWN
+from sglang.srt.disaggregation.policy.pace import Limits
 from sglang.srt.disaggregation.utils import (
     FAKE_BOOTSTRAP_HOST,
     DisaggregationMode,

@@ -22,7 +22,7 @@ from component.decode.overlapped import Overlapped, random_talks
 from component.decode.pair import RANKS, Exchange
 from component.decode.steps import ids
 from sglang.srt.batch_overlap import two_batch_overlap
-from sglang.srt.disaggregation.delta.decode import local_turns
+from sglang.srt.disaggregation.policy import chunks as local_chunks
 from sglang.srt.environ import envs
 from sglang.srt.layers.dp_attention import set_is_extend_in_batch
 from sglang.srt.layers.moe.token_dispatcher import MooncakeEPDispatcher, NixlEPDispatcher
@@ -209,7 +209,7 @@ def test_a_delay_by_another_rank_is_measured(monkeypatch: pytest.MonkeyPatch) ->
     turns = pair[0].local_turns
     gaps, steps = list[bool](), list[float]()
     monkeypatch.setattr(
-        local_turns,
+        local_chunks,
         "observe_gap",
         lambda stats, seconds, chunk, bound: gaps.append(chunk) if stats is turns.telemetry else 0,
     )

@@ -13,8 +13,7 @@ import pytest
 from component.decode.decoder import Decoder
 from component.decode.overlapped import Ahead, Overlapped, until_idle
 from component.decode.steps import PROMPT, admit, finish, ids, serve, tick, turn
-from sglang.srt.disaggregation.delta.decode import local_scheduler
-from sglang.srt.disaggregation.local_prefill.pace import Limits
+from sglang.srt.disaggregation.policy.pace import Limits
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.managers.overlap_utils import FutureMap
@@ -246,11 +245,9 @@ def test_an_aborted_turn_computes_no_further_chunk() -> None:
     finish(decoder)
 
 
-def test_a_chunk_is_measured_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_is_measured_to_its_end() -> None:
     """Guards against the time of a launch that counts as the time of a chunk: without overlap
     scheduling a device still computes when its launch has returned."""
-    clock = SimpleNamespace(monotonic=lambda: decoder.now)
-    monkeypatch.setattr(local_scheduler, "time", clock)
     decoder = Decoder(16, 4096, limits=Limits(2000, 32), costs=None, device="cuda")
 
     def end_of_chunk() -> None:

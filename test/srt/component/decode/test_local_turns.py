@@ -20,10 +20,10 @@ from component.decode.stages import fail_room, freeze
 from component.decode.steps import PROMPT, admit, finish, ids, serve, tick, turn
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
-from sglang.srt.disaggregation.local_prefill.chunk_times import UNKNOWN
-from sglang.srt.disaggregation.local_prefill.pace import Limits
-from sglang.srt.disaggregation.local_prefill.policy import REASONS
+from sglang.srt.disaggregation.policy.choice import REASONS
+from sglang.srt.disaggregation.policy.chunk_times import UNKNOWN
 from sglang.srt.disaggregation.policy.memory import page_floor
+from sglang.srt.disaggregation.policy.pace import Limits
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.sampling.sampling_params import SamplingParams
 

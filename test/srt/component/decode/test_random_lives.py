@@ -23,7 +23,7 @@ from sglang.srt.disaggregation.delta import rank_agreement
 from sglang.srt.disaggregation.delta.decode import admission, request
 from sglang.srt.disaggregation.delta.decode import queue as queue_module
 from sglang.srt.disaggregation.delta.decode.tree import DecodeRadixTree, PrefixLease
-from sglang.srt.disaggregation.local_prefill.pace import Limits
+from sglang.srt.disaggregation.policy.pace import Limits
 
 EVERYTHING = ("hits", "full_hits", "retracted", "resumed", "pool_full", "late_writes")
 EVERYTHING += ("updates_under_way",)

@@ -1,4 +1,4 @@
-"""Which server computes a turn's new tokens: this decode server or its prefill server. Pure.
+"""Which server computes a turn's new tokens: this decode server or its prefill server.
 
 Decode computes every turn of at most the configured number of new tokens that has a place in the
 running batch, with chunks that keep the bound on inter-token latency. The inputs are equal on all
@@ -7,9 +7,15 @@ ranks. All lengths are in tokens.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple  # Any: SGLang's requests of either release
+import logging
+from typing import TYPE_CHECKING, Any, NamedTuple  # Any: SGLang's requests of either release
 
-from sglang.srt.disaggregation.local_prefill.pace import Limits
+from sglang.srt.disaggregation.policy.pace import Limits
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.observability import Telemetry
+
+logger = logging.getLogger(__name__)
 
 _PREFILL_ONLY = "only prefill sends what the request asks for, or decode cannot compute it"
 #: Label ``reason`` of the metric ``decode_turns``, with its meaning. The table in
@@ -109,3 +115,17 @@ def choose(tokens: int, load: Load, limits: Limits) -> Decision:
 def choose_without_prefill(tokens: int, limits: Limits, reason: str) -> Decision:
     """Return whether fallback prefill computes a turn; ``reason``: why it has no prefill server."""
     return Decision(tokens <= limits.when_lost, reason, tokens)
+
+
+def record_choice(stats: Telemetry, req: Any, decision: Decision) -> None:
+    """Count and log a turn that decode has taken or announced to prefill."""
+    stats.count("decode_turns", where=decision.where, reason=decision.reason)
+    logger.debug(
+        "request %s (bootstrap_room=%s): %s new tokens are computed %s (%s); %s",
+        req.rid,
+        req.bootstrap_room,
+        decision.tokens,
+        decision.where,
+        decision.reason,
+        decision.load,
+    )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from sglang.srt.disaggregation.local_prefill.pace import MIN_CHUNK, Limits
-from sglang.srt.disaggregation.local_prefill.policy import (
+from sglang.srt.disaggregation.policy.choice import (
     REASONS,
     Load,
     choose,
     choose_without_prefill,
 )
+from sglang.srt.disaggregation.policy.pace import MIN_CHUNK, Limits
 
 LIMITS = Limits(tokens=1000, chunk=100, share=0.5)
 BOUNDED = Limits(tokens=1000, chunk=512, max_itl=0.1, page=16)
