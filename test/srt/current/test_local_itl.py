@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any  # Any: objects of SGLang
 
 import pytest
@@ -13,15 +12,14 @@ from current.decode import Decode
 from current.test_local_turns import LOCAL, Peers
 from current.texts import text
 from sglang.srt.disaggregation.delta.observability import Telemetry
-from sglang.srt.disaggregation.local_prefill.chunk_times import StepTimes
-from sglang.srt.disaggregation.local_prefill.pace import STEPS_BEFORE_BREACH
+from sglang.srt.disaggregation.policy.chunk_times import StepTimes
+from sglang.srt.disaggregation.policy.pace import STEPS_BEFORE_BREACH
 
 #: Seconds: constant and slope per token of a chunk's duration, and duration of a decode step.
 CONSTANT, SLOPE, STEP = 0.005, 0.0001, 0.01
 BOUND = 0.1
 ENV = LOCAL | {
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_CHUNK": "256",
-    "SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS": "0",
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_MAX_ITL_MS": str(BOUND * 1000),
 }
 PLAIN = "--disable-overlap-schedule"
@@ -89,14 +87,11 @@ class Bounded:
 
 
 @pytest.fixture
-def bounded(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bounded]:
+def bounded(decode: Decode) -> Iterator[Bounded]:
     """The bounded local turns of this test's decode server."""
-    from sglang.srt.disaggregation.lead import local_scheduler
-
     decode.bring_prefill()
     before = decode.scheduler.lead_turns
     made = Bounded(decode)
-    monkeypatch.setattr(local_scheduler, "time", SimpleNamespace(monotonic=lambda: made.now))
     decode.scheduler.run_batch = made.run
     yield made
     del decode.scheduler.run_batch
@@ -168,21 +163,15 @@ def test_what_does_not_fit_goes_to_prefill(decode: Decode, bounded: Bounded) -> 
 def test_what_fits_no_more_goes_to_prefill(decode: Decode, bounded: Bounded) -> None:
     """Guards against a turn that was accepted while no request ran, and that waits behind another
     turn until requests run. It holds no memory yet, so prefill can compute it."""
-    prompts = [text(900, 1), text(400, 2), text(300, 3)]
+    prompts = [text(400, 2), text(300, 3)]
     answers = decode.learn(prompts, 8)
     bounded.chunks.clear()
     bounded.fix(0.002)
-    bounded.turns.peers = Peers(known=False)
-    rids = [decode.ask(prompts[0], 8)]
-    decode.step(2)
-    assert decode.arriving() == rids, "prefill's queue is the longer one"
-    bounded.turns.peers = Peers()
-    rids += [decode.ask(prompt, 8) for prompt in prompts[1:]]
+    rids = [decode.ask(prompt, 8) for prompt in prompts]
     decode.until(lambda: len(bounded.chunks) == 2)
     decode.finish()
     assert bounded.chunks == [256, 144]
-    made = {("remote", "peer"): 1, ("local", "shorter_queue"): 1, ("remote", "itl"): 1}
-    assert decisions(bounded) == made
+    assert decisions(bounded) == {("local", "short"): 1, ("remote", "itl"): 1}
     assert [decode.output(rid) for rid in rids] == answers
 
 
@@ -268,7 +257,7 @@ def busy(decode: Decode, turns: int) -> None:
 def test_gaps_of_running_requests(decode: Decode, bounded: Bounded, most: float | None) -> None:
     """Guards against a bound that is not kept, and against one that is kept by computing nothing.
     Without a bound, chunks have their full size."""
-    bounded.within(most, always=True)
+    bounded.within(most)
     busy(decode, 30)
     with_chunk = bounded.gaps[True]
     assert len(with_chunk) > 30
@@ -282,7 +271,7 @@ def test_gaps_of_running_requests(decode: Decode, bounded: Bounded, most: float 
 @overlap
 def test_chunks_that_take_longer_than_expected(decode: Decode, bounded: Bounded) -> None:
     """Guards against breaches without an effect on the next chunks."""
-    bounded.within(0.03, always=True)
+    bounded.within(0.06)  # large enough that a chunk always fits
     busy(decode, 20)
     usual = max(bounded.chunks[-10:])
     bounded.late = 0.012

@@ -19,7 +19,6 @@ LOCAL = {
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "2000",
     "SGLANG_DISAGGREGATION_DECODE_FALLBACK_PREFILL_TOKENS": "2000",
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_CHUNK": str(CHUNK),
-    "SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS": "1",
     # A chunk after each decode step, regardless of their costs.
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_SHARE": "1",
 }
@@ -219,7 +218,7 @@ def test_a_long_turn_is_left_to_prefill(decode: Decode, steps: Steps) -> None:
     decode.finish()
     assert [decode.output(rid) for rid in rids] == expected
     turns = stats.by("decode_turns")
-    assert turns["remote", "long"] == turns["local", "always"] == 2
+    assert turns["remote", "long"] == turns["local", "short"] == 2
 
 
 @short

@@ -207,7 +207,7 @@ def check_hits(run: Run, pair: Pair, whole: Ids, logs: Path, page_bytes: int) ->
     if "local" in run.parts:
         counted = turns(pair)
         at_least = 2 if "decode_dp" in run.setup else 6  # because each rank has its own prompts
-        assert counted["remote", "long"] >= 6 and counted["local", "always"] >= at_least, counted
+        assert counted["remote", "long"] >= 6 and counted["local", "short"] >= at_least, counted
     else:
         assert prefixes[-1] == len(whole)
     assert_tiled(admitted, sent, page_bytes, ranks_a_room(run))

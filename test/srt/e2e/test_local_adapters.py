@@ -45,7 +45,7 @@ def test_adapters(model: Path, logs: Path, page_size: int) -> None:
         for new in (70, 41):
             talks = {name: ask([*talk, *tokens(new)], name) for name, talk in talks.items()}
         counted = turns(pair)
-        assert (counted["remote", "long"], counted["local", "always"]) == (3, 6)
+        assert (counted["remote", "long"], counted["local", "short"]) == (3, 6)
         settle(pair)
     assert all(cached >= 300 - page_size for *_, cached in turns_asked[3:])
     first = [tuple(answer) for _, _, answer, _ in turns_asked[:3]]

@@ -43,11 +43,7 @@ HEARTBEATS = {
 def local_config(model: Path, logs: Path, **changes: Any) -> Any:
     """Return a pair with a decode server that computes every turn within ``LIMIT``, in small
     chunks, and longer ones without prefill."""
-    env = {
-        "SGLANG_DISAGGREGATION_DECODE_LOCAL_CHUNK": "48",
-        "SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS": "1",
-        **changes.pop("decode_env", {}),
-    }
+    env = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_CHUNK": "48", **changes.pop("decode_env", {})}
     args = (
         *("--disaggregation-decode-local-tokens", str(LIMIT)),
         *("--disaggregation-decode-fallback-prefill-tokens", str(WHEN_LOST)),
@@ -91,7 +87,7 @@ def test_talks(served: Pair, model: Path, reference: Reference) -> None:
     lengths = itertools.cycle(range(19, 19 + 23 * len(prompts), 23))
     prompts = take_turns(pair, reference, prompts, 4, 24, lambda: tokens(next(lengths)))
     counted = turns(pair, before)
-    assert counted["remote", "long"] >= 6 and counted["local", "always"] >= 10
+    assert counted["remote", "long"] >= 6 and counted["local", "short"] >= 10
     # Full hits, sent at once: at least one token of each is computed.
     tokens_before = pair.metrics()[0]["sglang:prompt_tokens_total"]
     assert pair.generate(prompts[:3] * 2, 24) == reference.answers(prompts[:3] * 2, 24)
@@ -109,16 +105,13 @@ def test_several_ranks(
     request that ends on one rank only: the server would hang, or answers would be wrong. In
     every run ``component/decode/test_random_lives.py`` has two ranks in one process."""
     tokens = prompt_maker(model, seed=5)
-    env = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS": "0"} if decode_tp == 2 else {}
-    config = local_config(
-        model, logs, page_size=16, prefill_tp=prefill_tp, decode_tp=decode_tp, decode_env=env
-    )
+    config = local_config(model, logs, page_size=16, prefill_tp=prefill_tp, decode_tp=decode_tp)
     with Pair(config, logs) as pair:
         prompts = [tokens(270 + 31 * i) for i in range(4)]
         take_turns(pair, reference, prompts, 4, 8, lambda: tokens(61))
         counted = turns(pair)
         assert counted["remote", "long"] == 4
-        assert sum(n for (where, _), n in counted.items() if where == "local") > 0, counted
+        assert counted["local", "short"] > 0, counted
         settle(pair)
 
 
@@ -161,7 +154,7 @@ def test_kinds_of_requests(served: Pair, model: Path, reference: Reference) -> N
     # Log probabilities of the prompt are left to prefill, which alone computes them.
     check([*turn, *tokens(5)], GREEDY, return_logprob=True, logprob_start_len=0)
     counted = turns(pair, before)
-    assert counted["local", "always"] == 5 and counted["remote", "input_logprobs"] == 1
+    assert counted["local", "short"] == 5 and counted["remote", "input_logprobs"] == 1
     # Through SGLang's router, streaming and not.
     for stream in (False, True):
         ids = [*turn, *tokens(20)]
@@ -172,7 +165,7 @@ def test_kinds_of_requests(served: Pair, model: Path, reference: Reference) -> N
         output_ids = json.loads(text)["output_ids"]
         expected = reference.answers([ids], 12)[0]
         assert output_ids[-1] == expected[-1] if stream else output_ids == expected
-    assert turns(pair, before)["local", "always"] == 7
+    assert turns(pair, before)["local", "short"] == 7
     # Prefill ran one prompt, and the request for the prompt's log probabilities.
     computed = metrics.gained(computed_before, metrics.scrape(pair.prefill_url))
     work = sum(v for k, v in computed.items() if "realtime_tokens" in k)

@@ -107,7 +107,7 @@ def test_turns_that_decode_computes(
         take_turns(pair, reference, prompts, 4, 24, lambda: tokens(61))
         settle(pair)
         counted = turns(pair)
-        assert counted["remote", "long"] >= 6 and counted["local", "always"] >= 10
+        assert counted["remote", "long"] >= 6 and counted["local", "short"] >= 10
         assert "#retracted_reqs: " in pair.processes["decode"].log_text()
 
 

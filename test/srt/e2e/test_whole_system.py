@@ -131,7 +131,7 @@ def check_answer_is_found(system: System) -> None:
     for prompt in (first, second):
         system.stored_tokens(prompt)
     counted = turns(pair, before)
-    assert (counted["remote", "long"], counted["local", "always"]) == (1, 1)
+    assert (counted["remote", "long"], counted["local", "short"]) == (1, 1)
     system.empty()
     answered = [*second, *system.answer(second)]
     loaded, page = system.stored_tokens([*answered, *tokens(70)]), system.shape.page

@@ -95,9 +95,8 @@ class DisaggArgs(_Base):
             type=int,
             default=0,
             metavar="TOKENS",
-            help="Local prefill: the largest number of new tokens of a prompt that this decode "
-            "server may compute itself, if it expects to finish before the prefill server would "
-            "have sent them. Needs the decode radix cache. Default: 0, never.",
+            help="Local prefill: the largest number of new tokens of a turn that this decode "
+            "server computes itself. Needs the decode radix cache. Default: 0, never.",
         )
         group.add_argument(
             flags.LOCAL_WHEN_LOST,

@@ -177,11 +177,6 @@ LOCAL_CHUNK = _integer(
     "computes between two decode steps. At least a page.",
     least=1, unit="tokens",
 )  # fmt: skip
-LOCAL_ALWAYS = _switch(
-    "SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS", "decode",
-    "Decode computes every turn within `--disaggregation-decode-local-tokens`, however many tokens "
-    "are queued. For comparisons.",
-)  # fmt: skip
 HANDSHAKE_TIMEOUT = _seconds(
     "SGLANG_DISAGGREGATION_HANDSHAKE_TIMEOUT", "decode", 5.0,
     "Longest time of one query of decode to a prefill's bootstrap server. Queries run in the "
@@ -249,7 +244,7 @@ STORE_DEADLINE = _seconds(
 
 LOCAL_TOKENS = _integer(
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS", "lead", 0,
-    "Decode: the largest number of new tokens of a prompt that this server may compute itself. "
+    "Decode: the largest number of new tokens of a turn that this server computes itself. "
     "Prefill: with any number above 0 it releases the requests that decode computes, with status "
     "200 and an empty answer.",
     unit="tokens", shown="0 (off)",

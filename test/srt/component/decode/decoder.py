@@ -26,8 +26,8 @@ from sglang.srt.disaggregation.decode import (
 from sglang.srt.disaggregation.delta.decode.request import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
 from sglang.srt.disaggregation.delta.observability import Telemetry
-from sglang.srt.disaggregation.local_prefill.chunk_times import UNKNOWN
-from sglang.srt.disaggregation.local_prefill.pace import Limits
+from sglang.srt.disaggregation.policy.chunk_times import UNKNOWN
+from sglang.srt.disaggregation.policy.pace import Limits
 from sglang.srt.disaggregation.utils import (
     FAKE_BOOTSTRAP_HOST,
     DisaggregationMode,
@@ -137,7 +137,7 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
         self.finished_texts: list[list[int]] = []
         self._set_plain_state()
         if local or lost:
-            limits = Limits(local, chunk, always=True, when_lost=lost)
+            limits = Limits(local, chunk, when_lost=lost)
         if limits is not None:
             self.server_args.disaggregation_decode_local_tokens = limits.tokens
             self.server_args.disaggregation_decode_fallback_prefill_tokens = limits.when_lost

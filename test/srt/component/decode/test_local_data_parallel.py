@@ -22,7 +22,7 @@ from component.decode.overlapped import Overlapped, random_talks
 from component.decode.pair import RANKS, Exchange
 from component.decode.steps import ids
 from sglang.srt.batch_overlap import two_batch_overlap
-from sglang.srt.disaggregation.delta.decode import local_turns
+from sglang.srt.disaggregation.policy import chunks as local_chunks
 from sglang.srt.environ import envs
 from sglang.srt.layers.dp_attention import set_is_extend_in_batch
 from sglang.srt.layers.moe.token_dispatcher import MooncakeEPDispatcher, NixlEPDispatcher
@@ -167,7 +167,7 @@ def test_random_requests_on_both_ranks(seed: int, monkeypatch: pytest.MonkeyPatc
     play(monkeypatch, pair, scripts, 500)
     ran = {frozenset(step) for step in pair[0].ran}
     assert {CHUNK, IDLE} in ran and {STEP, IDLE} in ran and {CHUNK, STEP} in ran
-    assert all(rank.local_turns.telemetry.by("decode_turns")["local", "always"] for rank in pair)
+    assert all(rank.local_turns.telemetry.by("decode_turns")["local", "short"] for rank in pair)
 
 
 def test_a_chunk_of_one_rank_is_one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def test_a_delay_by_another_rank_is_measured(monkeypatch: pytest.MonkeyPatch) ->
     turns = pair[0].local_turns
     gaps, steps = list[bool](), list[float]()
     monkeypatch.setattr(
-        local_turns,
+        local_chunks,
         "observe_gap",
         lambda stats, seconds, chunk, bound: gaps.append(chunk) if stats is turns.telemetry else 0,
     )

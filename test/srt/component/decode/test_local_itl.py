@@ -1,6 +1,6 @@
 """The bound on inter-token latency, on SGLang's own loop: chunks beside running requests.
 
-``unit/local_prefill/test_itl.py`` has the size of a chunk, and the effect of a breach.
+``unit/policy/test_itl.py`` has the size of a chunk, and the effect of a breach.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from component.decode.overlapped import Overlapped, until_idle
 from component.decode.pair import Pair, RankGroup, ranks_reduce
 from component.decode.stages import fail_room
 from component.decode.steps import admit, finish, ids, turn
-from sglang.srt.disaggregation.delta.decode import local_scheduler
-from sglang.srt.disaggregation.local_prefill.pace import STEPS_BEFORE_BREACH, Limits
+from sglang.srt.disaggregation.policy.pace import STEPS_BEFORE_BREACH, Limits
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
 PAGE = 16
@@ -32,7 +31,7 @@ def costs(slack: float) -> tuple[int, ...]:
 
 
 def bound(seconds: float | None = 0.1, **options: Any) -> Limits:
-    return Limits(400, 256, **{"always": True} | options, max_itl=seconds, page=PAGE)
+    return Limits(400, 256, **options, max_itl=seconds, page=PAGE)
 
 
 @pytest.mark.parametrize(
@@ -71,11 +70,11 @@ def test_chunks(slack: float, sizes: list[int], way: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("slack", "where"), [(0.002, ("remote", "itl")), (0.0115, ("local", "shorter_queue"))]
+    ("slack", "where"), [(0.002, ("remote", "itl")), (0.0115, ("local", "short"))]
 )
 def test_what_does_not_fit_goes_to_prefill(slack: float, where: tuple[str, str]) -> None:
     """Guards against a turn that is computed here although none of its chunks fits."""
-    decoder = Decoder(PAGE, 4096, limits=bound(always=False), costs=costs(slack))
+    decoder = Decoder(PAGE, 4096, limits=bound(), costs=costs(slack))
     turns = decoder.local_turns
     decoder.submit([3, 2, 1], new=60)
     turn(decoder, 2)
@@ -93,7 +92,7 @@ def test_what_fits_is_agreed_on_while_a_turn_is_under_way() -> None:
     different sizes."""
 
     def build(rank: int, group: RankGroup) -> SimpleNamespace:
-        decoder = Decoder(PAGE, 4096, group=group, limits=bound(), costs=costs(0.001))
+        decoder = Decoder(PAGE, 4096, group=group, limits=bound(), costs=costs(0.0115))
         return SimpleNamespace(decoder=decoder, rank=rank)
 
     def begin(side: SimpleNamespace) -> None:
@@ -101,12 +100,14 @@ def test_what_fits_is_agreed_on_while_a_turn_is_under_way() -> None:
         turn(side.decoder, 2)
         side.decoder.chunks.clear()
         side.decoder.submit(ids(1, 300))
+        turn(side.decoder)
+        side.decoder.costs = costs(0.001)
         turn(side.decoder, 5)
 
     def go_on(side: SimpleNamespace) -> None:
         side.decoder.costs = costs((0.02, 0.05)[side.rank])
         turn(side.decoder, 20)
-        assert side.decoder.chunks == [144, 144, 12] and not side.running.finished()
+        assert side.decoder.chunks == [64, 144, 92] and not side.running.finished()
         finish(side.decoder)
 
     with ranks_reduce():
@@ -122,10 +123,8 @@ def test_what_fits_is_agreed_on_while_a_turn_is_under_way() -> None:
 class Timed(Overlapped):
     """A decode scheduler with a clock that only steps advance."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, max_itl: float | None) -> None:
+    def __init__(self, max_itl: float | None) -> None:
         super().__init__(PAGE, 8192, rows=24, limits=bound(max_itl), costs=None)
-        clock = SimpleNamespace(monotonic=lambda: self.now)
-        monkeypatch.setattr(local_scheduler, "time", clock)
         #: Seconds between two tokens of a request with a chunk in between.
         self.gaps: list[float] = []
         self._told: dict[str, float] = {}
@@ -169,10 +168,10 @@ def busy(decoder: Timed, turns: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("max_itl", [0.025, 0.04, None])
-def test_gaps_of_running_requests(monkeypatch: pytest.MonkeyPatch, max_itl: float | None) -> None:
+def test_gaps_of_running_requests(max_itl: float | None) -> None:
     """Guards against a bound that is not kept, and against one that is kept by computing nothing.
     Without a bound, chunks have their full size."""
-    decoder = Timed(monkeypatch, max_itl)
+    decoder = Timed(max_itl)
     decoder.play(busy(decoder, 30))
     finish(decoder)
     assert len(decoder.gaps) > 30
@@ -185,11 +184,11 @@ def test_gaps_of_running_requests(monkeypatch: pytest.MonkeyPatch, max_itl: floa
 
 
 @pytest.mark.parametrize("what", ["a pause", "the end"])
-def test_what_is_no_gap(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_what_is_no_gap(what: str) -> None:
     """Guards against a pause, or the time after an answer's end (with overlap scheduling one more
     step of it is in flight), that counts as a token's latency: a breach would be reported, and all
     later chunks would be smaller."""
-    decoder = Timed(monkeypatch, 0.03)
+    decoder = Timed(0.03)
 
     def script() -> Iterator[None]:
         running = decoder.submit([3, 2, 1], new=60 if what == "a pause" else 5)
@@ -213,10 +212,10 @@ def test_what_is_no_gap(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     finish(decoder)
 
 
-def test_a_turn_whose_first_token_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_whose_first_token_is_on_its_way() -> None:
     """Guards against a large chunk right behind the one that ends a turn: with overlap scheduling
     it is launched before the turn runs, and would delay its second token."""
-    decoder = Timed(monkeypatch, 0.03)
+    decoder = Timed(0.03)
     decoder.costs = costs(0.015)
 
     def two() -> Iterator[None]:

@@ -13,8 +13,7 @@ import pytest
 from component.decode.decoder import Decoder
 from component.decode.overlapped import Ahead, Overlapped, until_idle
 from component.decode.steps import PROMPT, admit, finish, ids, serve, tick, turn
-from sglang.srt.disaggregation.delta.decode import local_scheduler
-from sglang.srt.disaggregation.local_prefill.pace import Limits
+from sglang.srt.disaggregation.policy.pace import Limits
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.managers.overlap_utils import FutureMap
@@ -246,12 +245,10 @@ def test_an_aborted_turn_computes_no_further_chunk() -> None:
     finish(decoder)
 
 
-def test_a_chunk_is_measured_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_is_measured_to_its_end() -> None:
     """Guards against the time of a launch that counts as the time of a chunk: without overlap
     scheduling a device still computes when its launch has returned."""
-    clock = SimpleNamespace(monotonic=lambda: decoder.now)
-    monkeypatch.setattr(local_scheduler, "time", clock)
-    decoder = Decoder(16, 4096, limits=Limits(2000, 32, always=True), costs=None, device="cuda")
+    decoder = Decoder(16, 4096, limits=Limits(2000, 32), costs=None, device="cuda")
 
     def end_of_chunk() -> None:
         decoder.now += 3.0
@@ -309,7 +306,7 @@ def test_adapters(page: int) -> None:
         finish(decoder)
         assert [req.output_ids for req in reqs] == [[2] * 12] * 4
         held.append([req.cached_tokens for req in reqs])
-    assert decoder.local_turns.telemetry.by("decode_turns")["local", "always"] == 9
+    assert decoder.local_turns.telemetry.by("decode_turns")["local", "short"] == 9
     # At first only requests without an adapter hit the history.
     assert held == [[0, 0, 80, 0], [80] * 4]
 

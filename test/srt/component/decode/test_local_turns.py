@@ -20,10 +20,10 @@ from component.decode.stages import fail_room, freeze
 from component.decode.steps import PROMPT, admit, finish, ids, serve, tick, turn
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
-from sglang.srt.disaggregation.local_prefill.chunk_times import UNKNOWN
-from sglang.srt.disaggregation.local_prefill.pace import Limits
-from sglang.srt.disaggregation.local_prefill.policy import REASONS
+from sglang.srt.disaggregation.policy.choice import REASONS
+from sglang.srt.disaggregation.policy.chunk_times import UNKNOWN
 from sglang.srt.disaggregation.policy.memory import page_floor
+from sglang.srt.disaggregation.policy.pace import Limits
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -79,10 +79,10 @@ def test_at_least_a_token_is_computed(decoder: Decoder, prompt: list[int], prefi
 @pytest.mark.parametrize(
     ("changes", "where"),
     [
-        ({}, "local always"),
+        ({}, "local short"),
         ({"bootstrap_host": "10.0.0.9"}, "remote not_shared"),  # it is a stock server
         ({"origin_input_ids": PROMPT + [7] * 201}, "remote long"),
-        ({"return_logprob": True, "logprob_start_len": 80}, "local always"),
+        ({"return_logprob": True, "logprob_start_len": 80}, "local short"),
         ({"return_logprob": True, "logprob_start_len": 0}, "remote input_logprobs"),
         ({"return_hidden_states": True}, "remote hidden_states"),
         ({"return_routed_experts": True}, "remote routed_experts"),
@@ -106,46 +106,9 @@ def test_what_goes_to_prefill(changes: dict[str, Any], where: str) -> None:
     assert (req in decoder.local) == is_local == decoder.rooms[0].yielded
 
 
-def test_turns_go_to_the_shorter_queue() -> None:
-    """Guards against turns that wait behind others here while prefill has less to compute, and
-    against a queue of prefill that still counts what has arrived, failed or was aborted."""
-    decoder = Decoder(16, 4096, limits=Limits(200, CHUNK))
-
-    def local() -> bool:
-        """Admit a turn; return True if decode computes it. The turn is removed again."""
-        req = decoder.submit([9] * 40, new=2)
-        decoder.tick_queues()
-        is_local = req in decoder.local
-        decoder.abort(req.rid)
-        if not is_local:
-            freeze(decoder, req)
-        return is_local
-
-    assert local(), "both queues are empty"
-    decoder.submit(ids(1, 150), new=2)
-    decoder.tick_queues()
-    assert not local(), "150 tokens are queued here"
-    for seed, end in enumerate(("arrives", "is aborted", "fails"), 2):
-        (remote,) = admit(decoder, ids(seed, 300), new=2)
-        assert remote in decoder.in_transfer and local(), "300 tokens are queued at prefill"
-        (other,) = admit(decoder, ids(9, 300), host="10.0.0.2")
-        assert local()
-        if end == "arrives":
-            decoder.deliver(remote)
-        elif end == "is aborted":
-            decoder.abort(remote.rid)
-        else:
-            fail_room(decoder, remote)
-        tick(decoder)
-        assert not local(), f"the transfer {end}"
-        decoder.abort(other.rid)
-    decoder.abort("")
-    finish(decoder)
-
-
 def test_decode_steps_between_two_chunks() -> None:
     """Guards against running answers that stall while a long turn is computed."""
-    limits = Limits(200, CHUNK, share=0.25, always=True)
+    limits = Limits(200, CHUNK, share=0.25)
     # A chunk takes as long as a step.
     decoder = Decoder(16, 1024, limits=limits, costs=(1000, 0, 1000, UNKNOWN))
     running = decoder.submit([3, 2, 1], new=40)
@@ -177,7 +140,7 @@ def test_overlapped(page: int, seed: int, steps: int, monkeypatch: pytest.Monkey
         decoder.answers_are_right()
     finish(decoder)
     turns = decoder.local_turns.telemetry.by("decode_turns")
-    assert turns["local", "always"] > 10 and turns["remote", "long"] > 0
+    assert turns["local", "short"] > 10 and turns["remote", "long"] > 0
 
 
 def test_a_pool_that_retracts_beside_a_step_in_flight() -> None:

@@ -23,7 +23,7 @@ from sglang.srt.disaggregation.delta import rank_agreement
 from sglang.srt.disaggregation.delta.decode import admission, request
 from sglang.srt.disaggregation.delta.decode import queue as queue_module
 from sglang.srt.disaggregation.delta.decode.tree import DecodeRadixTree, PrefixLease
-from sglang.srt.disaggregation.local_prefill.pace import Limits
+from sglang.srt.disaggregation.policy.pace import Limits
 
 EVERYTHING = ("hits", "full_hits", "retracted", "resumed", "pool_full", "late_writes")
 EVERYTHING += ("updates_under_way",)
@@ -31,7 +31,7 @@ EVERYTHING += ("updates_under_way",)
 WITH_DRAFTS = tuple(name for name in EVERYTHING if name != "full_hits")
 #: Side and reason of turns: on a server that computes some itself, and on one that often loses its
 #: prefill servers.
-HERE, LOST = ("local always", "remote long"), ("local transfer_failed", "local no_prefill")
+HERE, LOST = ("local short", "remote long"), ("local transfer_failed", "local no_prefill")
 COMPUTES: dict[str, Any] = {"local": 60, "chunk": 24}
 LOSES: dict[str, Any] = {"local": 20, "lost": 60, "chunk": 24}
 OFTEN_LOST: dict[str, float] = {
@@ -72,7 +72,7 @@ def life(
         life("index", 64, 1536, 2, ("hits", "full_hits", "resumed"), **INDEX),
         life("states", 1, 600, 1, EVERYTHING, states=12),
         life("states", 16, 1024, 2, EVERYTHING, states=5),
-        life("computed here, index", 64, 2048, 3, ("local always",), local=60, chunk=64, **INDEX),
+        life("computed here, index", 64, 2048, 3, ("local short",), local=60, chunk=64, **INDEX),
         life("computed here", 1, 600, 1, HERE, often={"batch": 44}, **COMPUTES),
         life("computed here", 16, 1024, 2, HERE, often={"batch": 44}, **COMPUTES),
         life("computed here", 64, 2048, 3, HERE, often={"batch": 44}, **COMPUTES),
@@ -200,7 +200,7 @@ def test_ranks_that_measure(two_ranks: None, seed: int, draft_steps: int) -> Non
 def test_ranks_that_lose_prefill(two_ranks: None, seed: int) -> None:
     """Guards against ranks of which one saves a request that the other fails, because one learns of
     the loss before the other does."""
-    limits = Limits(tokens=20, chunk=24, always=True, when_lost=60)
+    limits = Limits(tokens=20, chunk=24, when_lost=60)
     sides = live(seed, limits=limits, batch=40, fail_handshake=4, fail_transfer=6)
     ours, theirs = (life.decoder.local_turns.telemetry.by("decode_turns") for life in sides)
     assert ours == theirs and ours["local", "transfer_failed"] > 0

@@ -21,6 +21,7 @@ from component.decode.overlapped import Ahead, until_idle
 from component.decode.steps import admit, finish, ids, run, serve, tick, turn
 from sglang.srt.disaggregation.delta.decode import speculation
 from sglang.srt.disaggregation.delta.decode.scheduler import DisaggScheduler
+from sglang.srt.disaggregation.policy import chunks
 from sglang.srt.disaggregation.policy.memory import page_floor
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -164,7 +165,7 @@ def test_what_a_draft_starts_from_lies_on_the_host() -> None:
     req = SimpleNamespace()
     fields = {"topk_p": 0.5, "topk_index": 3, "hidden_states": 1.0}
     start = {name: OnDevice(torch.tensor([[value]])) for name, value in fields.items()}
-    speculation.own_first_drafts(SimpleNamespace(reqs=[req], spec_info=SimpleNamespace(**start)))
+    chunks.own_first_drafts(SimpleNamespace(reqs=[req], spec_info=SimpleNamespace(**start)))
     kept = req.output_topk_p, req.output_topk_index, req.hidden_states_tensor
     assert [each.tolist() for each in kept] == [[0.5], [3], [1.0]]
 

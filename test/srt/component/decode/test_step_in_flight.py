@@ -18,7 +18,7 @@ from component.decode.steps import finish, ids
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.decode.request import record_of
 from sglang.srt.disaggregation.delta.decode.transfer import StepWrites
-from sglang.srt.disaggregation.local_prefill.pace import Limits
+from sglang.srt.disaggregation.policy.pace import Limits
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 

@@ -21,7 +21,6 @@ SIZES = Sizes(pool_tokens=16_000, page_size=PAGE, chunked_prefill_tokens=512)
 #: it must end without an error, because otherwise the client takes the request for failed.
 LEAD = {
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "512",
-    "SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS": "1",
     "SGLANG_DISAGGREGATION_DECODE_FALLBACK_PREFILL_TOKENS": "512",
     "SGLANG_DISAGGREGATION_DECODE_ADMISSION": "remaining",
     "SGLANG_DISAGGREGATION_NIXL_PROGRESS_DELAY": "1000",

@@ -48,7 +48,7 @@ def test_answers(talks_of_family: Callable[[str], Talks], tmp_path: Path, run: R
         decode_env=RETRACTS if "retract" in run.parts else {},
     )
     count, counts = len(talks.prompts[0]), turns(page)
-    assert counts.get(("local", "always"), 0) >= 2 * count, counts
+    assert counts.get(("local", "short"), 0) >= 2 * count, counts
     # First turns may be remote for different reasons.
     assert sum(counts[key] for key in counts if key[0] == "remote") >= count, counts
     assert any(metrics.by_labels(page, RETRACTED).values()) == ("retract" in run.parts)

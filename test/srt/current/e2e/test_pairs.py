@@ -20,7 +20,7 @@ def check_talks(
     settings = LEAD if lead else {}
     counts = turns(play(talks, logs, settings, ranks=ranks, arguments=arguments))
     # Some first turns are remote, because prefill's capabilities are not yet known.
-    assert (counts.get(("local", "always"), 0) >= 2 * len(talks.prompts[0])) == lead, counts
+    assert (counts.get(("local", "short"), 0) >= 2 * len(talks.prompts[0])) == lead, counts
 
 
 def test_stock(talks: Talks, tmp_path: Path) -> None:

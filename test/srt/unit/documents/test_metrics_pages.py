@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import pytest
 
 from sglang.srt.disaggregation.delta.metrics import METRICS
-from sglang.srt.disaggregation.local_prefill.policy import REASONS
+from sglang.srt.disaggregation.policy.choice import REASONS
 from sglang.srt.mem_cache.buffer_only import metrics as buffer_only
 from unit.documents import alert_rules, pages
 from unit.documents.pages import ROOT, SITE_PACKAGES

@@ -6,7 +6,7 @@ import prometheus_client
 
 from sglang.srt.disaggregation.delta.metrics import METRICS
 from sglang.srt.disaggregation.delta.observability import Telemetry
-from sglang.srt.disaggregation.local_prefill.observe import observe_gap
+from sglang.srt.disaggregation.policy.chunks import observe_gap
 
 
 def test_gaps_beyond_the_bound_are_counted() -> None:

@@ -40,8 +40,11 @@ VALUES: list[tuple[Variable[Any], str, Any]] = [
     (environment.ACTIVE, "yes", True),
     (environment.CHECK_INVARIANTS, "1", True),
     *((environment.CHECK_INVARIANTS, text, True) for text in ("true", "YES", "y", " on ")),
-    *((environment.LOCAL_ALWAYS, text, True) for text in ("1", "True")),
-    *((environment.LOCAL_ALWAYS, text, False) for text in ("0", "false", "no", "N", "off", "")),
+    *((environment.BUFFER_ALWAYS_FETCH, text, True) for text in ("1", "True")),
+    *(
+        (environment.BUFFER_ALWAYS_FETCH, text, False)
+        for text in ("0", "false", "no", "N", "off", "")
+    ),
 ]
 
 
@@ -58,7 +61,7 @@ WRONG: list[tuple[Variable[Any], str]] = [
     *((SECONDS, text) for text in ("", "soon", "-0.1", "nan", "inf", "-inf", "1s")),
     *((INTEGER, text) for text in ("", "many", "1.5", "-1", "0x10")),
     *((BOUNDED, text) for text in ("-1", "100001")),
-    *((environment.LOCAL_ALWAYS, text) for text in ("2", "enabled", "ture")),
+    *((environment.BUFFER_ALWAYS_FETCH, text) for text in ("2", "enabled", "ture")),
 ]
 
 

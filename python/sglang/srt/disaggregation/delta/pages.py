@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any  # Any: attributes of pools with recurrent state
+from typing import TYPE_CHECKING, Any  # Any: attributes of pools; a chunk of KV
 
 import numpy as np
 import numpy.typing as npt
@@ -266,3 +266,44 @@ def _state_slot(rows: Any, req: Req) -> torch.Tensor:
     row = req.req_pool_idx
     slot: torch.Tensor = rows.get_mamba_indices(slice(row, row + 1))
     return slot
+
+
+# ---- CPU copies of retracted requests ----
+
+
+def without_leading(
+    copy: list[list[Any]], chunk: int, skip: int
+) -> tuple[list[list[Any]], list[list[Any]]]:
+    """Split a CPU copy of KV at ``skip`` tokens.
+
+    SGLang keeps the copy as one list a layer of chunks of ``chunk`` tokens; a chunk is a tensor
+    (MLA) or a [key, value] pair (MHA), tokens first. Returns the rest of the chunk that ``skip``
+    falls into, and the whole chunks after it, each in the same form.
+    """
+    whole, part = divmod(skip, chunk)
+    if part == 0:
+        return [[] for _ in copy], [layer[whole:] for layer in copy]
+
+    def tail(layer: list[Any]) -> list[Any]:
+        if whole >= len(layer):
+            return []
+        both = layer[whole]
+        return [[half[part:] for half in both] if isinstance(both, list) else both[part:]]
+
+    return [tail(layer) for layer in copy], [layer[whole + 1 :] for layer in copy]
+
+
+def load_private(
+    copy: list[list[Any]],
+    chunk: int,
+    shared: int,
+    slots: torch.Tensor,
+    load: Callable[[list[list[Any]], torch.Tensor], None],
+) -> None:
+    """Call ``load`` with the copy behind ``shared`` tokens and the slots for it."""
+    head, rest = without_leading(copy, chunk, shared)
+    in_head = min(len(slots), -shared % chunk)
+    if in_head:
+        load(head, slots[:in_head])
+    if in_head < len(slots):
+        load(rest, slots[in_head:])

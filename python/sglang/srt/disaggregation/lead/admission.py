@@ -7,6 +7,11 @@ are too many, one is retracted. One rule keeps that safe: a request is admitted 
 request could still end afterwards. The rule replaces stock's, which counts a shared prefix once for
 each running request, and so expects more memory from retractions than they free.
 
+**Resume.** Stock allocates the whole text of a retracted request again, although other requests may
+hold the same prefix. Here its prompt is matched and locked first, like a new request's, and only
+the part after the match is allocated and copied back from the CPU. Shared pages are not written,
+because running requests read them.
+
 Contract: scheduler thread, no lock. All inputs are equal on all ranks, as stock's are, and so are
 the decisions.
 """
@@ -16,7 +21,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple  # Any: SGLang's objects
 
-from sglang.srt.disaggregation.lead.resume import ResumeLease, load_kv_cache
+from sglang.srt.disaggregation.delta.pages import load_private
 from sglang.srt.disaggregation.policy.memory import (
     Claim,
     entering,
@@ -46,6 +51,24 @@ class Totals(NamedTuple):
     reserve: int = 0
     need: int = 0
     own: int = 0
+
+
+class ResumeLease:
+    """The lock on the prefix of one retracted request that may resume in this call of SGLang's
+    (``RemainingAdmission.step``)."""
+
+    def __init__(self, queue: Any, req: Any) -> None:
+        before = queue.tree_cache.evictable_size()
+        self.req, self._tree = req, queue.tree_cache
+        self.prefix = queue._match_prefix_and_lock(req).prefix_indices
+        #: Tokens that need no allocation: the prefix without the part that counted as free before.
+        self.saved: int = len(self.prefix) - (before - self._tree.evictable_size())
+
+    def release(self) -> None:
+        """Undo the match, because the request does not resume now."""
+        self._tree.unlock(self.req.lock)
+        self.req.lock = self.req.last_node = None
+        self.req.prefix_len = 0
 
 
 class RemainingAdmission:
@@ -211,6 +234,18 @@ def draft_tokens(scheduler: Any) -> int:
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 
     return 0 if scheduler.spec_algorithm.is_none() else int(get_alloc_reserve_per_decode())
+
+
+def load_kv_cache(stock: Function, self: Any, rows: Any, allocator: Any) -> None:
+    """Copy back only the KV after the shared prefix (wraps ``Req.load_kv_cache``)."""
+    shared = self.kv.cache_protected_len
+    if not shared:
+        stock(rows, allocator)
+        return
+    slots = rows.req_to_token[self.kv.req_pool_idx, shared : self.seqlen - 1]
+    backup, self.kv.retraction_backup = self.kv.retraction_backup, None
+    chunk = allocator.get_kvcache().cpu_offloading_chunk_size
+    load_private(backup.cpu_tensors, chunk, shared, slots, allocator.load_cpu_copy)
 
 
 def install(wrap: Wraps) -> None:

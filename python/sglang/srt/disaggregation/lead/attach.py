@@ -4,6 +4,10 @@ SGLang 0.5.23 calls ``activate`` in each of its processes, through the entry poi
 of the group ``sglang.srt.plugins``. A part is a module of this package with ``install(wrap)``,
 which imports the classes and names the methods that it wraps. With all parts off, nothing of SGLang
 is imported or replaced.
+
+Contract: ``activate`` runs in each process of SGLang before it builds its engine or scheduler, when
+no thread calls the wrapped methods yet, so there is no lock. A second call does nothing. All ranks
+have the same environment, and so the same parts.
 """
 
 from __future__ import annotations

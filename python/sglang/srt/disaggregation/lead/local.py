@@ -12,31 +12,23 @@ and decide from the numbers of ``_agree`` and from queues that are equal on all 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any  # Any: SGLang's objects
 
-from sglang.srt.disaggregation.delta.decode.speculation import own_first_drafts
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
-from sglang.srt.disaggregation.lead import local_chunk
 from sglang.srt.disaggregation.lead.prefill_exit import ReleasingServers, release_room
-from sglang.srt.disaggregation.local_prefill.chunk_times import (
-    VOTES,
-    Measured,
-    StepTimes,
-    agreed_costs,
-)
-from sglang.srt.disaggregation.local_prefill.observe import observe_gap, record_choice
-from sglang.srt.disaggregation.local_prefill.pace import Limits, Pace
-from sglang.srt.disaggregation.local_prefill.policy import (
+from sglang.srt.disaggregation.policy.choice import (
     Decision,
-    Load,
     choose,
     choose_without_prefill,
     prefill_only_reason,
+    record_choice,
 )
+from sglang.srt.disaggregation.policy.chunks import Chunks, own_first_drafts
 from sglang.srt.disaggregation.policy.memory import page_ceil
+from sglang.srt.disaggregation.policy.pace import Limits
 from sglang.srt.patchset import environment
 
 #: Vote of a rank: the turn's prefill server releases rooms.
@@ -46,7 +38,7 @@ _NEVER = -2
 
 
 def reason_for_prefill(entry: Any) -> str | None:
-    """Return why a queue entry is left to prefill, whatever the queues are, or None."""
+    """Return why a queue entry is left to prefill, whatever its length, or None."""
     from sglang.srt.disaggregation.decode import _is_fake_transfer
 
     if _is_fake_transfer(entry.req) or entry.is_rebootstrap or entry.host_staged:
@@ -54,17 +46,14 @@ def reason_for_prefill(entry: Any) -> str | None:
     return prefill_only_reason(entry.req)
 
 
-class QueuedTurns:
+class QueuedTurns(Chunks):
     """The local turns of one decode rank, as ``lead_turns`` of SGLang's ``Scheduler``."""
 
     def __init__(
         self, scheduler: Any, limits: Limits, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._scheduler, self.limits, self._clock = scheduler, limits, clock
-        self.measured = Measured(limits.max_itl)
-        self.peers, self.telemetry = ReleasingServers(), STATS
-        self.pace = Pace(limits)
-        self.times = StepTimes(self.measured, blocking=scheduler.server_args.device == "cpu")
+        super().__init__(limits, STATS, clock, blocking=scheduler.server_args.device == "cpu")
+        self._scheduler, self.peers = scheduler, ReleasingServers()
         #: Requests that were admitted in this step and are in no batch yet.
         self._chosen: list[Any] = []
         #: Batch that is built of them.
@@ -102,9 +91,10 @@ class QueuedTurns:
             return
         questions = [self._question(queue, entry) for entry in new]
         agreed = self._agree([vote for *_, vote in questions])
-        queued, remote = self._queued(entries)
+        decided = [made for each in entries if (made := decision_of(each.req)) and made.local]
+        queued = self.pending_tokens + sum(each.tokens for each in decided)
+        is_full = self.places <= len(self._scheduler.waiting_queue)
         for entry, (reason, tokens, _), vote in zip(new, questions, agreed, strict=True):
-            address = _address(entry.req)
             reason = reason or ("peer" if vote == _NEVER else None)
             if (lost := lost_reason(entry)) is not None:
                 decision = choose_without_prefill(tokens, self.limits, lost)
@@ -113,19 +103,15 @@ class QueuedTurns:
             elif reason is not None:
                 decision = Decision(False, reason, tokens)
             else:
-                decision = choose(tokens, self._load(queued, remote[address]), self.limits)
+                decision = choose(tokens, self.load(queued, is_full), self.limits)
             if decision.local:
                 queued += tokens
-            else:
-                remote[address] += tokens
             entry.req.lead_turn = decision
 
-    def _agree(self, votes: list[int]) -> list[int]:
+    def _agree(self, votes: list[int]) -> Sequence[int]:
         """Return the smallest of each vote over the ranks; take over the times they agreed on."""
         group = self._scheduler.disagg_decode_prealloc_queue.gloo_group
-        agreed = minimum([*self.measured.votes(), *votes], group)
-        self.pace.costs = agreed_costs(agreed[:VOTES])
-        return agreed[VOTES:]
+        return self.take_over(minimum([*self.measured.votes(), *votes], group))
 
     def _question(self, queue: Any, entry: Any) -> tuple[str | None, int, int]:
         """Return why only prefill can compute an entry, its new tokens, and this rank's vote."""
@@ -137,23 +123,6 @@ class QueuedTurns:
         match_kv_cache(req, queue.tree_cache, req.origin_input_ids, max_prefix_len=length - 1)
         releases = lost_reason(entry) is not None or self.peers.releases(_address(req))
         return None, length - req.prefix_len, _RELEASES if releases else _NEVER
-
-    def _queued(self, entries: list[Any]) -> tuple[int, Counter[str]]:
-        """Return the tokens of local turns that are queued, and by address the new tokens of the
-        requests that were announced to prefill servers and are not here."""
-        queued, remote = self.pending_tokens, Counter[str]()
-        for decision in (decision_of(each.req) for each in entries):
-            if decision is not None and decision.local:
-                queued += decision.tokens
-        for entry in self._scheduler.disagg_decode_transfer_queue.queue:
-            req = entry.req
-            remote[_address(req)] += len(req.origin_input_ids) - req.kv.cache_protected_len
-        return queued, remote
-
-    def _load(self, queued: int, remote: int) -> Load:
-        running = len(self._scheduler.running_batch.reqs)
-        is_full = self.places <= len(self._scheduler.waiting_queue)
-        return Load(queued, remote, running, is_full, self.pace.largest_chunk(self._delays))
 
     def announced(self, reqs: list[Any]) -> None:
         """Count requests that SGLang announced to prefill."""
@@ -172,24 +141,16 @@ class QueuedTurns:
         return int(max(max_running - len(scheduler.running_batch.reqs) - len(self.reqs), 0))
 
     @property
-    def _beside(self) -> int:
-        """Number of requests that a chunk delays."""
+    def beside(self) -> int:
+        """See ``Chunks``."""
         scheduler = self._scheduler
         return len(scheduler.running_batch.reqs) + min(len(scheduler.waiting_queue), self.places)
 
     @property
-    def _delays(self) -> bool:
-        """True if a chunk delays the next token of a running request, or of a turn whose first
-        token is known, at the latest by the launched chunk. The bound on inter-token latency
-        applies then."""
+    def delays(self) -> bool:
+        """See ``Chunks``."""
         ends = any(len(each.reqs) > (each.chunked_req is not None) for each in self._launched)
-        return bool(self._beside or self._computed or ends)
-
-    def _fits(self, left: int) -> bool:
-        return self.pace.fits(left, self._delays)
-
-    def _chunk(self, left: int) -> int:
-        return self.pace.next_chunk(left, self._beside, self._delays)
+        return bool(self.beside or self._computed or ends)
 
     def admit(self, queue: Any) -> None:
         """Hide the local turns of the prealloc queue from SGLang, and build a chunk of those that
@@ -205,11 +166,11 @@ class QueuedTurns:
                 ahead = ahead or sum(self._needs(queue, req, prefix))
                 continue
             can_leave = lost_reason(entry) is None
-            if can_leave and decision.reason != "always" and not self._fits(decision.tokens):
+            if can_leave and not self.fits(decision.tokens):
                 leave(entry, "itl")  # requests began to run since the choice, or chunks are slower
                 continue
             entry.waiting_for_input = False  # SGLang sets it again in each step
-            left = self._chunk(decision.tokens) if left is None else left
+            left = self.next_chunk(decision.tokens) if left is None else left
             rows = queue.req_to_token_pool.available_size() - len(entries)
             if left < page or min(self.places, rows) <= 0:
                 left = 0
@@ -254,7 +215,7 @@ class QueuedTurns:
             req.lock = None
             return 0
         req.kv.cache_protected_len = req.prefix_len
-        req.extend_end = local_chunk.end_of_chunk(req.prefix_len, length, left, tree.page_size)
+        req.extend_end = end_of_chunk(req.prefix_len, length, left, tree.page_size)
         self._chosen.append(req)
         return need
 
@@ -263,7 +224,7 @@ class QueuedTurns:
         reqs, self._chosen = self._chosen, []
         if reqs[-1].extend_end < len(reqs[-1].origin_input_ids):
             self.unfinished = reqs[-1]
-        self._built = local_chunk.build(self._scheduler, reqs, self.unfinished)
+        self._built = build_chunk(self._scheduler, reqs, self.unfinished)
         gone = {id(entry) for entry in entries}
         queue.queue = [entry for entry in queue.queue if id(entry) not in gone]
         for entry in entries:
@@ -280,9 +241,8 @@ class QueuedTurns:
             batch = self._next_chunk(self.unfinished)
         if batch is not None:
             self._launched.append(batch)
-            self.pace.chunk(batch.extend_num_tokens, self._beside)
+            self.chunk_launched(batch.extend_num_tokens)
             self.telemetry.count("decode_local_tokens", batch.extend_num_tokens)
-            self.times.launched(batch.extend_num_tokens, self._clock())
         return batch
 
     def _next_chunk(self, req: Any) -> Any:
@@ -293,13 +253,13 @@ class QueuedTurns:
         if req.to_finish is not None:
             if not any(req in batch.reqs for batch in self._launched):
                 self.unfinished = None
-                local_chunk.end(scheduler, req)
+                end_aborted(scheduler, req)
             return None
         tree, done, length = scheduler.tree_cache, req.extend_end, len(req.origin_input_ids)
         if self.limits.max_itl is not None:
             self._agree([])  # the largest chunk changes with each one, also without arrivals
-        chunk = self._chunk(length - done)
-        end = local_chunk.end_of_chunk(done, length, chunk, tree.page_size)
+        chunk = self.next_chunk(length - done)
+        end = end_of_chunk(done, length, chunk, tree.page_size)
         free = scheduler.token_to_kv_pool_allocator.available_size() + tree.evictable_size()
         # Each other request takes a page in the next decode step, or the pages of its drafts.
         step = page_ceil(get_alloc_len_per_decode(), tree.page_size)
@@ -310,9 +270,9 @@ class QueuedTurns:
         req.extend_end = end
         if end == length:
             self.unfinished = None
-        return local_chunk.build(scheduler, [req], self.unfinished)
+        return build_chunk(scheduler, [req], self.unfinished)
 
-    def result(self) -> None:
+    def processed(self) -> None:
         """Queue the turns of the oldest chunk, whose result was processed, for the running
         batch."""
         if not self._launched:
@@ -325,17 +285,10 @@ class QueuedTurns:
             req.lead_turn = None
         self._computed.append(batch)
 
-    def decoded(self, reqs: list[Any]) -> None:
-        """Measure the gap before a decode step; its tokens for ``reqs`` are sent next."""
-        rids = frozenset(req.rid for req in reqs if not req.finished())
-        gap = self.measured.gaps.step(self._clock(), rids, self._fits(self.limits.least))
-        if gap is not None:
-            observe_gap(self.telemetry, *gap, self.limits.max_itl)
-
     def join(self, running: Any, but: Any = None) -> Any:
         """Return the running batch with the computed requests, except those of batch ``but``."""
         batches, self._computed = self._computed, []
-        return local_chunk.merged(running, [batch for batch in batches if batch is not but])
+        return merged(running, [batch for batch in batches if batch is not but])
 
     def retracted(self) -> None:
         """Forget all turns, because SGLang retracted all requests."""
@@ -383,8 +336,72 @@ def limits(page: int) -> Limits:
         tokens=environment.LOCAL_TOKENS.read(),
         chunk=environment.LOCAL_CHUNK.read(),
         share=environment.LOCAL_SHARE.read(),
-        always=environment.LOCAL_ALWAYS.read(),
         when_lost=environment.FALLBACK_PREFILL_TOKENS.read(),
         max_itl=environment.LOCAL_MAX_ITL_MS.read() / 1000 or None,
         page=page,
     )
+
+
+# ---- SGLang's batches ----
+
+
+def build_chunk(scheduler: Any, reqs: Sequence[Any], unfinished: Any = None) -> Any:
+    """Return a ``ScheduleBatch`` that computes each request from its ``prefix_len`` to its
+    ``extend_end``, for which there is memory. ``unfinished``: the request that continues in a later
+    chunk."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.scheduler_components.metrics_reporter import PrefillStats, QueueCount
+    from sglang.srt.observability.req_time_stats import set_schedule_time_batch
+
+    hits = 0
+    for req in reqs:
+        req.refresh_fill_ids()
+        if not req.kv.holds_kv:
+            hits += req.prefix_len
+            req.time_stats.set_decode_transfer_queue_entry_time()
+            req.time_stats.set_wait_queue_entry_time()
+            req.time_stats.set_forward_entry_time()
+    batch = ScheduleBatch.init_new(
+        list(reqs),
+        scheduler.req_to_token_pool,
+        scheduler.token_to_kv_pool_allocator,
+        scheduler.tree_cache,
+        scheduler.model_config,
+        scheduler.enable_overlap,
+        scheduler.spec_algorithm,
+        chunked_req=unfinished,
+    )
+    batch.prepare_for_extend()
+    if unfinished is not None:
+        unfinished.inflight_middle_chunks += 1
+    running = QueueCount.from_reqs(scheduler.running_batch.reqs, False)
+    batch.prefill_stats = PrefillStats(batch.extend_num_tokens, hits, 0.0, running, len(reqs))
+    set_schedule_time_batch(batch)
+    return batch
+
+
+def end_of_chunk(start: int, length: int, left: int, page: int) -> int:
+    """Return the end of a chunk with room for ``left`` tokens that computes a prompt of ``length``
+    from ``start``: the prompt's end, or whole pages."""
+    return length if length - start <= left else (start + left) // page * page
+
+
+def end_aborted(scheduler: Any, req: Any) -> None:
+    """End an aborted request of which no chunk is in flight."""
+    from sglang.srt.mem_cache.common import release_kv_cache
+
+    req.update_finish_state()
+    release_kv_cache(req, scheduler.tree_cache, checkpoint=False)
+    scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+
+def merged(running: Any, batches: Sequence[Any]) -> Any:
+    """Return the running batch with the requests of computed ``batches`` that have not ended."""
+    for batch in batches:
+        batch.filter_batch()
+        running.filter_batch()
+        if running.is_empty() and not batch.is_empty():
+            running = batch
+        elif not batch.is_empty():
+            running.merge_batch(batch)
+    return running

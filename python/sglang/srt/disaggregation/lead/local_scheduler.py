@@ -6,7 +6,6 @@ Contract: scheduler thread; all ranks of a server call the same methods in the s
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Any  # Any: SGLang's objects
 
@@ -81,7 +80,7 @@ def install(wrap: Wraps) -> None:
 
     @scheduler("get_next_disagg_decode_batch_to_run", "(self, running_batch)")
     def get_next_batch(stock: Function, turns: QueuedTurns, self: Any, running_batch: Any) -> Any:
-        turns.times.hook(time.monotonic())
+        turns.hook()
         self.running_batch = running_batch = turns.join(running_batch)
         batch = turns.next_batch()
         if batch is not None:
@@ -91,25 +90,17 @@ def install(wrap: Wraps) -> None:
         plan = stock(running_batch=running_batch)
         self.waiting_queue += held
         if plan.batch_to_run is not None:
-            turns.pace.step()
-            turns.times.launched(0, time.monotonic())
+            turns.step_launched()
         return plan
 
     @scheduler("process_batch_result", "(self, batch, result)")
     def process_batch_result(
         stock: Function, turns: QueuedTurns, self: Any, batch: Any, result: Any
     ) -> None:
-        turns.times.hook(time.monotonic())
-        if getattr(result, "copy_done", None) is not None:
-            result.copy_done.synchronize()  # as what follows would
-        elif self.server_args.device != "cpu":
-            self.device_module.current_stream().synchronize()  # likewise, without overlap
-        turns.times.result(time.monotonic())
-        if batch.forward_mode.is_decode():
-            turns.decoded(batch.reqs)
+        turns.result(batch, result, self)
         stock(batch, result)
         if batch.forward_mode.is_extend():
-            turns.result()
+            turns.processed()
 
     @scheduler("_collect_inflight_batches", "(self)")
     def _collect_inflight_batches(stock: Function, turns: QueuedTurns, self: Any) -> Any:

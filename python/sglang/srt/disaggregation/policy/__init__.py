@@ -1,2 +1,3 @@
-"""Arithmetic of both releases, without SGLang. The groups ``delta`` (0.5.10.post1) and ``lead``
-(0.5.23) adapt it to their schedulers."""
+"""Policies of both releases: memory, and the choice and chunks of local turns. The groups ``delta``
+(0.5.10.post1) and ``lead`` (0.5.23) adapt them to their schedulers.
+"""

@@ -23,7 +23,7 @@ from sglang.srt.disaggregation.delta.decode.speculation import place_first_draft
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
 from sglang.srt.disaggregation.delta.unserved import named_by
-from sglang.srt.disaggregation.local_prefill.pace import Limits
+from sglang.srt.disaggregation.policy.pace import Limits
 from sglang.srt.patchset import environment
 
 if TYPE_CHECKING:
@@ -55,7 +55,6 @@ class LocalTurnsScheduler(Scheduler):
             tokens=args.disaggregation_decode_local_tokens,
             chunk=environment.LOCAL_CHUNK.read(),
             share=args.disaggregation_decode_local_prefill_time_ratio,
-            always=environment.LOCAL_ALWAYS.read(),
             when_lost=args.disaggregation_decode_fallback_prefill_tokens,
             max_itl=args.disaggregation_decode_local_max_itl_ms / 1000 or None,
             page=args.page_size,
@@ -76,7 +75,6 @@ class LocalTurnsScheduler(Scheduler):
             self.telemetry,
             clock,
             batch=batch,
-            transfers=lambda: (each.req for each in self.disagg_decode_transfer_queue.queue),
             peer_yields=lambda it: self.disagg_decode_prealloc_queue.kv_manager.peer_yields(it),
             adapters_fit=self.adapters_fit,
             blocking=self.server_args.device == "cpu",
@@ -97,7 +95,7 @@ class LocalTurnsScheduler(Scheduler):
     @override
     def get_next_disagg_decode_batch_to_run(self) -> ScheduleBatch | None:
         turns = self.local_turns
-        turns.times.hook(time.monotonic())
+        turns.hook()
         self._join()
         chosen: list[Turn] = []
         # No chunk while the engine is paused, unless a release of memory waits for the turns.
@@ -149,8 +147,8 @@ class LocalTurnsScheduler(Scheduler):
         return min(super().may_join(), self.local_turns.places_for_others)
 
     def chunk_batch(self, turns: Sequence[Turn]) -> ScheduleBatch:
-        """Return a batch that computes each turn up to its ``fill_ids``; the last one may continue
-        in a later chunk (``chunked_req``). The turns count as computed so far from now on."""
+        """Return a batch that computes each turn up to its ``fill_ids``, and set its ``done``. The
+        last one may continue in a later chunk (``chunked_req``)."""
         from sglang.srt.managers.schedule_batch import ScheduleBatch
         from sglang.srt.observability.req_time_stats import set_schedule_time_batch, set_time_batch
         from sglang.srt.observability.scheduler_metrics_mixin import PrefillStats, QueueCount
@@ -158,22 +156,22 @@ class LocalTurnsScheduler(Scheduler):
         rows, reqs, own = self.req_to_token_pool, [turn.req for turn in turns], list[torch.Tensor]()
         drafts = not self.spec_algorithm.is_none()
         for turn in turns:
-            # A draft slot holds what follows from its token and the next. SGLang takes what the
-            # target says for the one behind a chunk, and not what the prompt goes on with: so with
-            # a draft model the last token of a chunk is computed once more, in the next one. The
-            # tree's draft KV is the text's.
+            # A draft slot depends on its token and the next one. At the end of a chunk SGLang uses
+            # the target's sampled token instead of the prompt's next one, so with a draft model the
+            # next chunk computes the last token of a chunk again. Draft KV of the tree is right.
             req, start = turn.req, turn.done - (drafts and turn.has_begun)
             slots = rows.req_to_token[req.req_pool_idx, : len(req.fill_ids)].to(torch.int64)
             req.prefix_indices = slots[:start]
             own.append(slots[start:])
             req.set_extend_input_len(len(req.fill_ids) - start)
-            req.already_computed = min(req.already_computed, start)  # nothing is cached less by it
+            # Otherwise the repeated token would lower SGLang's ``cached_tokens``.
+            req.already_computed = min(req.already_computed, start)
         hits = sum(turn.done for turn in turns if not turn.has_begun)
         unfinished = reqs[-1] if len(reqs[-1].fill_ids) < len(reqs[-1].origin_input_ids) else None
         set_time_batch(reqs, "set_forward_entry_time")
-        # The requests have their rows and slots. While the batch is prepared it gets those from
-        # what stands for the row pool, and for a tree without evictions and its allocator.
-        taken = torch.cat(own)
+        # The requests already have their rows and slots. Because ``prepare_for_extend`` allocates,
+        # it gets stand-ins for the row pool, the tree and the allocator that return these.
+        slots_to_write = torch.cat(own)
         given_rows = SimpleNamespace(
             req_to_token=rows.req_to_token,
             write=rows.write,
@@ -183,9 +181,9 @@ class LocalTurnsScheduler(Scheduler):
         given_slots = SimpleNamespace(
             page_size=self.page_size,
             is_chunk_cache=lambda: True,
-            supports_swa=lambda: False,  # the flag takes plain pools only
-            alloc=lambda tokens: taken,
-            alloc_extend=lambda *lengths: taken,
+            supports_swa=lambda: False,  # pools with sliding windows are refused
+            alloc=lambda tokens: slots_to_write,
+            alloc_extend=lambda *lengths: slots_to_write,
         )
         given_slots.token_to_kv_pool_allocator = given_slots
         batch = ScheduleBatch.init_new(
@@ -203,11 +201,11 @@ class LocalTurnsScheduler(Scheduler):
         batch.decoding_reqs = None
         for turn in turns:
             turn.done = len(turn.req.fill_ids)
-            # A turn holds all its pages, computed or not, and a release gives back all of them.
+            # A release frees up to these lengths, and a turn holds all its pages from admission on.
             turn.req.kv_committed_len = turn.req.kv_allocated_len = len(turn.req.origin_input_ids)
         if unfinished is not None:
             unfinished.is_chunked += 1
-        # SGLang logs these numbers of a prefill batch.
+        # SGLang logs these numbers for a prefill batch.
         running = QueueCount.from_reqs(self.running_batch.reqs, False)
         tokens, ratio = batch.extend_num_tokens, self.new_token_ratio
         batch.prefill_stats = PrefillStats(tokens, hits, ratio, running, len(batch.reqs))
@@ -217,14 +215,7 @@ class LocalTurnsScheduler(Scheduler):
     @override
     def process_batch_result(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
         turns = self.local_turns
-        turns.times.hook(time.monotonic())
-        if getattr(result, "copy_done", None) is not None:
-            result.copy_done.synchronize()  # as what follows would
-        elif self.server_args.device != "cpu":
-            self.device_module.current_stream().synchronize()  # likewise, without overlap
-        turns.times.result(time.monotonic())
-        if batch.forward_mode.is_decode():
-            turns.decoded(batch.reqs)
+        turns.result(batch, result, self)
         is_chunk = batch.forward_mode.is_extend()
         if is_chunk:
             turns.before_result()

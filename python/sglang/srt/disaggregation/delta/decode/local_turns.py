@@ -16,8 +16,8 @@ the same steps, and decide from the numbers of ``agree`` and from queues that ar
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any  # Any: a Candidate, where it has its lease
 
@@ -29,26 +29,18 @@ from sglang.srt.disaggregation.delta.decode.request import (
     is_fake,
     record_of,
 )
-from sglang.srt.disaggregation.delta.decode.speculation import own_first_drafts
 from sglang.srt.disaggregation.delta.observability import STATS, Telemetry
-from sglang.srt.disaggregation.local_prefill.chunk_times import (
-    NOT_MEASURED,
-    OTHERS_CHUNK,
-    VOTES,
-    Measured,
-    StepTimes,
-    agreed_costs,
-)
-from sglang.srt.disaggregation.local_prefill.observe import observe_gap, record_choice
-from sglang.srt.disaggregation.local_prefill.pace import Limits, Pace
-from sglang.srt.disaggregation.local_prefill.policy import (
+from sglang.srt.disaggregation.policy.choice import (
     Decision,
-    Load,
     choose,
     choose_without_prefill,
     prefill_only_reason,
+    record_choice,
 )
+from sglang.srt.disaggregation.policy.chunk_times import NOT_MEASURED, OTHERS_CHUNK
+from sglang.srt.disaggregation.policy.chunks import Chunks, own_first_drafts
 from sglang.srt.disaggregation.policy.memory import page_floor
+from sglang.srt.disaggregation.policy.pace import Limits
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest
@@ -79,7 +71,7 @@ class Turn:
         return bool(self.done > self.req.cache_protected_len)
 
 
-class LocalTurns:
+class LocalTurns(Chunks):
     """The local turns of one decode rank."""
 
     def __init__(
@@ -89,22 +81,16 @@ class LocalTurns:
         clock: Callable[[], float],
         *,
         batch: Callable[[], tuple[int, int, int]],
-        transfers: Callable[[], Iterable[Req]],
         peer_yields: Callable[[str], bool],
         adapters_fit: Callable[[set[str | None]], bool],
         blocking: bool,
     ) -> None:
         """``batch``: number of running requests, of requests from prefill that wait to join them,
-        and of requests that may run at most; ``transfers``: requests that were announced to prefill
-        and whose KV has not arrived; ``peer_yields``: True if the prefill server at an address
-        leaves a request to decode; ``adapters_fit``: True if LoRA adapters have room together;
-        ``blocking``: see ``StepTimes``."""
-        self.limits, self.telemetry, self._clock = limits, telemetry, clock
-        self._batch, self._transfers = batch, transfers
-        self._peer_yields, self._adapters_fit = peer_yields, adapters_fit
-        self.measured = Measured(limits.max_itl)
-        self.pace = Pace(limits)
-        self.times = StepTimes(self.measured, blocking)
+        and of requests that may run at most; ``peer_yields``: True if the prefill server at an
+        address leaves a request to decode; ``adapters_fit``: True if LoRA adapters have room
+        together; ``blocking``: see ``StepTimes``."""
+        super().__init__(limits, telemetry, clock, blocking=blocking)
+        self._batch, self._peer_yields, self._adapters_fit = batch, peer_yields, adapters_fit
         #: Admitted, in order; the first may have been computed in part.
         self.queue: list[Turn] = []
         #: Launched chunks without a processed result: the batch and its turns.
@@ -112,9 +98,6 @@ class LocalTurns:
         #: Computed batches; their requests have a first token and wait for a place.
         self.computed: list[ScheduleBatch] = []
         self._yields: Sequence[int] = ()
-        #: Tokens that prefill servers compute for this one, by address; None until they are counted
-        #: in this step.
-        self._remote: Counter[str] | None = None
         #: True if other data parallel ranks may run requests, which a chunk here would delay: they
         #: ran a batch in the last step, or this rank ran a chunk in it and cannot tell.
         self.others_run = False
@@ -145,9 +128,7 @@ class LocalTurns:
 
     def agree(self, votes: Sequence[int]) -> None:
         """Take over the numbers of this step that the ranks agreed on."""
-        self.pace.costs = agreed_costs(votes[:VOTES])
-        self._yields = votes[VOTES:]
-        self._remote = None
+        self._yields = self.take_over(votes)
 
     def decide(self, candidate: Any, at: int) -> Decision:
         """Return the server that computes candidate number ``at`` of this step, which has its
@@ -161,25 +142,12 @@ class LocalTurns:
             reason = "peer" if is_stock else prefill_only_reason(candidate.req)
         if reason is not None:
             return Decision(False, reason, tokens)
-        return choose(tokens, self._load(bootstrap_addr(candidate.req)), self.limits)
-
-    @property
-    def _announced(self) -> Counter[str]:
-        """New tokens that were announced and have not arrived, by prefill server."""
-        if self._remote is None:
-            self._remote = Counter()
-            for req in self._transfers():
-                self._remote[bootstrap_addr(req)] += _new_tokens(req)
-        return self._remote
-
-    def _load(self, address: str) -> Load:
-        queued = sum(turn.left for turn in self.queue)
-        running, waiting, _ = self._batch()
+        _, waiting, _ = self._batch()
         # Earlier turns, and requests from prefill, take their places first.
         ahead = sum(not turn.has_begun for turn in self.queue)
         is_full = self.free_places <= ahead + waiting
-        chunk = self.pace.largest_chunk(self._delays)
-        return Load(queued, self._announced[address], running + self.others_run, is_full, chunk)
+        queued_tokens = sum(turn.left for turn in self.queue)
+        return choose(tokens, self.load(queued_tokens, is_full), self.limits)
 
     def prefix_here(self, candidate: Any) -> int:
         """Return the length of the prefix that a local turn uses: at least one token is left to
@@ -207,9 +175,6 @@ class LocalTurns:
 
     def placed(self, req: Req, decision: Decision) -> None:
         """Count ``req``, which was taken here or announced to prefill."""
-        if not decision.local:
-            # SGLang puts it into the transfer queue after the step.
-            self._announced[bootstrap_addr(req)] += _new_tokens(req)
         record_choice(self.telemetry, req, decision)
 
     # ---- chunks ----
@@ -221,7 +186,7 @@ class LocalTurns:
         Sets the ``fill_ids`` of each, up to which the chunk computes it.
         """
         first = self.queue[0]
-        tokens = self.pace.next_chunk(first.left, self._beside, self._delays)
+        tokens = self.next_chunk(first.left)
         # A turn that was aborted in a launched chunk is removed with the result of that chunk.
         if not tokens or first.req.to_finish is not None:
             return []
@@ -246,8 +211,7 @@ class LocalTurns:
         """Note that ``batch`` with the next ``turns`` is about to run."""
         self.queue = self.queue[len(turns) - (batch.chunked_req is not None) :]
         self.launched.append((batch, turns))
-        self.pace.chunk(batch.extend_num_tokens, self._beside)
-        self.times.launched(batch.extend_num_tokens, self._clock())
+        self.chunk_launched(batch.extend_num_tokens)
 
     def stepped(self, batch: ScheduleBatch) -> None:
         """Note that ``batch`` is about to run: a decode step, or with data parallel attention an
@@ -255,35 +219,22 @@ class LocalTurns:
         this rank does, so no chunk follows in the next step."""
         if batch.is_extend_in_batch:
             self.pace.others_chunk()
+            self.times.launched(OTHERS_CHUNK, self._clock())
         else:
-            self.pace.step()
-        is_step = batch.forward_mode.is_decode()
-        tokens = OTHERS_CHUNK if batch.is_extend_in_batch else 0 if is_step else NOT_MEASURED
-        self.times.launched(tokens, self._clock())
+            self.step_launched(0 if batch.forward_mode.is_decode() else NOT_MEASURED)
 
     @property
-    def _beside(self) -> int:
-        """Number of requests that a chunk delays: running ones, requests from prefill that have a
-        place, and one for all on other data-parallel ranks."""
+    def beside(self) -> int:
+        """Running requests, requests from prefill that have a place, and one for all on other
+        data-parallel ranks."""
         running, waiting, _ = self._batch()
         return running + min(waiting, self.places_for_others) + self.others_run
 
     @property
-    def _delays(self) -> bool:
-        """True if a chunk delays the next token of a running request, or of a turn whose first
-        token is known, at the latest by the launched chunk. The bound on inter-token latency
-        applies then."""
+    def delays(self) -> bool:
+        """See ``Chunks``."""
         ends = any(not turn.left for _, turns in self.launched for turn in turns)
-        return bool(self._beside or self.computed or ends)
-
-    def decoded(self, reqs: Sequence[Req]) -> None:
-        """Measure the gap before a decode step; its tokens for ``reqs`` are sent next."""
-        rids = frozenset(req.rid for req in reqs if not req.finished())
-        gap = self.measured.gaps.step(
-            self._clock(), rids, self.pace.fits(self.limits.least, self._delays)
-        )
-        if gap is not None:
-            observe_gap(self.telemetry, *gap, self.limits.max_itl)
+        return bool(self.beside or self.computed or ends)
 
     @property
     def free_places(self) -> int:
@@ -300,22 +251,23 @@ class LocalTurns:
         return 0 if self.computed else max(self.free_places, 0)
 
     def before_result(self) -> None:
-        """Let the tree share what the oldest chunk computed; its result is processed next."""
+        """Prepare the turns that end with the oldest chunk, whose result is processed next: their
+        KV is committed, so that the tree may share it."""
         for turn in self.launched[0][1]:
             if not turn.req.is_chunked:
                 record_of(turn.req).enter(Stage.COMMITTED)
                 stats = turn.req.time_stats
                 if stats.trace_ctx.tracing_enable:
-                    # SGLang adds the slice of a prefill to the one of decode, which it opened when
-                    # the prompt was first run: by itself it would end that one under another name,
-                    # with a warning.
+                    # Otherwise SGLang would end the trace slice that it opened at the turn's first
+                    # chunk under another name, with a warning.
                     stats.prefill_finished_time = time.perf_counter()
 
     def after_result(self) -> None:
-        """Queue the turns of the processed chunk that have their first token for a place."""
+        """Queue the turns that ended with the processed chunk for a place in the running batch."""
         batch, turns = self.launched.popleft()
         if batch.spec_info is not None:
-            batch.spec_info.future_indices = None  # so that what it has itself is filtered
+            # Otherwise SGLang filters the future map's entries and not this batch's own.
+            batch.spec_info.future_indices = None
         batch.filter_batch(chunked_req_to_exclude=batch.chunked_req)
         done = [turn.req for turn in turns if turn.req is not batch.chunked_req]
         for req in done:
@@ -326,8 +278,3 @@ class LocalTurns:
             if batch.spec_info is not None:
                 own_first_drafts(batch)
             self.computed.append(batch)
-
-
-def _new_tokens(req: Req) -> int:
-    """Return the tokens of a request that prefill computes and sends, in whole pages."""
-    return int(req.kv_allocated_len - req.cache_protected_len)

@@ -303,7 +303,7 @@ class RadixPreallocQueue(DecodePreallocQueue):
     # ---- one request ----
 
     def _choose_turn(self, candidate: Candidate, index: int) -> Any:
-        """Return where a candidate is computed (``local_prefill.policy.Decision``); None if this
+        """Return where a candidate is computed (``policy.choice.Decision``); None if this
         server computes no turns."""
         turns = self.local_turns
         if turns is None or candidate.resumes:

@@ -13,14 +13,14 @@ from __future__ import annotations
 import copy
 import enum
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple  # Any: a chunk of KV, a tensor or a pair; a Req
 
 import torch
 
-from sglang.srt.disaggregation.delta.pages import load_state
+from sglang.srt.disaggregation.delta.pages import load_private, load_state
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import MultimodalDataItem, Req
@@ -235,28 +235,6 @@ def _address(host: str, port: int) -> str:
 # ---- the copy of a retracted request's KV on the CPU ----
 
 
-def without_leading(
-    copy: list[list[Any]], chunk: int, skip: int
-) -> tuple[list[list[Any]], list[list[Any]]]:
-    """Split a CPU copy of KV at ``skip`` tokens.
-
-    SGLang keeps the copy as one list a layer of chunks of ``chunk`` tokens; a chunk is a tensor
-    (MLA) or a [key, value] pair (MHA), tokens first. Returns the rest of the chunk that ``skip``
-    falls into, and the whole chunks after it, each in the same form.
-    """
-    whole, part = divmod(skip, chunk)
-    if part == 0:
-        return [[] for _ in copy], [layer[whole:] for layer in copy]
-
-    def tail(layer: list[Any]) -> list[Any]:
-        if whole >= len(layer):
-            return []
-        both = layer[whole]
-        return [both[part:] if isinstance(both, torch.Tensor) else [half[part:] for half in both]]
-
-    return [tail(layer) for layer in copy], [layer[whole + 1 :] for layer in copy]
-
-
 def restore_private(
     req: Req,
     slots: torch.Tensor,
@@ -280,22 +258,6 @@ def restore_private(
     if record.state_copy is not None:
         load_state(pool, rows, req, record.state_copy, slots, shared)
     record.drop_copies()
-
-
-def load_private(
-    copy: list[list[Any]],
-    chunk: int,
-    shared: int,
-    slots: torch.Tensor,
-    load: Callable[[list[list[Any]], torch.Tensor], None],
-) -> None:
-    """Call ``load`` with the copy behind ``shared`` tokens and the slots for it."""
-    head, rest = without_leading(copy, chunk, shared)
-    in_head = min(len(slots), -shared % chunk)
-    if in_head:
-        load(head, slots[:in_head])
-    if in_head < len(slots):
-        load(rest, slots[in_head:])
 
 
 # ---- a failed transfer, whose request is computed locally (``answers.NoPrefill``) ----

@@ -79,21 +79,6 @@ def own_draft_state(req: Req) -> None:
         setattr(req, name, getattr(req, name).to("cpu", copy=True))
 
 
-# ---- turns that are computed locally ----
-
-
-def own_first_drafts(batch: ScheduleBatch) -> None:
-    """Store the inputs of the first draft of each request of a computed ``batch`` on the request,
-    as prefill's metadata would. The request drafts from them again when it resumes."""
-    start = batch.spec_info
-    probabilities, tokens = start.topk_p.cpu(), start.topk_index.cpu()
-    hidden_states = start.hidden_states.cpu()
-    for index, req in enumerate(batch.reqs):
-        req.output_topk_p, req.output_topk_index = probabilities[index], tokens[index]
-        req.hidden_states_tensor = hidden_states[index]
-        own_draft_state(req)
-
-
 def place_first_drafts(batch: ScheduleBatch, future_map: FutureMap) -> None:
     """Store the draft inputs of a computed ``batch`` where the next step of spec v2 reads them.
 

@@ -1,24 +1,28 @@
-"""Which server computes a turn's new tokens: this decode server or its prefill server. Pure.
+"""Which server computes a turn's new tokens: this decode server or its prefill server.
 
-A turn is computed locally if decode has no more tokens of local turns queued than prefill has of
-requests that this server announced to it. Both queues drain by what each server really does, so no
-times are measured, and each side that falls behind receives fewer turns. The inputs are equal on
-all ranks. All lengths are in tokens.
+Decode computes every turn of at most the configured number of new tokens that has a place in the
+running batch, with chunks that keep the bound on inter-token latency. The inputs are equal on all
+ranks. All lengths are in tokens.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple  # Any: SGLang's requests of either release
+import logging
+from typing import TYPE_CHECKING, Any, NamedTuple  # Any: SGLang's requests of either release
 
-from sglang.srt.disaggregation.local_prefill.pace import Limits
+from sglang.srt.disaggregation.policy.pace import Limits
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.delta.observability import Telemetry
+
+logger = logging.getLogger(__name__)
 
 _PREFILL_ONLY = "only prefill sends what the request asks for, or decode cannot compute it"
 #: Label ``reason`` of the metric ``decode_turns``, with its meaning. The table in
 #: docs/advanced_features/pd_local_turns.md has these rows (a test compares them).
 REASONS = {
-    "shorter_queue": "this side has fewer tokens queued; decode, if both have the same number",
+    "short": "no more new tokens than the flag allows, and no other reason",
     "itl": "no chunk that is worth computing fits into the bound on inter-token latency",
-    "always": "`SGLANG_DISAGGREGATION_DECODE_LOCAL_ALWAYS=1`",
     "long": "more new tokens than the flag allows",
     "no_place": "no place in the running batch is free for it: prefill computes it until one is",
     "peer": "the prefill server does not know local turns: it is stock or older, or has pipeline "
@@ -70,15 +74,10 @@ def prefill_only_reason(req: Any) -> str | None:
 class Load(NamedTuple):
     """Load that a turn meets, equal on all ranks.
 
-    ``queued``: tokens of local turns ahead of it; ``remote``: new tokens of the requests that this
-    server announced to the turn's prefill server and whose KV has not arrived; ``running``:
-    requests whose decode steps alternate with chunks; ``is_full``: the running batch has no place
-    for the turn; ``chunk``: tokens of the largest chunk that fits into the bound on inter-token
-    latency."""
+    ``queued``: tokens of local turns ahead of it; ``is_full``: the running batch has no place for
+    it; ``chunk``: tokens of the largest chunk that fits into the bound on inter-token latency."""
 
     queued: int = 0
-    remote: int = 0
-    running: int = 0
     is_full: bool = False
     chunk: int | None = None
 
@@ -105,16 +104,28 @@ def choose(tokens: int, load: Load, limits: Limits) -> Decision:
 
     if tokens > limits.tokens:
         return decided(False, "long")
-    if limits.always:
-        return decided(True, "always")
     if load.is_full:
         # Locally it would wait for a place, and keep that place empty during its chunks.
         return decided(False, "no_place")
     if load.chunk is not None and load.chunk < min(load.queued + tokens, limits.least):
         return decided(False, "itl")
-    return decided(load.queued <= load.remote, "shorter_queue")
+    return decided(True, "short")
 
 
 def choose_without_prefill(tokens: int, limits: Limits, reason: str) -> Decision:
     """Return whether fallback prefill computes a turn; ``reason``: why it has no prefill server."""
     return Decision(tokens <= limits.when_lost, reason, tokens)
+
+
+def record_choice(stats: Telemetry, req: Any, decision: Decision) -> None:
+    """Count and log a turn that decode has taken or announced to prefill."""
+    stats.count("decode_turns", where=decision.where, reason=decision.reason)
+    logger.debug(
+        "request %s (bootstrap_room=%s): %s new tokens are computed %s (%s); %s",
+        req.rid,
+        req.bootstrap_room,
+        decision.tokens,
+        decision.where,
+        decision.reason,
+        decision.load,
+    )

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.local_prefill.chunk_times import (
+from sglang.srt.disaggregation.policy.chunk_times import (
     GAIN,
     TOLERATED,
     UNKNOWN,
@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.local_prefill.chunk_times import (
     TokenGaps,
     agreed_costs,
 )
-from sglang.srt.disaggregation.local_prefill.pace import MIN_CHUNK, Costs, Limits, Pace
+from sglang.srt.disaggregation.policy.pace import MIN_CHUNK, Costs, Limits, Pace
 
 BOUND = 0.1
 LIMITS = Limits(tokens=1000, chunk=512, max_itl=BOUND, page=16)

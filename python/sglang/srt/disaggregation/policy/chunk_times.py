@@ -18,7 +18,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from sglang.srt.disaggregation.local_prefill.pace import Costs
+from sglang.srt.disaggregation.policy.pace import Costs
 
 #: Weight of a sample when the next one arrives.
 DECAY = 0.9

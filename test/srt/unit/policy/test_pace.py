@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.local_prefill.chunk_times import (
+from sglang.srt.disaggregation.policy.chunk_times import (
     ENOUGH,
     ChunkLine,
     Measured,
     StepTimes,
     agreed_costs,
 )
-from sglang.srt.disaggregation.local_prefill.pace import (
+from sglang.srt.disaggregation.policy.pace import (
     MAX_STEPS_BETWEEN,
     STEPS_BEFORE_BREACH,
     Costs,

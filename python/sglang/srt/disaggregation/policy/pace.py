@@ -29,8 +29,6 @@ class Limits:
     chunk: int = 512
     #: Share of the time that chunks may take while requests run.
     share: float = 0.5
-    #: True if every turn within ``tokens`` is computed locally, whatever the queues are.
-    always: bool = False
     #: New tokens of the largest turn that decode computes if its prefill server is lost.
     when_lost: int = 0
     #: Bound on inter-token latency in seconds; None: no bound.
