@@ -33,8 +33,8 @@ def test_sglang_finds_the_plugin(decode: Decode) -> None:
 
 @pytest.mark.server()
 def test_with_nothing_set_no_method_differs(decode: Decode) -> None:
-    """Guards against a part, besides the flags, that is on because the package is installed. In this
-    server SGLang's loader has run."""
+    """Guards against a part, besides the flags, that is on because the package is installed. SGLang
+    has loaded its plugins in this server."""
     assert attach.attached == [attach.FLAGS]
     wrapped: list[tuple[type, str]] = []
 
