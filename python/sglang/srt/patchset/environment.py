@@ -50,6 +50,18 @@ class Variable(Generic[T]):
         except ValueError:
             raise ValueError(f"{self.name} must be {self.allowed}, not {text!r}") from None
 
+    def write(self, text: str, name: str) -> None:
+        """Set the variable in this process and those that it starts.
+
+        Raises:
+            ValueError: ``text`` is not allowed; the message has ``name``.
+        """
+        try:
+            self.parse(text)
+        except ValueError:
+            raise ValueError(f"{name} must be {self.allowed}, not {text!r}") from None
+        os.environ[self.name] = text
+
 
 #: Maximum duration in seconds (11 days), because Python's waits raise on very large ones.
 _MAX_S = 1_000_000

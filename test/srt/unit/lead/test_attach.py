@@ -34,7 +34,7 @@ def stock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Queue, "take", STOCK)
     monkeypatch.setattr(attach, "attached", [])
     monkeypatch.setattr(attach.metadata, "version", lambda _: CURRENT_VERSION)
-    monkeypatch.setattr(attach, "PARTS", (LeadPart("one", lambda: True, is_plain=False),))
+    monkeypatch.setattr(attach, "PARTS", (LeadPart("one", lambda: True),))
 
 
 def part(monkeypatch: pytest.MonkeyPatch, signature: str) -> None:
@@ -62,7 +62,7 @@ def test_a_part_that_is_on_wraps_a_method_wherever_it_is_inherited(monkeypatch: 
 def test_two_parts_wrap_one_method(monkeypatch: Any) -> None:
     """Guards against a second part that mistakes the first one's function for another release's."""
     part(monkeypatch, "(self, count, *, keep=False)")
-    both = LeadPart("one", lambda: True, False), LeadPart("one", lambda: True, False)
+    both = LeadPart("one", lambda: True), LeadPart("one", lambda: True)
     monkeypatch.setattr(attach, "PARTS", both)
     attach.activate()
     assert Queue().take(2) == [0, 1, 2, 3]
@@ -125,4 +125,4 @@ def test_a_wrong_variable_ends_the_start(monkeypatch: Any, value: str) -> None:
 def test_nothing_is_on_by_default(monkeypatch: Any) -> None:
     """Guards against an installation that changes a server without the flags."""
     monkeypatch.undo()
-    assert attach.parts_on() == []
+    assert [part.name for part in attach.parts_on()] == [attach.FLAGS]

@@ -2,12 +2,13 @@
 
 SGLang 0.5.23 calls ``activate`` in each of its processes, through the entry point ``disagg_lead``
 of the group ``sglang.srt.plugins``. A part is a module of this package with ``install(wrap)``,
-which imports the classes and names the methods that it wraps. With all parts off, nothing of SGLang
-is imported or replaced.
+which imports the classes and names the methods that it wraps. With all other parts off, ``flags``
+adds arguments to SGLang's parser.
 
 Contract: ``activate`` runs in each process of SGLang before it builds its engine or scheduler, when
-no thread calls the wrapped methods yet, so there is no lock. A second call does nothing. All ranks
-have the same environment, and so the same parts.
+no thread calls the wrapped methods yet, so there is no lock. A second call, after a launcher has
+read its flags, attaches the parts again if others are on. All ranks have the same environment, and
+so the same parts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any, NamedTuple  # Any: SGLang's functions and objects
 
-from sglang.srt.disaggregation.lead import settings
 from sglang.srt.patchset import environment
 from sglang.srt.patchset.table import CURRENT_VERSION, LEAD
 
@@ -30,29 +30,36 @@ Function = Callable[..., Any]
 
 
 class LeadPart(NamedTuple):
-    """A module of this package. ``is_on`` returns True if it is switched on. ``is_plain``: servers
-    with settings on which it was not tested refuse to start with it (``settings``)."""
+    """A module of this package. ``is_on`` returns True if it is switched on."""
 
     name: str
     is_on: Callable[[], bool]
-    is_plain: bool = True
 
 
 def _is_local() -> bool:
     return environment.LOCAL_TOKENS.read() + environment.FALLBACK_PREFILL_TOKENS.read() > 0
 
 
+def _is_remaining() -> bool:
+    return environment.DECODE_ADMISSION.read() == "remaining"
+
+
+FLAGS = "flags"
 #: In wrapping order: the function of a later part is called first.
 PARTS: tuple[LeadPart, ...] = (
+    LeadPart(FLAGS, lambda: True),
+    LeadPart("settings", lambda: _is_local() or _is_remaining()),
     LeadPart("prefill_exit", _is_local),
     LeadPart("local_scheduler", _is_local),
     LeadPart("without_prefill", lambda: environment.FALLBACK_PREFILL_TOKENS.read() > 0),
-    LeadPart("thread", lambda: environment.NIXL_PROGRESS_DELAY.read(0) > 0, is_plain=False),
-    LeadPart("admission", lambda: environment.DECODE_ADMISSION.read() == "remaining"),
+    LeadPart("thread", lambda: environment.NIXL_PROGRESS_DELAY.read(0) > 0),
+    LeadPart("admission", _is_remaining),
 )
 
 #: Names of the parts attached in this process.
 attached: list[str] = []
+#: SGLang's own attributes that the attached parts replace.
+_stock: list[tuple[type, str, Any]] = []
 
 
 def parts_on() -> list[LeadPart]:
@@ -67,7 +74,8 @@ def parts_on() -> list[LeadPart]:
 
 
 def activate() -> None:
-    """Attach the parts that are switched on. Called by SGLang's plugin loader.
+    """Attach the parts that are switched on. Called by SGLang's plugin loader, and again when a
+    launcher has read its flags.
 
     Raises:
         SystemExit: a variable has a wrong value or a method of SGLang another signature. Not
@@ -78,23 +86,31 @@ def activate() -> None:
     found = metadata.version("sglang")
     if found == CURRENT_VERSION and (wrong := environment.wrong()):
         raise SystemExit(wrong)
-    parts = parts_on()
-    if not parts or attached:
+    names = [part.name for part in parts_on()]
+    if names == attached:
         return
     if found != CURRENT_VERSION:
-        logger.warning(
-            "group %s is inert: made for SGLang %s, found %s", LEAD, CURRENT_VERSION, found
-        )
+        if names != [FLAGS]:
+            logger.warning(
+                "group %s is inert: made for SGLang %s, found %s", LEAD, CURRENT_VERSION, found
+            )
         return
+    _restore()
     wraps = Wraps()
-    for part in parts:
-        importlib.import_module(f"{__package__}.{part.name}").install(wraps)
-    if any(part.is_plain for part in parts):
-        _refuse_at_start(wraps)
+    for name in names:
+        importlib.import_module(f"{__package__}.{name}").install(wraps)
     if wraps.misfits:
         raise SystemExit(f"SGLang {found} is not as recorded: {'; '.join(wraps.misfits)}")
     wraps.bind()
-    attached.extend(part.name for part in parts)
+    attached.extend(names)
+
+
+def _restore() -> None:
+    """Give SGLang its own methods back, so that all parts are attached in their order."""
+    for owner, name, attribute in reversed(_stock):
+        setattr(owner, name, attribute)
+    _stock.clear()
+    attached.clear()
 
 
 class Wraps:
@@ -125,8 +141,11 @@ class Wraps:
     def bind(self) -> None:
         """Replace the methods."""
         for owner, name, wrapper in self._replacements:
-            stock = getattr(owner, name)
-            setattr(owner, name, _around(stock, wrapper))
+            attribute = inspect.getattr_static(owner, name)
+            _stock.append((owner, name, attribute))
+            method = _around(getattr(owner, name), wrapper)
+            is_static = isinstance(attribute, (staticmethod, classmethod))
+            setattr(owner, name, staticmethod(method) if is_static else method)
 
 
 def _around(stock: Function, wrapper: Function) -> Function:
@@ -142,21 +161,3 @@ def shape(function: Function) -> str:
     signature = inspect.signature(function)
     plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     return str(signature.replace(parameters=plain, return_annotation=signature.empty))
-
-
-def _refuse_at_start(wrap: Wraps) -> None:
-    from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
-    from sglang.srt.server_args import ServerArgs
-
-    @wrap(ServerArgs, "resolve_once", "(self)")
-    def resolve_once(stock: Function, self: Any) -> None:
-        stock()
-        args = resolved_view(self)
-        if args.disaggregation_mode == "null":
-            return
-        reasons = list(settings.refused(args, model_config_of(self)))
-        if reasons:
-            variables = ", ".join(environment.given(LEAD))
-            raise ValueError(
-                f"{variables} cannot be combined with {'; '.join(reasons)}. Remove one of them."
-            )

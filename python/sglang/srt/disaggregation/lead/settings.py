@@ -9,9 +9,14 @@ every other argument of that release.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any  # Any: SGLang's arguments and model configuration
+from typing import TYPE_CHECKING, Any  # Any: SGLang's arguments and model configuration
 
+from sglang.srt.patchset import environment
 from sglang.srt.patchset.flags import NO_PREFIX_CHUNKS, is_given
+from sglang.srt.patchset.table import LEAD
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.lead.attach import Function, Wraps
 
 _TREE = "KV is also in other places, or stays locked between requests"
 _LOOP = "another event loop, or another order of admission"
@@ -125,6 +130,25 @@ WINDOWS = "a model with sliding windows (SWA)"
 STATES = "a model with Mamba states"
 SPARSE = "a model with sparse attention (DSA and others)"
 OTHER_POOLS = "it has pools of other kinds beside the KV"
+
+
+def install(wrap: Wraps) -> None:
+    """See ``attach``."""
+    from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
+    from sglang.srt.server_args import ServerArgs
+
+    @wrap(ServerArgs, "resolve_once", "(self)")
+    def resolve_once(stock: Function, self: Any) -> None:
+        stock()
+        args = resolved_view(self)
+        if args.disaggregation_mode == "null":
+            return
+        reasons = list(refused(args, model_config_of(self)))
+        if reasons:
+            variables = ", ".join(environment.given(LEAD))
+            raise ValueError(
+                f"{variables} cannot be combined with {'; '.join(reasons)}. Remove one of them."
+            )
 
 
 def refused(args: Any, config: Any) -> Iterator[str]:
