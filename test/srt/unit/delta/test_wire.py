@@ -55,8 +55,9 @@ def test_round_trip(frame: wire.DeltaFrame, message: wire.Message, foreign: list
         assert peer_messages.find_frame(frames) is peer_messages.decode_control(frames) is None
 
 
-def test_fields_of_a_later_release_are_ignored() -> None:
-    """Guards against a later release's additional field that an older peer cannot read."""
+def test_fields_of_another_release() -> None:
+    """Guards against a later release's additional field that an older peer cannot read, and against
+    an earlier release's frame, which lacks the fields since, that this one cannot read."""
     fields = {"version": wire.VERSION, "window": [1, 2], **GOOD}
     frame = peer_messages.find_frame([*STOCK, MAGIC + raw(**fields)])
     assert frame == wire.DeltaFrame(decode_prefix_len=32, num_pages=1, is_dummy=False)
@@ -80,6 +81,7 @@ BEHIND = f"protocol {THEIRS}, this prefill server {wire.VERSION}"
         pytest.param(raw(num_pages=1, is_dummy=False), MALFORMED, id="field missing"),
         pytest.param(raw(**GOOD | {"decode_prefix_len": "x"}), MALFORMED, id="wrong type"),
         pytest.param(raw(**GOOD | {"is_dummy": None}), MALFORMED, id="null"),
+        pytest.param(raw(**GOOD | {"prompt_tokens": -1}), MALFORMED, id="negative"),
         # Another version may rename and retype all fields; the error says which side is behind.
         pytest.param(raw(version=THEIRS, **GOOD), BEHIND, id="another version"),
         pytest.param(raw(version=THEIRS, prefix_pages=[2]), BEHIND, id="another version's fields"),

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from sglang.srt.disaggregation.common.conn import CommonKVSender
+    from sglang.srt.disaggregation.delta import wire
     from sglang.srt.disaggregation.delta.manager import DeltaManager
     from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
     from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
@@ -317,16 +318,10 @@ class DeltaSender(CommonKVSender):
             for info in list(self._room.announcements.values()):
                 if info.delta_error:
                     raise DeltaMismatch(f"room {room}: {info.delta_error}")
-                if not info.gets_nothing:
-                    frame = info.delta
-                    theirs = frame.prompt_tokens if frame else 0
-                    if theirs and theirs != (self.prompt_tokens or theirs):
-                        raise DeltaMismatch(
-                            f"room {room}: the prompt has {theirs} tokens on decode, and "
-                            f"{self.prompt_tokens} on prefill"
-                        )
-                    prefix = frame.decode_prefix_len if frame else info.later_prefix_len or 0
-                    listed.append((prefix, self.listed_pages(info)))
+                if info.gets_nothing:
+                    continue
+                prefix = self.read_frame(info.delta) if info.delta else info.later_prefix_len or 0
+                listed.append((prefix, self.listed_pages(info)))
             plan = plan_delta(room, listed, num_kv_indices, self.kv_mgr.kv_args.page_size)
         except DeltaMismatch as error:
             super().init(num_kv_indices, aux_index)
@@ -334,6 +329,21 @@ class DeltaSender(CommonKVSender):
             return
         self.decode_prefix_len, num_pages = plan
         super().init(num_pages, aux_index)
+
+    def read_frame(self, frame: wire.DeltaFrame) -> int:
+        """Return the prefix that decode holds, from the frame of one of its ranks. The numbers of
+        the request are read here alone.
+
+        Raises:
+            DeltaMismatch: the frame does not fit the request here. Fails the room.
+        """
+        theirs, ours = frame.prompt_tokens, self.prompt_tokens
+        if theirs and ours and theirs != ours:
+            raise DeltaMismatch(
+                f"room {self.bootstrap_room}: the prompt has {theirs} tokens on decode, and {ours} "
+                "on prefill"
+            )
+        return frame.decode_prefix_len
 
     @override
     def send(
