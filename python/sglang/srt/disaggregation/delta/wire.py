@@ -13,7 +13,7 @@ announce support, in ``GET /pd_capabilities`` or by their delta frame, are sent 
 
 Version history of the delta frame (``VERSION``):
 
-- 1: prefix length, number of listed pages, dummies, writers, pool sizes. Later fields, which a peer
+- 1: prefix length, number of listed pages, dummies, pool sizes. Later fields, which a peer
   may lack: ``takes_metadata`` (metadata in NIXL's note), ``prompt_tokens`` (compared on prefill).
 
 Version history of control messages (``CONTROL_VERSION``):
@@ -50,6 +50,8 @@ VERSION = PROTOCOL_VERSION
 MAGIC = b"sglang-delta:"
 
 
+#: Exceptions of msgspec at bytes that any sender can choose.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -71,8 +73,6 @@ class DeltaFrame(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int = 0
     #: True if this prefill rank sends nothing, not even metadata (MLA with more prefill ranks).
     is_dummy: bool = False
-    #: Number of prefill ranks that write for this room to this decode rank.
-    num_writers: Count = 1
     #: Sizes of decode's pools, the bounds of an index; 0 if unknown.
     pool_pages: Count = 0
     metadata_slots: Count = 0
@@ -303,7 +303,6 @@ class PeerSockets:
 ROUTE = "/pd_capabilities"
 #: Value of ``speculative`` of a server that computes no draft KV.
 NO_DRAFTS = "none"
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Capabilities(msgspec.Struct, frozen=True):
@@ -374,7 +373,7 @@ def fetch_capabilities(bootstrap_addr: str) -> Capabilities | None:
         return None
     try:
         capabilities = msgspec.json.decode(response.content, type=Capabilities)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         logger.error(
             "prefill server %s sent unreadable capabilities (%s): it will send whole prompts. "
             "Check its version",
@@ -397,5 +396,5 @@ def incarnation_in(content: bytes) -> str | None:
     """Return the incarnation in a body of ``GET /pd_capabilities``; None if it is unreadable."""
     try:
         return msgspec.json.decode(content, type=Capabilities).incarnation
-    except _UNREADABLE:
+    except UNREADABLE:
         return None

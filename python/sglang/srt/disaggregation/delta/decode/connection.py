@@ -164,7 +164,6 @@ class DeltaReceiver(CommonKVReceiver):
                 frame,
                 num_pages=0 if is_dummy else len(kv_indices),
                 is_dummy=is_dummy,
-                num_writers=self.required_prefill_response_num,
                 pool_pages=pool_pages,
                 metadata_slots=metadata_slots,
                 takes_metadata=takes_metadata,
