@@ -142,7 +142,7 @@ def prefill(trace: Trace) -> None:
 def transfer(trace: Trace) -> None:
     """Run a room between two managers, from its announcement to its end on both sides."""
     from component.nixl.pair import Pair
-    from component.transfer.pair import pages, until
+    from component.transfer.pair import frame, pages, until
     from sglang.srt.disaggregation.base.conn import KVPoll
 
     pair = Pair()
@@ -151,7 +151,7 @@ def transfer(trace: Trace) -> None:
         room = pair.next_room()
         with on("decode"):
             receiver = pair.receiver(room)
-            receiver.announce(pages(20, 9, 11), 5, prefix_len=8)
+            receiver.announce(frame(8), pages(20, 9, 11), 5)
         with on("prefill"):
             sender = pair.sender(room)
             pair.announced(sender)

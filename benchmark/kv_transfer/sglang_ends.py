@@ -255,7 +255,9 @@ class Decode(_End):
         if self.takes_delta:  # the addresses of prefill's ranks are queried in the background
             _wait(lambda: receiver.is_ready(0), "prefill does not report its ranks' addresses")
             receiver.init(0)
-            receiver.announce(room.destination, room.slot, prefix_len=0)
+            from sglang.srt.disaggregation.delta.wire import DeltaFrame
+
+            receiver.announce(DeltaFrame(decode_prefix_len=0), room.destination, room.slot)
         else:
             receiver.init(0)
             receiver.send_metadata(room.destination, room.slot)

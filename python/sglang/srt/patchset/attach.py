@@ -240,6 +240,13 @@ def exchanged(group: str, module: str, names: Mapping[str, Any]) -> Iterator[Non
             raise LookupError(f"{module}:{name} is not an exchange of the group {group}")
     if state.status in (GroupStatus.OFF, GroupStatus.STOCK):
         names = {}
+    with replaced(module, names):
+        yield
+
+
+@contextmanager
+def replaced(module: str, names: Mapping[str, Any]) -> Iterator[None]:
+    """Replace ``names`` (dotted) of ``module`` by the given values inside, for every thread."""
     with ExitStack() as stack:
         for name, value in names.items():
             path, _, last = name.rpartition(".")

@@ -205,7 +205,7 @@ _NIXL_ASYNC = (
     Replacement(
         module=f"{_DISAGG}.nixl.conn",
         name="TransferStatus",
-        mixin=f"{_DISAGG}.delta.nixl.decode:DeltaTransferStatus",
+        mixin=f"{_DISAGG}.delta.nixl.manager:DeltaTransferStatus",
         why="a room is complete when each of its writers has delivered everything",
     ),
     Replacement(

@@ -134,8 +134,10 @@ def claims_problems(
         alone = not running and not waiting
         if found != (alone or max(needs) <= size - pinned):
             problems.append(f"claims return {found} for whether all can end with {size} tokens")
-    if len(claims) != len(running) + len(waiting) + len(deferred):
-        problems.append(f"{len(claims)} claims of {[*running, *waiting, *deferred]}")
+    held = {id(req): tokens for req, tokens in claims.holders()}
+    reqs = (*running, *waiting, *deferred)
+    if held != {id(req): page_ceil(req.kv_allocated_len, page) for req in reqs}:
+        problems.append(f"claims of {[*claims.holders()]}, not of {reqs}")
     return problems
 
 

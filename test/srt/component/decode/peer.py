@@ -11,6 +11,7 @@ import numpy as np
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.decode.deferred import DeferredFree
+from sglang.srt.disaggregation.delta.wire import DeltaFrame
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 
 
@@ -60,14 +61,10 @@ class Room:
         self.writing = True
 
     def announce(
-        self,
-        pages: np.ndarray,
-        index: int,
-        prefix_len: int,
-        state_indices: Any = None,
-        prompt_tokens: int = 0,
+        self, frame: DeltaFrame, pages: np.ndarray, index: int, state_indices: Any = None
     ) -> None:
-        self.announced, self.prefix_len, self.prompt_tokens = True, prefix_len, prompt_tokens
+        self.announced = True
+        self.prefix_len, self.prompt_tokens = frame.decode_prefix_len, frame.prompt_tokens
         self.send_metadata(pages, index, state_indices)
 
     # ---- used by a deferred free ----

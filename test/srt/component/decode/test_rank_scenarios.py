@@ -20,8 +20,8 @@ from component.decode.steps import admit, ids, in_tree, run, serve
 from sglang.srt.disaggregation.delta.rank_agreement import RanksDiverged
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-#: Values of one admission step: two of the checksum, room for 64 states and offers, 6 of the pool.
-ADMISSION = 2 + 64 + 64 + 6
+#: Values of one admission step: two of the checksum, room for 64 states and offers, 4 of the pool.
+ADMISSION = 2 + 64 + 64 + 4
 PROMPT = [token % 50 for token in range(3, 163)]  # 160 tokens: 10 pages
 
 

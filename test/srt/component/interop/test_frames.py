@@ -24,6 +24,7 @@ from component.transfer.bare import decode
 from component.transfer.messages import DIALECTS, NIXL, Dialect
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.peer_messages import find_frame
+from sglang.srt.disaggregation.delta.wire import DeltaFrame
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
 
@@ -203,7 +204,7 @@ def announced_by_us(backend: str, with_frame: bool) -> list[bytes]:
     )
     pages = np.array([4, 5], np.int32)
     if with_frame:
-        receiver.announce(pages, 3, 16, prompt_tokens=33)
+        receiver.announce(DeltaFrame(decode_prefix_len=16, prompt_tokens=33), pages, 3)
     else:
         receiver.send_metadata(pages, 3, None)
     (frames,) = sent

@@ -45,6 +45,11 @@ def pages(*numbers: int) -> np.ndarray:
     return np.array(numbers, dtype=np.int32)
 
 
+def frame(prefix: int) -> wire.DeltaFrame:
+    """Return the announcement of a request with ``prefix`` tokens on decode."""
+    return wire.DeltaFrame(decode_prefix_len=prefix)
+
+
 class Side:
     """One server's pool, metadata and transfer manager."""
 
@@ -226,7 +231,7 @@ class Pair:
         of an index were announced too; ``state``: or these indices."""
         sender, receiver = self.room(number)
         state = pages(*targets) if index else state
-        receiver.announce(pages(*targets), slot, prefix_len=prefix, state_indices=state)
+        receiver.announce(frame(prefix), pages(*targets), slot, state)
         self.announced(sender)
         sender.init(len(targets) if prompt is None else prompt, 3)
         return sender, receiver

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from component.transfer.pair import ADDRESS, DONE, LAYERS, LOST, PAGES, Pair, pages, until
+from component.transfer.pair import ADDRESS, DONE, LAYERS, LOST, PAGES, Pair, frame, pages, until
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.observability import STATS
@@ -144,7 +144,7 @@ def test_announced_before_the_request(pair: Pair) -> None:
     entries of rooms whose request never comes."""
     room = pair.next_room()
     receiver = pair.receiver(room)
-    receiver.announce(pages(4), 5, prefix_len=0)
+    receiver.announce(frame(0), pages(4), 5)
     until(lambda: pair.prefill.manager.rooms.room(room), "announcement")
     assert room not in pair.prefill.manager.request_status, "left behind if its request never comes"
     sender = pair.sender(room)
@@ -159,13 +159,13 @@ def test_announced_in_another_version(pair: Pair) -> None:
     """Guards against a frame that ends the thread which reads every room's announcement, and
     against a decode server that detects the failure only by its timeout."""
     theirs = wire.VERSION + 1
-    frame = wire.encode_frame(
+    changed = wire.encode_frame(
         wire.DeltaFrame(version=theirs, decode_prefix_len=8, num_pages=1, is_dummy=False)
     )
     sender, receiver = pair.room()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "encode_frame", lambda ours: frame)
-        receiver.announce(pages(7), 0, prefix_len=8)
+        patch.setattr(wire, "encode_frame", lambda ours: changed)
+        receiver.announce(frame(8), pages(7), 0)
     pair.announced(sender)
     sender.init(3, 0)
     assert pair.finish(sender, receiver) == LOST
@@ -189,7 +189,7 @@ def test_prefill_gives_it_up(pair: Pair, stage: str) -> None:
             hold.wait()
         sender.abort()
         if stage == "unannounced":
-            receiver.announce(pages(20, 9), 5, prefix_len=0)
+            receiver.announce(frame(0), pages(20, 9), 5)
         if stage == "under way":
             assert {sender.poll() for _ in range(3)} == {KVPoll.Transferring}, "its page is read"
             assert receiver.poll() == KVPoll.WaitingForInput, "notified during the write"
@@ -349,7 +349,7 @@ def test_a_decode_rank_that_prefill_forgot_is_served_again(pair: Pair) -> None:
     assert pair.finish(sender, receiver) == LOST and pair.arrived([], [])
     assert pair.peer in pair.reason(sender) and pair.reason(receiver)
     sender, receiver = pair.room()
-    receiver.announce(pages(4), 5, prefix_len=0)
+    receiver.announce(frame(0), pages(4), 5)
     until(lambda: receiver.poll() == KVPoll.Failed, "notice")
     assert receiver.defer_free() is None, (
         "a rank that does not know this decode rank writes nothing"

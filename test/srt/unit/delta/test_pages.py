@@ -19,12 +19,12 @@ from sglang.srt.disaggregation.delta.pages import (
     HeadSlice,
     heads_of,
     of_one_shape,
+    plan_delta,
     plan_heads,
     share_of_chunk,
     sources_of,
     token_lens,
 )
-from sglang.srt.disaggregation.delta.peer_messages import plan_delta
 
 PAGES = st.sampled_from([1, 4, 16, 64])
 

@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.buffer_only.transfer_vote import (
 
 #: Of differing states the worst counts.
 FAILED, EXPIRED, FINE = QueueState
-ADMISSION = AdmissionVote((FINE, FINE), (64,), 5, 7, 1000, 200, -1000, -200)
+ADMISSION = AdmissionVote((FINE, FINE), (64,), 5, 7, 1000, -1000)
 
 
 def both(
@@ -70,18 +70,11 @@ def test_the_smallest_value_counts(mine: AnyVote, other: AnyVote, agreed: AnyVot
     assert both(mine, other) == both(other, mine) == agreed
 
 
-@pytest.mark.parametrize(
-    ("free", "protected", "differ"),
-    [(1000, 200, False), (999, 200, True), (1001, 200, True), (1000, 199, True), (1000, 201, True)],
-)
-def test_pools_that_differ_are_noticed(free: int, protected: int, differ: bool) -> None:
+@pytest.mark.parametrize("free", [1000, 999, 1001])
+def test_pools_that_differ_are_noticed(free: int) -> None:
     """Guards against a difference that only the rank with fewer free tokens could notice."""
-    other = replace(
-        ADMISSION, free=free, protected=protected, minus_free=-free, minus_protected=-protected
-    )
-    agreed = both(ADMISSION, other)
-    assert agreed.pools_differ is differ
-    assert (agreed.free, agreed.protected) == (min(free, 1000), min(protected, 200))
+    agreed = both(ADMISSION, replace(ADMISSION, free=free, minus_free=-free))
+    assert (agreed.free, -agreed.minus_free) == (min(free, 1000), max(free, 1000))
 
 
 @pytest.mark.hazard("ranks-part-in-collective")

@@ -18,7 +18,7 @@ FRAMES = st.builds(
     decode_prefix_len=st.integers(0, 2**31),
     num_pages=st.integers(0, 2**20),
     is_dummy=st.booleans(),
-    num_writers=st.integers(1, 64),
+    prompt_tokens=st.integers(0, 2**31),
 )
 ROOMS = st.integers(-(2**63), 2**64 - 1)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
@@ -55,9 +55,10 @@ def test_round_trip(frame: wire.DeltaFrame, message: wire.Message, foreign: list
         assert peer_messages.find_frame(frames) is peer_messages.decode_control(frames) is None
 
 
-def test_fields_of_a_later_release_are_ignored() -> None:
-    """Guards against a later release's additional field that an older peer cannot read."""
-    fields = {"version": wire.VERSION, "window": [1, 2], **GOOD}
+def test_fields_of_another_release() -> None:
+    """Guards against a later release's additional field that an older peer cannot read, and against
+    an earlier release's frame, which lacks the fields since, that this one cannot read."""
+    fields = {"version": wire.VERSION, "num_writers": 2, "window": [1, 2], **GOOD}
     frame = peer_messages.find_frame([*STOCK, MAGIC + raw(**fields)])
     assert frame == wire.DeltaFrame(decode_prefix_len=32, num_pages=1, is_dummy=False)
     body = raw(type="stopped", room=7, writer=1, reason="x", because=[1])
@@ -80,6 +81,7 @@ BEHIND = f"protocol {THEIRS}, this prefill server {wire.VERSION}"
         pytest.param(raw(num_pages=1, is_dummy=False), MALFORMED, id="field missing"),
         pytest.param(raw(**GOOD | {"decode_prefix_len": "x"}), MALFORMED, id="wrong type"),
         pytest.param(raw(**GOOD | {"is_dummy": None}), MALFORMED, id="null"),
+        pytest.param(raw(**GOOD | {"prompt_tokens": -1}), MALFORMED, id="negative"),
         # Another version may rename and retype all fields; the error says which side is behind.
         pytest.param(raw(version=THEIRS, **GOOD), BEHIND, id="another version"),
         pytest.param(raw(version=THEIRS, prefix_pages=[2]), BEHIND, id="another version's fields"),

@@ -25,7 +25,7 @@ from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.decode.heartbeat import WatchedServers
 from sglang.srt.disaggregation.delta.decode.prefill_servers import Tables, drop_socket
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.observability import TransferReport
+from sglang.srt.disaggregation.delta.observability import TransferGauges
 from sglang.srt.disaggregation.delta.pages import RECURRENT_TYPE
 from sglang.srt.disaggregation.delta.peer_messages import Announcements, MessageReader
 from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks, ServedRooms
@@ -182,12 +182,12 @@ class DeltaManager(CommonKVManager):
         settings = TransferSettings.read()
         #: Seconds that a chunk may take, from the queue to its end.
         self.transfer_s = environment.TRANSFER_TIMEOUT.read()
-        self.transfer_report = TransferReport()
+        self.transfer_gauges = TransferGauges()
         self.transfers = TransferPool(
             self.make_backend(settings),
             self.rooms,
             settings,
-            self.transfer_report,
+            self.transfer_gauges,
             prepare_thread=self._prepare_thread,
         )
         self.rooms.on_stopped = self.room_stopped
@@ -202,7 +202,7 @@ class DeltaManager(CommonKVManager):
 
     def tick_transfers(self) -> None:
         """Check workers and decode ranks. Called about once a second by the reader thread."""
-        self.transfer_report.tick()
+        self.transfer_gauges.tick()
         self.transfers.tick()
         self.forget_silent_peers()
 

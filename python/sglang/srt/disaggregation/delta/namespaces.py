@@ -1,6 +1,8 @@
 """Keeps requests of different namespaces (``extra_key``, ``cache_salt``) apart.
 
 A base of the schedulers of decode with the radix cache and of ``buffer_only``.
+
+Contract: the scheduler's thread only, which builds one ``Req`` at a time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Counters, durations, log lines and events of requests and peers.
 
-``STATS`` has this process's counters and durations (rows of ``metrics.py``), ``TransferReport`` the
-log line of a pool of transfer workers. ``RateLimitedLog`` limits lines per peer or other key.
+``STATS`` has this process's counters and durations (rows of ``metrics.py``), ``TransferGauges`` the
+gauges of a pool of transfer workers. ``RateLimitedLog`` limits lines per peer or other key.
 ``best_effort`` wraps counting and logging: an error is logged once and the caller continues.
 
 ``record`` writes to the event log: one JSON line for each step of a room, from its announcement to
@@ -9,7 +9,7 @@ its arrival. The log is off unless ``SGLANG_DISAGGREGATION_EVENT_LOG`` names a f
 scheduler process appends to ``<folder>/<side>-<pid>.jsonl``. Times are seconds since the epoch, so
 that the files of two servers on one host can be joined by room.
 
-Contract: ``Telemetry`` and ``TransferReport`` are thread-safe (one lock each, held only for
+Contract: ``Telemetry`` and ``TransferGauges`` are thread-safe (one lock each, held only for
 updates); ``RateLimitedLog`` belongs to one thread.
 """
 
@@ -181,25 +181,15 @@ class Telemetry:
 #: One per process, because a scheduler process has one transfer manager.
 STATS = Telemetry()
 
-#: Short name in the log line -> histogram.
-_TIMES = {name: f"kv_transfer_{name}_seconds" for name in ("queue", "build", "post", "wire")}
 
+class TransferGauges:
+    """Gauges of one transfer pool. Thread-safe."""
 
-#: Seconds between log lines about transfers: often enough to find a slow minute in a log.
-REPORT_INTERVAL_S = 60.0
-
-
-class TransferReport:
-    """Gauges and a log line of one transfer pool. Thread-safe."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         #: Worker -> transfers waiting, in flight, overdue: now, and maximum since the last tick.
         self._levels: dict[int, tuple[int, int, int]] = {}
         self._highest: dict[int, tuple[int, int, int]] = {}
-        self._logged_at = clock()
-        self._logged = STATS.totals.copy()
 
     @best_effort
     def level(self, worker: int, waiting: int, in_flight: int, overdue: int) -> None:
@@ -214,8 +204,7 @@ class TransferReport:
 
     @best_effort
     def tick(self) -> None:
-        """Set the gauges, and log once per interval if something was moved or failed. Called about
-        once a second by one thread."""
+        """Set the gauges. Called about once a second by one thread."""
         with self._lock:
             highest, now = (
                 [sum(level[index] for level in levels.values()) for index in range(3)]
@@ -225,31 +214,6 @@ class TransferReport:
         STATS.set("kv_transfer_waiting", highest[0])
         STATS.set("kv_transfer_in_flight", highest[1])
         STATS.set("kv_transfer_overdue", now[2])
-        passed = self._clock() - self._logged_at
-        if passed < REPORT_INTERVAL_S:
-            return
-        self._logged_at += passed
-        total = STATS.since(self._logged)
-        failed = [
-            f"{key[1]} {rooms:.0f}"
-            for key, rooms in total.items()
-            if key[0] == "kv_transfer_failed" and rooms
-        ]
-        posted, moved = total[_TIMES["queue"], COUNT], total["kv_transfer_bytes",]
-        # Not by bytes, because a full prefix hit is posted and moves none.
-        if not posted and not failed:
-            return
-        means = ", ".join(
-            f"{short} {1e3 * total[name,] / max(total[name, COUNT], 1):.2f}"
-            for short, name in _TIMES.items()
-        )
-        logger.info(
-            f"KV transfers of the last {passed:.0f} s: {posted:.0f} posted, "
-            f"{total['kv_transfer_descriptors',]:.0f} descriptors, "
-            f"{moved / 1e6:.1f} MB, {moved / 1e9 / passed:.3f} GB/s; means in ms: {means}; "
-            f"now {now[0]} waiting, {now[1]} in flight, {now[2]} overdue; "
-            f"ended early: {', '.join(failed) or 'none'}"
-        )
 
 
 # ---- the event log ----

@@ -20,7 +20,7 @@ row, moved whole with the last page, and never shared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any  # Any: attributes of pools; a chunk of KV
@@ -65,6 +65,45 @@ def page_indices(row: torch.Tensor, start: int, end: int, page: int) -> Pages:
 
 class DeltaMismatch(ValueError):
     """Raised if decode's announcement does not fit the prompt on prefill. Fails the room."""
+
+
+def plan_delta(
+    room: int, listed: Iterable[tuple[int, int]], prompt_pages: int, page: int
+) -> tuple[int, int]:
+    """Return the prefix in tokens behind which ``room`` sends, and the number of pages it sends.
+    ``listed``: tokens that each of its decode ranks holds, and number of destination pages that it
+    listed. ``prompt_pages``: number of pages of the whole prompt here.
+
+    Raises:
+        DeltaMismatch: the decode ranks disagree about the prefix, or the prefix is negative, not a
+            whole number of pages or longer than the prompt, or the number of listed pages is not
+            the number that is left. Nothing is truncated to fit.
+    """
+    listed = list(listed)
+    prefixes = sorted({prefix for prefix, _ in listed}) or [0]
+    if len(prefixes) > 1:
+        raise DeltaMismatch(
+            f"room {room}: decode ranks announced different prefix lengths {prefixes}"
+        )
+    prefix = prefixes[0]
+    if prefix < 0 or prefix % page:
+        raise DeltaMismatch(
+            f"room {room}: decode_prefix_len {prefix} is not a multiple of the page size "
+            f"of {page} tokens"
+        )
+    left = prompt_pages - prefix // page
+    if left < 0:
+        raise DeltaMismatch(
+            f"room {room}: decode_prefix_len {prefix} is longer than the prompt's {prompt_pages} "
+            f"pages of {page} tokens"
+        )
+    for _, pages in listed:
+        if pages != left:
+            raise DeltaMismatch(
+                f"room {room}: decode listed {pages} destination pages, but {left} of the prompt's "
+                f"{prompt_pages} pages are left after its prefix of {prefix} tokens"
+            )
+    return prefix, left
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ Stock SGLang asserts and parses on that thread, so one stray message ends it and
 transfer. Here an invalid message is dropped and logged, and the next one is read. ``Announcements``
 serves registrations and rooms' announcements on a prefill rank; a backend adds its own parsing.
 
-Contract: all calls come from the reader thread of the rank, but ``plan_delta``, which runs on the
-scheduler's. No lock; rooms are changed through ``RoomTable`` only.
+Contract: all calls come from the reader thread of the rank. No lock; rooms are changed through
+``RoomTable`` only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any  # Any: a message in its backend's own class
 
 import msgspec
@@ -24,7 +24,7 @@ from typing_extensions import Self, override
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import Reason
 from sglang.srt.disaggregation.delta.observability import RateLimitedLog
-from sglang.srt.disaggregation.delta.pages import DeltaMismatch, of_one_shape
+from sglang.srt.disaggregation.delta.pages import of_one_shape
 from sglang.srt.patchset.flags import FLAG, NO_WINDOW_POOL
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ _ANNOUNCEMENT_FRAMES = 8
 _LATER_PREFIX = 8
 #: Maximum number of digits of such a length, because any sender can name any number.
 _MAX_DIGITS = 18
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _CONTROL: msgspec.msgpack.Decoder[wire.Message] = msgspec.msgpack.Decoder(wire.Message)
 
 #: Maximum number of refused registrations to remember.
@@ -86,7 +85,7 @@ def find_frame(frames: Sequence[bytes]) -> wire.DeltaFrame | None:
                     f"decode speaks delta protocol {theirs}, this prefill server {wire.VERSION}"
                 )
             return msgspec.msgpack.decode(content, type=wire.DeltaFrame)
-        except _UNREADABLE as error:
+        except wire.UNREADABLE as error:
             raise DeltaFrameError(f"malformed delta frame: {error}") from error
     return None
 
@@ -120,7 +119,7 @@ def decode_control(frames: Sequence[bytes]) -> wire.Message | None:
         raise wire.ControlError(f"a control message of {len(frames)} frames, 2 expected")
     try:
         return _CONTROL.decode(frames[1])
-    except _UNREADABLE as error:
+    except wire.UNREADABLE as error:
         raise wire.ControlError(f"malformed control message: {error}") from error
 
 
@@ -389,42 +388,3 @@ def check_announcement(info: DeltaTransferInfo) -> None:
         raise BadMessage(
             f"room {info.room}: metadata slot {slot}, but decode has {delta.metadata_slots}"
         )
-
-
-def plan_delta(
-    room: int, listed: Iterable[tuple[int, int]], prompt_pages: int, page: int
-) -> tuple[int, int]:
-    """Return the prefix in tokens behind which ``room`` sends, and the number of pages it sends.
-    ``listed``: tokens that each of its decode ranks holds, and number of destination pages that it
-    listed. ``prompt_pages``: number of pages of the whole prompt here.
-
-    Raises:
-        DeltaMismatch: the decode ranks disagree about the prefix, or the prefix is negative, not a
-            whole number of pages or longer than the prompt, or the number of listed pages is not
-            the number that is left. Nothing is truncated to fit.
-    """
-    listed = list(listed)
-    prefixes = sorted({prefix for prefix, _ in listed}) or [0]
-    if len(prefixes) > 1:
-        raise DeltaMismatch(
-            f"room {room}: decode ranks announced different prefix lengths {prefixes}"
-        )
-    prefix = prefixes[0]
-    if prefix < 0 or prefix % page:
-        raise DeltaMismatch(
-            f"room {room}: decode_prefix_len {prefix} is not a multiple of the page size "
-            f"of {page} tokens"
-        )
-    left = prompt_pages - prefix // page
-    if left < 0:
-        raise DeltaMismatch(
-            f"room {room}: decode_prefix_len {prefix} is longer than the prompt's {prompt_pages} "
-            f"pages of {page} tokens"
-        )
-    for _, pages in listed:
-        if pages != left:
-            raise DeltaMismatch(
-                f"room {room}: decode listed {pages} destination pages, but {left} of the prompt's "
-                f"{prompt_pages} pages are left after its prefix of {prefix} tokens"
-            )
-    return prefix, left

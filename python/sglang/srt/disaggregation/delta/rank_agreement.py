@@ -9,19 +9,22 @@ values into a *vote*, the smallest of each counts, and the step is decided from 
 Each vote carries a checksum of what must be equal already. Ranks whose checksums differ end the
 server, because they would continue with different pages.
 
-Contract: all ranks of the group call ``agree``, ``minimum`` and ``gathered`` in the same order;
+Contract: all ranks of the group call ``agree``, ``minimum``, ``ended`` and ``gathered`` in the same
+order;
 callers decide *whether* to call from values that are equal on all ranks.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar  # Any: gathered or voted values
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from sglang.srt.managers.schedule_batch import Req
 
 #: Elementwise minimum of a vector over the ranks; the vector has the same length on all of them.
 Reduce = Callable[[list[int]], list[int]]
@@ -67,6 +70,27 @@ def minimum(values: list[int], group: ProcessGroup) -> list[int]:
     tensor = torch.tensor(values, dtype=torch.int64)
     dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group)
     return tensor.tolist()
+
+
+def ended(requests: Sequence[Req], groups: Sequence[ProcessGroup]) -> list[str]:
+    """Return the ids of the requests that have ended on all ranks of ``groups``, equal on each rank
+    (one collective a group). Fail the open part of a request that failed on another rank."""
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    polls = [int(request.disagg_kv_sender.poll()) for request in requests]
+    over = [poll in (KVPoll.Success, KVPoll.Failed) for poll in polls]
+    votes = [*polls, *map(int, over)]
+    for group in groups if votes else ():
+        votes = minimum(votes, group)
+    count, found = len(polls), []
+    for request, is_over, worst, all_over in zip(
+        requests, over, votes[:count], votes[count:], strict=True
+    ):
+        if all_over:
+            found.append(request.rid)
+        elif worst == KVPoll.Failed and not is_over:
+            request.disagg_kv_sender.fail_with_others()
+    return found
 
 
 def gathered(mine: Any, group: ProcessGroup) -> list[Any]:

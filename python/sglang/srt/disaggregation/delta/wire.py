@@ -2,9 +2,9 @@
 
 A decode server adds the *delta frame* to SGLang's transfer metadata message, a multipart of eight
 positional frames; a stock prefill ignores frames after them. Ours is one more: a magic, then a
-msgpack map with named fields, so that fields can be added without breaking a peer. A changed
-*meaning* raises ``VERSION``, and a peer of another version fails the room with an error that names
-both.
+msgpack map with named fields. A peer ignores fields that it does not know, and takes the default of
+fields that it is not sent. A changed *meaning* raises ``VERSION``, and a peer of another version
+fails the room with an error that names both.
 
 *Control messages* report rooms that end early and signs of life, in both directions and on every
 backend; SGLang's handshake has only one message, from decode to prefill. They use the same sockets
@@ -13,7 +13,7 @@ announce support, in ``GET /pd_capabilities`` or by their delta frame, are sent 
 
 Version history of the delta frame (``VERSION``):
 
-- 1: prefix length, number of listed pages, dummies, writers, pool sizes. Later fields, which a peer
+- 1: prefix length, number of listed pages, dummies, pool sizes. Later fields, which a peer
   may lack: ``takes_metadata`` (metadata in NIXL's note), ``prompt_tokens`` (compared on prefill).
 
 Version history of control messages (``CONTROL_VERSION``):
@@ -22,7 +22,10 @@ Version history of control messages (``CONTROL_VERSION``):
   ``ComputedByDecode``, sent only to servers with ``Capabilities.yields``.
 
 Contract: ``PeerSockets`` is used by any thread, under its lock. Sending never blocks, and nothing
-that was queued outlives its peer.
+that was queued outlives its peer. One more number for prefill takes three files: a field of
+``DeltaFrame`` with a default that means "not sent" (``Count`` refuses negative numbers), its value
+in ``decode/queue.py`` (``_announce``), and its reader in ``prefill/scheduler.py``
+(``DeltaSender.read_frame``). Add it to docs/wire.md.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 import requests
@@ -47,27 +50,35 @@ VERSION = PROTOCOL_VERSION
 MAGIC = b"sglang-delta:"
 
 
+#: Exceptions of msgspec at bytes that any sender can choose.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class DeltaFrame(msgspec.Struct, frozen=True, kw_only=True):
-    """One room's announcement to one prefill rank. Filled by ``DeltaReceiver.announce``, read where
-    an announcement is taken (``peer_messages``) and by ``plan_delta``."""
+    """One room's announcement to one prefill rank."""
 
     version: int = VERSION
+
+    # Of the request: filled by decode's queue, read by ``DeltaSender.read_frame``.
+
     #: Number of tokens at the start of the prompt that decode holds; a whole number of pages.
     decode_prefix_len: int
+    #: Number of tokens of the whole prompt; 0 if unknown.
+    prompt_tokens: Count = 0
+
+    # Of the connection: filled by ``DeltaReceiver.announce``, read by ``check_announcement``.
+
     #: Number of listed destination pages; zero for a full prefix hit, which is not a dummy.
-    num_pages: int
+    num_pages: int = 0
     #: True if this prefill rank sends nothing, not even metadata (MLA with more prefill ranks).
-    is_dummy: bool
-    #: Number of prefill ranks that write for this room to this decode rank.
-    num_writers: int = 1
+    is_dummy: bool = False
     #: Sizes of decode's pools, the bounds of an index; 0 if unknown.
-    pool_pages: int = 0
-    metadata_slots: int = 0
+    pool_pages: Count = 0
+    metadata_slots: Count = 0
     #: True if metadata may come in the note that completes the room (NIXL). A prefill server that
     #: does not know the field, or sends no such note, writes them into the slot.
     takes_metadata: bool = False
-    #: Number of tokens of the whole prompt; 0 if unknown.
-    prompt_tokens: int = 0
 
 
 def encode_frame(frame: DeltaFrame) -> bytes:
@@ -292,7 +303,6 @@ class PeerSockets:
 ROUTE = "/pd_capabilities"
 #: Value of ``speculative`` of a server that computes no draft KV.
 NO_DRAFTS = "none"
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Capabilities(msgspec.Struct, frozen=True):
@@ -363,7 +373,7 @@ def fetch_capabilities(bootstrap_addr: str) -> Capabilities | None:
         return None
     try:
         capabilities = msgspec.json.decode(response.content, type=Capabilities)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         logger.error(
             "prefill server %s sent unreadable capabilities (%s): it will send whole prompts. "
             "Check its version",
@@ -386,5 +396,5 @@ def incarnation_in(content: bytes) -> str | None:
     """Return the incarnation in a body of ``GET /pd_capabilities``; None if it is unreadable."""
     try:
         return msgspec.json.decode(content, type=Capabilities).incarnation
-    except _UNREADABLE:
+    except UNREADABLE:
         return None

@@ -89,7 +89,8 @@ def path_pieces(node: TreeNode, tokens: int) -> Iterator[tuple[TreeNode, int]]:
 
 
 def split_marks(front: TreeNode, child: TreeNode, split_len: int) -> None:
-    """Divide the marks after ``front`` has taken the first ``split_len`` tokens of ``child``."""
+    """Divide the marks of ``child`` between it and ``front``, the new node with its first
+    ``split_len`` tokens."""
     front.stored, front.launched = min(child.stored, split_len), min(child.launched, split_len)
     child.stored, child.launched = child.stored - front.stored, child.launched - front.launched
     front.pending, front.touch_after_ms = child.pending, child.touch_after_ms
@@ -233,9 +234,9 @@ class ImageKey(str):
 
 
 def image_key(req: Req) -> ImageKey:
-    """Return the ``extra_key`` of ``req`` with its images, each at its first position; repetitions
-    are in the tokens. Images that share a placeholder are all listed, because the tokens do not
-    tell them apart. An image without a position counts from the start."""
+    """Return the ``extra_key`` of ``req`` with its images, each once, at its first position: the
+    tokens show its repetitions. Images with the same placeholder are all listed, because their
+    tokens are equal. An image without a position counts from the start."""
     key = ImageKey(req.extra_key or "")
     if req.multimodal_inputs is not None:
         hashes: dict[int, list[int]] = {}

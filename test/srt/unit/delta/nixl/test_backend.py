@@ -17,7 +17,7 @@ import pytest
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import observability, wire
 from sglang.srt.disaggregation.delta.nixl import backend, descriptors, manager
-from sglang.srt.disaggregation.delta.nixl.decode import parse
+from sglang.srt.disaggregation.delta.nixl.manager import parse
 from sglang.srt.disaggregation.delta.observability import STATS, Moved
 from sglang.srt.disaggregation.delta.pages import heads_of, sources_of
 from sglang.srt.disaggregation.nixl.conn import TransferStatus

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from effort import tries
 from sglang.srt.disaggregation.delta.nixl.backend import done, stock_notes
-from sglang.srt.disaggregation.delta.nixl.decode import Notification, parse
+from sglang.srt.disaggregation.delta.nixl.manager import Notification, parse
 from sglang.srt.disaggregation.delta.wire import MAX_METADATA
 
 NUMBERS = st.integers(0, 2**64 - 1)

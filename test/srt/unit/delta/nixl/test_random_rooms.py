@@ -12,7 +12,7 @@ import pytest
 
 from effort import tries
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.nixl.decode import parse
+from sglang.srt.disaggregation.delta.nixl.manager import parse
 from sglang.srt.disaggregation.delta.prefill.rooms import RoomState
 from unit.delta.nixl.fakes import nixlRemoteDisconnectError
 from unit.delta.nixl.prefill_rank import TRANSFER_TIMEOUT_S, PrefillRank

@@ -16,7 +16,7 @@ from component.transfer import bare
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.observability import TransferReport
+from sglang.srt.disaggregation.delta.observability import TransferGauges
 from sglang.srt.disaggregation.delta.prefill.decode_ranks import DecodeRanks
 from sglang.srt.disaggregation.delta.prefill.rooms import Room, RoomState, RoomTable
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
@@ -230,9 +230,9 @@ class Bench(Side):
     def __init__(self, sockets: Any = None, **settings: int) -> None:
         super().__init__(sockets)
         self.transport = Transport()
-        self.report = TransferReport(clock=self.clock)
+        self.gauges = TransferGauges()
         self.worker = Worker(
-            self.transport, self.table, TransferSettings(**settings), self.report, 0, self.clock
+            self.transport, self.table, TransferSettings(**settings), self.gauges, 0, self.clock
         )
         self._commands: deque[Callable[[], None]] = deque()
         self.table.on_stopped = lambda room, kind: self._commands.append(

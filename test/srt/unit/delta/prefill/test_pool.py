@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.disaggregation.delta.observability import STATS, TransferReport
+from sglang.srt.disaggregation.delta.observability import STATS, TransferGauges
 from sglang.srt.disaggregation.delta.prefill import transfer_pool
 from sglang.srt.disaggregation.delta.prefill.rooms import Room
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
@@ -70,7 +70,7 @@ class Threads(Side):
                 self.transport,
                 self.table,
                 self.settings,
-                TransferReport(),
+                TransferGauges(),
                 prepare_thread=lambda: self.prepared.append(threading.get_ident()),
                 clock=lambda: time.monotonic() + self.ahead_s,
             )
@@ -173,7 +173,7 @@ def test_stop_gives_up_what_does_not_settle(monkeypatch: pytest.MonkeyPatch) -> 
     threads, posted = Threads(queues=1), threading.Event()
     threads.transport.held = True
     monkeypatch.setattr(
-        TransferReport, "level", lambda *_: posted.set() if threads.transport.posts else 0
+        TransferGauges, "level", lambda *_: posted.set() if threads.transport.posts else 0
     )
     threads.pool.start()
     threads.send(1)

@@ -16,7 +16,7 @@ from component.transfer.messages import MOONCAKE
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.mooncake import conn as mooncake
-from sglang.srt.disaggregation.delta.nixl.decode import parse
+from sglang.srt.disaggregation.delta.nixl.manager import parse
 from sglang.srt.disaggregation.mooncake import conn
 from unit.delta.fakes import Clock
 from unit.delta.nixl.prefill_rank import ADDRESS, DOUBT_S, PrefillRank, without_threads

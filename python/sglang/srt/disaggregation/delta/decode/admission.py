@@ -168,8 +168,8 @@ class AdmissionVote(Vote):
 
     ``states`` has a value for each checked request, ``offers`` one for each candidate (``STOP``,
     ``PRIVATE`` or a length). ``rows`` and ``slots``: free request rows and metadata slots.
-    ``free`` (with the evictable) and ``protected`` are tokens, counted before any lock of this
-    step; negated, they give the largest over the ranks.
+    ``free``: free and evictable tokens before any lock of this step; negated, the largest over the
+    ranks.
     """
 
     states: Sequence[int]
@@ -177,9 +177,7 @@ class AdmissionVote(Vote):
     rows: int
     slots: int
     free: int
-    protected: int
     minus_free: int
-    minus_protected: int
     #: Measured costs of local turns, and one number for each candidate; empty without local turns.
     turns: Sequence[int] = field(default=(), metadata={"optional": True})
 
@@ -188,11 +186,6 @@ class AdmissionVote(Vote):
         "waiting requests and would admit different ones. Restart it, and please report this with "
         "the logs of all ranks."
     )
-
-    @property
-    def pools_differ(self) -> bool:
-        """True if the ranks' pools are not equally full: harmless here, but a bug elsewhere."""
-        return (self.free, self.protected) != (-self.minus_free, -self.minus_protected)
 
 
 class Admission:
@@ -232,7 +225,7 @@ class Admission:
         """
         claims, turns = self.claims, self._turns
         claims.recount()
-        free, protected = self._free, self._tree.protected_size()
+        free = self._free
         offers = [STOP] * len(candidates)
         # Candidates that fit so far. Their claims are entered while the vote goes on.
         fitting: list[Req] = []
@@ -256,7 +249,7 @@ class Admission:
         for req in fitting:
             claims.left(req)
         costs = [] if turns is None else turns.votes(candidates)
-        return AdmissionVote(states, offers, rows, slots, free, protected, -free, -protected, costs)
+        return AdmissionVote(states, offers, rows, slots, free, -free, costs)
 
     def agree(self, vote: AdmissionVote, entries: Sequence[Any]) -> AdmissionVote:
         """Return the vote that the ranks agree on, with one collective. ``entries``: the checked
@@ -270,17 +263,16 @@ class Admission:
         checksum = Checksum()
         checksum.note(*(entry.req.rid for entry in entries))
         agreed = agree(vote, checksum, over(self._group))
-        if agreed.pools_differ:
+        if agreed.free != -agreed.minus_free:  # harmless here, but a bug elsewhere
             self._log.error(
                 "pools",
-                "the KV pools of this server's ranks differ: this rank has %d free and %d "
-                "protected tokens, the smallest numbers on any rank are %d and %d. Admission uses "
-                "those. If this persists, a rank leaks pages: SGLANG_DISAGGREGATION_CHECK_"
-                "INVARIANTS=1 checks idle servers, and ends one that leaks",
+                "the KV pools of this server's ranks differ: this rank has %d free and evictable "
+                "tokens, the ranks have %d to %d. Admission uses the smallest number. If this "
+                "persists, a rank leaks pages: SGLANG_DISAGGREGATION_CHECK_INVARIANTS=1 checks "
+                "idle servers, and ends one that leaks",
                 vote.free,
-                vote.protected,
                 agreed.free,
-                agreed.protected,
+                -agreed.minus_free,
             )
         return agreed
 

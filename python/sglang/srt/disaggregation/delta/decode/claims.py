@@ -6,13 +6,17 @@ reaches the tree. In between the tree reports that its prompt is shared, the pre
 Running requests are counted as arrays, because they grow with every step. All numbers are tokens of
 whole pages; the arithmetic of one request is ``policy.memory``'s.
 
-Contract: the scheduler's thread only. All ranks make the same calls in the same order.
+Contract: the scheduler's thread only. All ranks make the same calls in the same order. A new limit
+on memory, of a tenant say, takes two files: a check in ``Claims.refusal``, which vote and admission
+both call after they have entered the requests ahead, and its reason in ``request.REFUSALS``.
+``Claims.holders`` has the tokens of each request; its tenant is ``req.extra_key``
+(``namespaces.py``). A refused request blocks all behind it: first come, first served.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any  # Any: int64 arrays
 
@@ -105,8 +109,7 @@ class Running:
         if self.step_tokens:
             return Running.of(self.reqs, self.cap, self.page, self.step_tokens)
         allocated = self.allocated + (self.reqs[0].kv_allocated_len - self.allocated[0])
-        pool = self.cap, self.page, self.step_tokens
-        return Running(self.reqs, self.prompt, self.max_new, allocated, *pool)
+        return replace(self, allocated=allocated)
 
     @cached_property
     def reserved(self) -> int:
@@ -193,9 +196,12 @@ class Claims:
         if count is not None:
             self._pins[upper.id] = count
 
-    def __len__(self) -> int:
-        """Number of requests that hold pages."""
-        return len(self._held) + len(self._running)
+    def holders(self) -> Iterator[tuple[Req, int]]:
+        """Yield each request that holds pages, and the tokens that it holds, shared or not."""
+        for holding in self._held.values():
+            yield holding.req, holding.whole
+        for req in self._running.values():
+            yield req, page_ceil(req.kv_allocated_len, self.page)
 
     def _pin(self, holding: Holding, by: int) -> None:
         """Count the tokens of ``holding`` as pinned (``by`` is 1), or no longer (-1)."""

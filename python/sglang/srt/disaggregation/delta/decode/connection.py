@@ -15,6 +15,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple  # Any: SGLang's own attributes, sockets and JSON
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import zmq
@@ -140,17 +141,15 @@ class DeltaReceiver(CommonKVReceiver):
 
     def announce(
         self,
+        frame: wire.DeltaFrame,
         kv_indices: npt.NDArray[np.int32],
         aux_index: int,
-        prefix_len: int,
         state_indices: npt.NDArray[np.int32] | None = None,
-        prompt_tokens: int = 0,
     ) -> None:
         """Send a room's transfer metadata. ``kv_indices``: the *delta's* destination pages.
 
-        ``prefix_len``: tokens that decode holds; ``state_indices``: the delta's pages of an index
-        cache; ``prompt_tokens``: length of the whole prompt, 0 if prefill must not compare it. The
-        frame is added to SGLang's own message, by a socket that appends it.
+        ``state_indices``: the delta's pages of an index cache. The frame is completed for each
+        connection and added to SGLang's own message, by a socket that appends it.
         """
         connect = self._connect_to_bootstrap_server
         args = self.kv_mgr.kv_args
@@ -161,17 +160,15 @@ class DeltaReceiver(CommonKVReceiver):
         def connect_with_frame(bootstrap_info: dict[str, Any]) -> tuple[Any, threading.Lock]:
             socket, lock = connect(bootstrap_info)
             is_dummy = bool(bootstrap_info["is_dummy"])
-            frame = wire.DeltaFrame(
-                decode_prefix_len=prefix_len,
+            complete = msgspec.structs.replace(
+                frame,
                 num_pages=0 if is_dummy else len(kv_indices),
                 is_dummy=is_dummy,
-                num_writers=self.required_prefill_response_num,
                 pool_pages=pool_pages,
                 metadata_slots=metadata_slots,
                 takes_metadata=takes_metadata,
-                prompt_tokens=prompt_tokens,
             )
-            encoded = wire.encode_frame(frame)
+            encoded = wire.encode_frame(complete)
             sends = SimpleNamespace(
                 send_multipart=lambda frames: socket.send_multipart([*frames, encoded])
             )

@@ -109,9 +109,10 @@ def idle_problems(scheduler: Scheduler) -> list[str]:
         problems += tree_problems(tree, [])
         problems += pool_problems(tree, allocator, pool.req_to_token, [], total)
     claims = getattr(tree, "claims", None)
-    if claims is not None and (len(claims) or claims.pinned or claims.reserved):
+    holders = [*claims.holders()] if claims is not None else []
+    if claims is not None and (holders or claims.pinned or claims.reserved):
         problems.append(
-            f"{len(claims)} requests claim memory: {claims.pinned} tokens are pinned, "
+            f"{len(holders)} requests claim memory: {claims.pinned} tokens are pinned, "
             f"{claims.reserved} reserved"
         )
     metadata = scheduler.req_to_metadata_buffer_idx_allocator

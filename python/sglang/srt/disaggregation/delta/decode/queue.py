@@ -37,6 +37,7 @@ from sglang.srt.disaggregation.delta.decode.speculation import step_tokens
 from sglang.srt.disaggregation.delta.decode.transfer import EMPTY, StepWrites, announce
 from sglang.srt.disaggregation.delta.pages import moved_state
 from sglang.srt.disaggregation.delta.rank_agreement import part_of
+from sglang.srt.disaggregation.delta.wire import DeltaFrame
 from sglang.srt.patchset.environment import ADMISSION_TIMEOUT
 
 if TYPE_CHECKING:
@@ -351,7 +352,10 @@ class RadixPreallocQueue(DecodePreallocQueue):
         pages = (slots // self._page).to(torch.int32).cpu().numpy()
         pool, rows = self.token_to_kv_pool_allocator.get_kvcache(), self.req_to_token_pool
         state = moved_state(pool, rows, req, lambda: pages)
-        announce(entry, pages, state, self.kv_manager, self.step_writes)
+        frame = DeltaFrame(
+            decode_prefix_len=req.cache_protected_len, prompt_tokens=len(req.origin_input_ids)
+        )
+        announce(entry, frame, pages, state, self.kv_manager, self.step_writes)
 
     # ---- requests that leave the queue, or stay without a prefill server ----
 

@@ -35,6 +35,7 @@ from sglang.srt.disaggregation.delta.observability import STATS, Admitted, now
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
+    from sglang.srt.disaggregation.delta.wire import DeltaFrame
     from sglang.srt.disaggregation.utils import MetadataBuffers
     from sglang.srt.managers.schedule_batch import Req
 else:
@@ -115,14 +116,15 @@ class StepWrites:
 
 def announce(
     entry: DecodeRequest,
+    frame: DeltaFrame,
     pages: npt.NDArray[np.int32],
     state: npt.NDArray[np.int32] | None,
     manager: Any,
     writes: StepWrites,
 ) -> None:
-    """Send prefill the destination ``pages`` of the delta, shape (pages,), and the indices of its
-    ``state``, later in the same iteration of the loop if the step in flight may write to them. From
-    now on they and the metadata slot of ``entry`` belong to the transfer.
+    """Send prefill the ``frame``, the destination ``pages`` of the delta, shape (pages,), and the
+    indices of its ``state``, later in the same iteration of the loop if the step in flight may
+    write to them. From now on they and the metadata slot of ``entry`` belong to the transfer.
     """
     req, args = entry.req, manager.kv_args
     req.time_stats.set_decode_transfer_queue_entry_time()
@@ -135,17 +137,16 @@ def announce(
             return  # given up: prefill was notified that no announcement comes
         # Take the time first: prefill may receive the announcement before this function returns.
         at = now()
-        index, prefix = entry.metadata_buffer_index, req.cache_protected_len
+        index, prefix = entry.metadata_buffer_index, frame.decode_prefix_len
         record_of(req).hit_tokens = prefix
         if is_fake(req):
             entry.kv_receiver.send_metadata(pages, index, state)
             return
-        prompt = len(req.origin_input_ids)
         if manager.peer_takes_delta(bootstrap_addr(req)):
-            entry.kv_receiver.announce(pages, index, prefix, state, prompt)
+            entry.kv_receiver.announce(frame, pages, index, state)
         else:
             entry.kv_receiver.send_metadata(pages, index, state)
-        STATS.count("decode_prefix_prompt_tokens", prompt)
+        STATS.count("decode_prefix_prompt_tokens", frame.prompt_tokens)
         STATS.count("decode_prefix_hit_tokens", prefix)
         STATS.count("kv_transfer_requested_bytes", requested)
         observability.record(
@@ -154,7 +155,7 @@ def announce(
                 at=at,
                 room=req.bootstrap_room,
                 rid=str(req.rid),  # because msgspec does not encode subclasses of str
-                prompt_tokens=prompt,
+                prompt_tokens=frame.prompt_tokens,
                 prefix_tokens=prefix,
                 pages=pages.tolist(),
                 state=[] if state is None else state.tolist(),

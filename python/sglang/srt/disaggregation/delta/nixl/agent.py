@@ -14,13 +14,13 @@ import functools
 import inspect
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from typing import Any  # Any: NIXL's binding has no types
 
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import batch_scheduling
 from sglang.srt.patchset import environment
-from sglang.srt.patchset.attach import exchanged
+from sglang.srt.patchset.attach import exchanged, replaced
 
 logger = logging.getLogger(__name__)
 
@@ -92,13 +92,8 @@ def pausing_agents() -> Iterator[None]:
     threads SCHED_BATCH. For a later SGLang, whose agents are safe for several threads."""
     from nixl import _api
 
-    with ExitStack() as stack:
-        for name, value in _with_delay(_api, environment.NIXL_PROGRESS_DELAY).items():
-            holder, _, last = name.partition(".")
-            binding = getattr(_api, holder)
-            stack.callback(setattr, binding, last, getattr(binding, last))
-            setattr(binding, last, value)
-        stack.enter_context(batch_scheduling())
+    names = _with_delay(_api, environment.NIXL_PROGRESS_DELAY)
+    with replaced("nixl._api", names), batch_scheduling():
         yield
 
 

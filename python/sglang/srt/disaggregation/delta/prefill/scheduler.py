@@ -1,20 +1,19 @@
 """Overrides of SGLang's prefill scheduler and sender: what is sent, and when a request ends.
 
 Sending starts behind the prefix that decode holds (``send_kv_chunk``). A request in flight ends in
-the step in which it has ended on every rank of the server (``ended``), because SGLang would end it
+the step in which it has ended on every rank (``rank_agreement.ended``), because SGLang would end it
 with the first rank that failed, and free pages and a metadata slot that other ranks' writes still
 read. Each rank's deadline for its transfers bounds that wait. A request whose room failed before it
 is computed is not computed (``leave_uncomputed``). ``DeltaSender`` is prefill's end of a room, on
 any backend.
 
-Contract: everything here runs on the scheduler's thread and never waits. ``ended`` is a collective:
-all ranks of its groups call it in the same step, with the same requests in the same order.
+Contract: the scheduler's thread only, and nothing waits. ``ended`` is a collective.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any  # Any: a result of SGLang's; ids as it has them
 
 import numpy as np
@@ -29,9 +28,9 @@ from sglang.srt.disaggregation.delta.pages import (
     has_other_state,
     moved_state,
     page_indices,
+    plan_delta,
     share_of_chunk,
 )
-from sglang.srt.disaggregation.delta.peer_messages import plan_delta
 from sglang.srt.disaggregation.delta.prefill.rooms import Announcement, Room
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import Chunk
 from sglang.srt.disaggregation.delta.prefill.yielded import (
@@ -40,21 +39,19 @@ from sglang.srt.disaggregation.delta.prefill.yielded import (
     end_yielded,
     leave_unannounced,
 )
-from sglang.srt.disaggregation.delta.rank_agreement import minimum, part_of
+from sglang.srt.disaggregation.delta.rank_agreement import ended, part_of
 from sglang.srt.disaggregation.delta.unserved import ExactId, named_by
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from sglang.srt.disaggregation.common.conn import CommonKVSender
+    from sglang.srt.disaggregation.delta import wire
     from sglang.srt.disaggregation.delta.manager import DeltaManager
     from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
     from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
 else:
-    CommonKVSender = SchedulerDisaggregationPrefillMixin = object
-    Scheduler = object
+    CommonKVSender = SchedulerDisaggregationPrefillMixin = Scheduler = object
 
 
 #: Number of waiting requests whose rooms are checked before each batch: the first ones, and as many
@@ -67,25 +64,6 @@ def prefill_manager(scheduler: Any) -> DeltaManager | None:
     queue = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
     manager = getattr(queue, "kv_manager", None)
     return manager if getattr(manager, "rooms", None) is not None else None
-
-
-def ended(requests: Sequence[Req], groups: Sequence[ProcessGroup]) -> list[str]:
-    """Return the ids of the requests that have ended on all ranks of ``groups``, equal on each rank
-    (one collective a group). Fail the open part of a request that failed on another rank."""
-    polls = [int(request.disagg_kv_sender.poll()) for request in requests]
-    over = [poll in (KVPoll.Success, KVPoll.Failed) for poll in polls]
-    votes = [*polls, *map(int, over)]
-    for group in groups if votes else ():
-        votes = minimum(votes, group)
-    count, found = len(polls), []
-    for request, is_over, worst, all_over in zip(
-        requests, over, votes[:count], votes[count:], strict=True
-    ):
-        if all_over:
-            found.append(request.rid)
-        elif worst == KVPoll.Failed and not is_over:
-            request.disagg_kv_sender.fail_with_others()
-    return found
 
 
 def ended_uncomputed(scheduler: Any) -> list[str]:
@@ -317,16 +295,10 @@ class DeltaSender(CommonKVSender):
             for info in list(self._room.announcements.values()):
                 if info.delta_error:
                     raise DeltaMismatch(f"room {room}: {info.delta_error}")
-                if not info.gets_nothing:
-                    frame = info.delta
-                    theirs = frame.prompt_tokens if frame else 0
-                    if theirs and theirs != (self.prompt_tokens or theirs):
-                        raise DeltaMismatch(
-                            f"room {room}: the prompt has {theirs} tokens on decode, and "
-                            f"{self.prompt_tokens} on prefill"
-                        )
-                    prefix = frame.decode_prefix_len if frame else info.later_prefix_len or 0
-                    listed.append((prefix, self.listed_pages(info)))
+                if info.gets_nothing:
+                    continue
+                prefix = self.read_frame(info.delta) if info.delta else info.later_prefix_len or 0
+                listed.append((prefix, self.listed_pages(info)))
             plan = plan_delta(room, listed, num_kv_indices, self.kv_mgr.kv_args.page_size)
         except DeltaMismatch as error:
             super().init(num_kv_indices, aux_index)
@@ -334,6 +306,21 @@ class DeltaSender(CommonKVSender):
             return
         self.decode_prefix_len, num_pages = plan
         super().init(num_pages, aux_index)
+
+    def read_frame(self, frame: wire.DeltaFrame) -> int:
+        """Return the prefix that decode holds, from the frame of one of its ranks. The numbers of
+        the request are read here alone.
+
+        Raises:
+            DeltaMismatch: the frame does not fit the request here. Fails the room.
+        """
+        theirs, ours = frame.prompt_tokens, self.prompt_tokens
+        if theirs and ours and theirs != ours:
+            raise DeltaMismatch(
+                f"room {self.bootstrap_room}: the prompt has {theirs} tokens on decode, and {ours} "
+                "on prefill"
+            )
+        return frame.decode_prefix_len
 
     @override
     def send(

@@ -183,8 +183,8 @@ _MAX_DELAY_RATIO = 1 / 16
 def next_poll(now: float, age: float, is_overdue: bool = False) -> float:
     """Return when to poll a transfer again that has been under way for ``age`` seconds.
 
-    All such times lie on one grid, the coarser pauses on a part of its lines. So a worker with many
-    transfers wakes up for all of them at once, and never more often than every ``SHORTEST_S``.
+    The time is a multiple of the pause, and every pause is ``SHORTEST_S`` times a power of two, so
+    that transfers are due together and a worker wakes up at most once every ``SHORTEST_S``.
     """
     if is_overdue:
         pause = _OVERDUE

@@ -12,11 +12,11 @@ from typing_extensions import override
 
 from sglang.srt.disaggregation.delta.prefill.scheduler import (
     DeltaSender,
-    ended,
     ended_uncomputed,
     leave_uncomputed,
     prefill_manager,
 )
+from sglang.srt.disaggregation.delta.rank_agreement import ended
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -34,9 +34,9 @@ class PrefillStages(SchedulerPPMixin):
 
     @override
     def process_bootstrapped_queue(self, bootstrapped_rids: list[list[str]] | None) -> Any:
-        # Keep the decision of the first stage, because SGLang polls again on each stage, a turn of
-        # the loop after the one before it. A room may fail in between, on one stage or on all: a
-        # stage would run batches without a request that the others run.
+        # Keep the decision of the first stage, because SGLang polls the rooms again on each stage,
+        # one turn of the loop later. After a failure in between, the later stages would run batches
+        # without a request that the earlier ones run.
         if bootstrapped_rids is not None and prefill_manager(self) is not None:
             good, bad = map(set, bootstrapped_rids)
             if self.pp_group.is_first_rank:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.observability import STATS, TransferReport
+from sglang.srt.disaggregation.delta.observability import STATS, TransferGauges
 from sglang.srt.disaggregation.delta.prefill.rooms import UNCLAIMED, Room, RoomTable
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import (
     Backend,
@@ -132,7 +132,7 @@ class TransferPool:
         backend: Backend,
         rooms: RoomTable,
         settings: TransferSettings,
-        report: TransferReport,
+        gauges: TransferGauges,
         *,
         prepare_thread: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
@@ -146,7 +146,7 @@ class TransferPool:
         self._stopped = False
         self._threads = [
             _Thread(
-                Worker(backend, rooms, settings, report, index, clock),
+                Worker(backend, rooms, settings, gauges, index, clock),
                 f"kv-transfer-{index}",
                 prepare_thread,
                 clock,

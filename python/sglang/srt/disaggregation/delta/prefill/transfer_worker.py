@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any  # Any: handles are the backend's own
 
 from sglang.srt.disaggregation.delta.metrics import Reason
-from sglang.srt.disaggregation.delta.observability import STATS, TransferReport
+from sglang.srt.disaggregation.delta.observability import STATS, TransferGauges
 from sglang.srt.disaggregation.delta.prefill.rooms import Room, RoomTable
 from sglang.srt.disaggregation.delta.prefill.send_queue import (
     RoomTransfers,
@@ -50,7 +50,7 @@ class Worker:
         backend: Backend,
         rooms: RoomTable,
         settings: TransferSettings,
-        report: TransferReport,
+        gauges: TransferGauges,
         index: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -58,7 +58,7 @@ class Worker:
         of ``step`` and the times of chunks are of the same clock, in seconds."""
         self._backend = backend
         self._table = rooms
-        self._report = report
+        self._gauges = gauges
         self._index = index
         self._clock = clock
         self._rooms: dict[int, RoomTransfers] = {}
@@ -156,7 +156,7 @@ class Worker:
         if chosen is not None:
             self._contain(self._post, chosen, now)
         waiting, in_flight = self._queue.waiting, self._queue.in_window
-        self._report.level(self._index, waiting, in_flight, len(self._posted) - in_flight)
+        self._gauges.level(self._index, waiting, in_flight, len(self._posted) - in_flight)
         if chosen is not None:
             return 0.0  # commands first: the next post may be one that was just cancelled
         times = [transfer.poll_at for transfer in self._posted]
@@ -250,6 +250,8 @@ class Worker:
         self._deliver(room)
 
     def _expire(self, transfer: Transfer, now: float) -> None:
+        """Fail the room of a transfer that missed its deadline. A posted one is overdue from now
+        on, because a write cannot be recalled."""
         chunk, room = transfer.chunk, transfer.room
         late = ", ".join(
             f"{it.peer} ({'posted' if it.is_posted else 'queued'})"
@@ -263,7 +265,7 @@ class Worker:
             f"(SGLANG_DISAGGREGATION_TRANSFER_TIMEOUT)",
         )
         if not transfer.open:
-            return  # it was queued and is dropped now, or was broken off and has a time of its own
+            return  # it was queued and is dropped now, or it is broken and ends at ``settles_at``
         transfer.poll_at = next_poll(now, now - transfer.posted_at, is_overdue=True)
         self._mark_overdue(transfer)
         logger.error(
@@ -276,7 +278,7 @@ class Worker:
         )
 
     def _mark_overdue(self, transfer: Transfer) -> None:
-        """Have its room, which has failed, wait for it no longer."""
+        """Count a transfer of a failed room as overdue: the room does not wait for it any more."""
         if not transfer.is_overdue:
             self._queue.mark_overdue(transfer)
             transfer.is_overdue = True
