@@ -222,6 +222,21 @@ def test_a_long_turn_is_left_to_prefill(decode: Decode, steps: Steps) -> None:
 
 
 @short
+def test_a_burst_beyond_the_places(decode: Decode, steps: Steps) -> None:
+    """Guards against turns that wait here for a place in the running batch while prefill could
+    compute them."""
+    places = decode.scheduler.lead_turns.places
+    prompts = [talk(30, seed) for seed in range(places + 2)]
+    decode.learn(prompts, 4)
+    decode.scheduler.lead_turns.telemetry = stats = Telemetry()
+    for prompt in prompts:
+        decode.ask(prompt, 4)
+    decode.finish()
+    # A few of the first do not fit into SGLang's budget, and go to prefill by ``no_memory``.
+    assert stats.by("decode_turns")["remote", "no_place"] == 2
+
+
+@short
 def test_beside_a_stock_prefill_server_everything_is_remote(decode: Decode, steps: Steps) -> None:
     """Guards against local turns with stock prefill, which would answer with an error."""
     decode.scheduler.lead_turns.peers = Peers(known=False)

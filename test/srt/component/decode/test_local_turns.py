@@ -106,6 +106,19 @@ def test_what_goes_to_prefill(changes: dict[str, Any], where: str) -> None:
     assert (req in decoder.local) == is_local == decoder.rooms[0].yielded
 
 
+def test_a_burst_beyond_the_places() -> None:
+    """Guards against turns that wait here for a place in the running batch while prefill could
+    compute them."""
+    decoder = Decoder(16, 4096, rows=4, local=200, chunk=CHUNK)
+    for seed in range(6):
+        decoder.submit(ids(seed, 40), new=2)
+    decoder.tick_queues()
+    made = {("local", "short"): 4, ("remote", "no_place"): 2}
+    assert decoder.local_turns.telemetry.by("decode_turns") == made
+    decoder.abort("")
+    finish(decoder)
+
+
 def test_decode_steps_between_two_chunks() -> None:
     """Guards against running answers that stall while a long turn is computed."""
     limits = Limits(200, CHUNK, share=0.25)

@@ -93,7 +93,8 @@ class QueuedTurns(Chunks):
         agreed = self._agree([vote for *_, vote in questions])
         decided = [made for each in entries if (made := decision_of(each.req)) and made.local]
         queued = self.pending_tokens + sum(each.tokens for each in decided)
-        is_full = self.places <= len(self._scheduler.waiting_queue)
+        # Earlier turns, and requests from prefill, take their places first.
+        ahead = len(decided) + len(self._scheduler.waiting_queue)
         for entry, (reason, tokens, _), vote in zip(new, questions, agreed, strict=True):
             reason = reason or ("peer" if vote == _NEVER else None)
             if (lost := lost_reason(entry)) is not None:
@@ -103,9 +104,9 @@ class QueuedTurns(Chunks):
             elif reason is not None:
                 decision = Decision(False, reason, tokens)
             else:
-                decision = choose(tokens, self.load(queued, is_full), self.limits)
+                decision = choose(tokens, self.load(queued, self.places <= ahead), self.limits)
             if decision.local:
-                queued += tokens
+                queued, ahead = queued + tokens, ahead + 1
             entry.req.lead_turn = decision
 
     def _agree(self, votes: list[int]) -> Sequence[int]:

@@ -157,8 +157,8 @@ class LocalTurnsScheduler(Scheduler):
         drafts = not self.spec_algorithm.is_none()
         for turn in turns:
             # A draft slot depends on its token and the next one. At the end of a chunk SGLang uses
-            # the target's sampled token instead of the prompt's next one, so with a draft model the
-            # next chunk computes the last token of a chunk again. Draft KV of the tree is right.
+            # the target's sampled token instead of the prompt's next one. So with a draft model the
+            # next chunk computes the last token of a chunk again, and the tree shares right KV.
             req, start = turn.req, turn.done - (drafts and turn.has_begun)
             slots = rows.req_to_token[req.req_pool_idx, : len(req.fill_ids)].to(torch.int64)
             req.prefix_indices = slots[:start]
