@@ -2,8 +2,8 @@
 
 SGLang 0.5.23 calls ``activate`` in each of its processes, through the entry point ``disagg_lead``
 of the group ``sglang.srt.plugins``. A part is a module of this package with ``install(wrap)``,
-which imports the classes and names the methods that it wraps. With all parts off, nothing of SGLang
-is imported or replaced.
+which imports the classes and names the methods that it wraps. The part ``identity`` is always on,
+and is all that is on without variables.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ PARTS: tuple[LeadPart, ...] = (
     LeadPart("without_prefill", lambda: environment.FALLBACK_PREFILL_TOKENS.read() > 0),
     LeadPart("thread", lambda: environment.NIXL_PROGRESS_DELAY.read(0) > 0, is_plain=False),
     LeadPart("admission", lambda: environment.DECODE_ADMISSION.read() == "remaining"),
+    LeadPart("identity", lambda: metadata.version("sglang") == CURRENT_VERSION, is_plain=False),
 )
 
 #: Names of the parts attached in this process.
@@ -52,7 +53,7 @@ attached: list[str] = []
 
 
 def parts_on() -> list[LeadPart]:
-    """Return the parts that the environment switches on.
+    """Return the parts that are on with this environment.
 
     Raises:
         ValueError: a variable has a value that is not allowed.
