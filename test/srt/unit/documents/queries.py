@@ -44,6 +44,11 @@ def selectors(expression: str) -> set[str]:
     return set(_SELECTOR.findall(expression))
 
 
+def metrics(expression: str) -> set[str]:
+    """Return the names of the metrics of an expression."""
+    return set(re.findall(r"sglang:\w+", expression))
+
+
 def example_scrape() -> dict[str, Any]:
     """Return the scrape configuration of the example."""
     (config,) = yaml.safe_load(PROMETHEUS.read_text())["scrape_configs"]

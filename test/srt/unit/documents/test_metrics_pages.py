@@ -44,7 +44,7 @@ def series(metrics: dict[str, str]) -> set[str]:
 
 
 def used(expressions: Iterable[str]) -> set[str]:
-    return {name for expression in expressions for name in re.findall(r"sglang:\w+", expression)}
+    return {name for expression in expressions for name in queries.metrics(expression)}
 
 
 def test_the_page_lists_the_metrics(ours) -> None:
