@@ -79,6 +79,7 @@ def test_without_metrics(decode: Decode) -> None:
     assert answer.internal_state[KEY]["groups"] == "lead"
 
 
+@pytest.mark.server()
 def test_a_process_without_a_scheduler_imports_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a detokenizer that is larger and slower to start."""
     monkeypatch.delitem(sys.modules, identity.SCHEDULER, raising=False)
