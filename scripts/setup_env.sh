@@ -74,16 +74,16 @@ install_python_packages() {
     "${uv[@]}" pip install --python "$venv/bin/python" --constraint "$constraints" --editable ".[$extras]"
 }
 
-# Tests run the alert rules on series with promtool, and are skipped without it. Only this program of Debian's package
-# is unpacked, because an installed package would start a server.
-fetch_promtool() {
-    if [[ ,$extras, != *,bench,* || -x $venv/bin/promtool ]] || runs promtool --version; then return; fi
+# Tests run the alert rules with promtool and scrape a pair with prometheus, and are skipped without them. Only these
+# programs of Debian's package are unpacked, because an installed package would start a server.
+fetch_prometheus() {
+    if [[ ,$extras, != *,bench,* || -x $venv/bin/prometheus ]] || runs prometheus --version; then return; fi
     local folder
     folder=$(mktemp -d)
     if command -v apt-get >/dev/null && (cd "$folder" && download prometheus && dpkg-deb -x prometheus_*.deb .) >&2; then
-        mv "$folder/usr/bin/promtool" "$venv/bin/"
+        mv "$folder/usr/bin/prometheus" "$folder/usr/bin/promtool" "$venv/bin/"
     else
-        say "promtool is missing; tests of the alert rules need it. It is in Debian's package prometheus"
+        say "prometheus and promtool are missing; tests of metrics and alerts need them. Debian's package prometheus has both"
     fi
     rm -rf "$folder"
 }
@@ -97,4 +97,4 @@ mapfile -t packages < <(missing_packages)
 install_packages "${packages[@]}"
 make_venv
 install_python_packages
-fetch_promtool
+fetch_prometheus

@@ -33,19 +33,27 @@ def test_sglang_finds_the_plugin(decode: Decode) -> None:
 
 @pytest.mark.server()
 def test_with_nothing_set_no_method_differs(decode: Decode) -> None:
-    """Guards against a part, besides the flags, that is on because the package is installed. SGLang
-    has loaded its plugins in this server."""
-    assert attach.attached == [attach.FLAGS]
+    """Guards against a part that is on because the package is installed, other than the flags and the
+    report of the package. SGLang has loaded its plugins in this server."""
+    assert attach.attached == ["flags", "identity"]
     wrapped: list[tuple[type, str]] = []
 
     def note(owner: type, name: str, signature: str) -> Callable[[object], object]:
         wrapped.append((owner, name))
-        return lambda ours: ours
+        return lambda wrapper: wrapper
 
-    for part in attach.PARTS[1:]:
-        importlib.import_module(f"{attach.__package__}.{part.name}").install(note)
-    for owner, name in wrapped:
+    flags, *others, reporter = (
+        importlib.import_module(f"{attach.__package__}.{part.name}") for part in attach.PARTS
+    )
+    reporter.install(note)
+    flags.install(note)
+    ours, wrapped = wrapped, []
+    for part in others:
+        part.install(note)
+    for owner, name in (*ours, *wrapped):
         method = getattr(owner, name)
+        if (owner, name) in ours:
+            method = method.__wrapped__
         assert not Path(method.__code__.co_filename).is_relative_to(HERE), f"{owner}.{name}"
 
 

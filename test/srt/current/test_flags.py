@@ -46,10 +46,10 @@ def parse(*arguments: str) -> ServerArgs:
 def test_a_flag_attaches_its_parts() -> None:
     """Guards against a flag without effect in the launcher, which has prefill's bootstrap server,
     or in the processes that inherit its variables."""
-    assert attach.attached == ["flags"] and given() == {}
+    assert attach.attached == ["flags", "identity"] and given() == {}
     args = parse(TOKENS, "128", RATIO, "0.25")
     assert given() == {TOKENS: "128", RATIO: "0.25"}
-    assert attach.attached == ["flags", "settings", "prefill_exit", "local_scheduler"]
+    assert attach.attached[1:4] == ["settings", "prefill_exit", "local_scheduler"]
     assert args.disaggregation_mode == "prefill"
     parse()
     assert given() == {TOKENS: "128", RATIO: "0.25"}, "variables stay"
@@ -106,7 +106,7 @@ def test_parts_are_attached_in_their_order(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_ADMISSION", "remaining")
     attach.activate()
     parse(TOKENS, "128")
-    assert attach.attached[-2:] == ["local_scheduler", "admission"]
+    assert attach.attached[-3:] == ["local_scheduler", "admission", "identity"]
     monkeypatch.delenv("SGLANG_DISAGGREGATION_DECODE_ADMISSION")
     monkeypatch.delenv(VARIABLE_OF[TOKENS].name)
     attach.activate()

@@ -22,6 +22,7 @@ from benchmark.harness.metrics import CACHED_TOKENS, HIT_TOKENS
 from chaos import store
 from chaos.logs import log_problems
 from component.buffer_only.masters import Master
+from e2e.prometheus import scraping
 from e2e.support import (
     DOZE,
     Ids,
@@ -35,6 +36,7 @@ from e2e.support import (
 )
 from e2e.test_local_turns import local_config, turns
 from models.random_qwen3 import build
+from unit.documents import alert_rules, queries
 
 NEW_TOKENS = 16
 GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
@@ -224,6 +226,34 @@ def test_the_store_has_what_was_computed(system: System) -> None:
     """Guards against tokens that are recomputed although a server of the system has computed them:
     both trees are empty, and the next turn must find its history in the store."""
     check_answer_is_found(system)
+
+
+#: Metrics that may have no samples in this system -> why.
+IDLE = {
+    "sglang:num_retracted_requests_total": "SGLang's own; exported from the first retraction on",
+}
+
+
+@pytest.mark.parametrize("system", [EVERY_RUN], indirect=True, ids=str)
+def test_prometheus_has_data_for_every_query(system: System, tmp_path: Path) -> None:
+    """Guards against a dashboard, alerts or a runbook that are empty although servers export the
+    metrics: a real Prometheus scrapes a pair by the example's configuration. An alert is empty on
+    healthy servers, so each of its metrics is queried."""
+    tokens = system.tokens
+    with scraping(system.urls, tmp_path / "prometheus") as prometheus:
+        prometheus.wait_for_scrapes(2)
+        talks = [tokens(250 + 37 * i) for i in range(4)]
+        talks = take_turns(system.pair, system.reference, talks, 2, NEW_TOKENS, lambda: tokens(30))
+        system.empty()
+        take_turns(system.pair, system.reference, talks, 1, NEW_TOKENS, lambda: tokens(30))
+        system.settle()
+        prometheus.wait_for_scrapes(3)
+        expressions = [*queries.dashboard_queries(), *alert_rules.runbook_queries()]
+        for alert in alert_rules.expressions():
+            expressions += queries.selectors(alert)
+        empty = [each for each in expressions if not prometheus.values(each)]
+        assert [each for each in empty if not queries.metrics(each) <= set(IDLE)] == []
+        assert "ServerWithoutPackage" not in prometheus.active_alerts()
 
 
 def test_a_master_that_dies_and_comes_back(system: System) -> None:

@@ -119,7 +119,7 @@ def report_current(*, check: bool) -> tuple[str, int]:
         "",
         f"group {LEAD}: {', '.join(part.name for part in on) or 'off'}",
         *(f"  {'on' if part in on else 'off':4} {part.name}" for part in attach.PARTS),
-        *(f"  by {setting}" for setting in environment.given(LEAD)),
+        *(f"  by {setting}" for setting in environment.given(LEAD, *environment.ALSO_LEAD)),
         *(f"  does not fit: {misfit}" for misfit in wraps.misfits),
     )
     status = 1 if not is_active else 2 if problem or wrong or wraps.misfits else 0

@@ -302,6 +302,10 @@ VARIABLES: tuple[Variable[Any], ...] = tuple(
 )
 
 
+#: Variables of other groups that also have an effect on SGLang 0.5.23.
+ALSO_LEAD = (LOCAL_CHUNK, LOCAL_ALWAYS, HANDSHAKE_TIMEOUT, NIXL_PROGRESS_DELAY)
+
+
 def is_active() -> bool:
     """Return False if the package is turned off. An invalid value counts as on, so that the server
     refuses it (``wrong``)."""
@@ -320,9 +324,9 @@ def wrong() -> str:
     return "; ".join(errors)
 
 
-def given(group: str) -> list[str]:
-    """Return the variables of a group that are set, each as ``NAME=text``."""
-    names = [variable.name for variable in VARIABLES if variable.group == group]
+def given(group: str, *also: Variable[Any]) -> list[str]:
+    """Return the variables of a group, and ``also``, that are set, each as ``NAME=text``."""
+    names = [each.name for each in VARIABLES if each.group == group or each in also]
     return [f"{name}={os.environ[name]}" for name in names if name in os.environ]
 
 

@@ -1,4 +1,4 @@
-"""Declaration of a metric, and the metric that every server has."""
+"""Declaration of a metric, and the metric that every server of both releases has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class Metric:
     name: str
     #: "counter", "gauge" or "histogram".
     kind: str
-    #: Servers that have it: "decode", "prefill" or "both"; "every": aggregated ones too.
+    #: Servers that have it: "decode", "prefill" or "both"; "local": decode servers with local
+    #: turns, on both releases; "every": aggregated ones too.
     side: str
     help: str
     #: Labels in addition to those of all of SGLang's metrics.
@@ -66,10 +67,12 @@ def declare(
     )
 
 
-#: What a server is (:mod:`sglang.srt.patchset.start_check`).
+#: What a server is (:mod:`sglang.srt.patchset.start_check`, ``disaggregation.lead.identity``).
 (INFO,) = declare(
     "gauge",
     "every",
     {"disagg_patchset_info": "1; what this server is, in the labels"},
     labels=("version", "groups", "protocol", "flags"),
 )
+#: Key of the same in each of the ``internal_states`` of ``/server_info``.
+KEY = "disagg_patchset"

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from sglang.srt.patchset import PROTOCOL_VERSION, __version__, flags, status
 from sglang.srt.patchset.args import DisaggArgs
-from sglang.srt.patchset.metric import INFO
+from sglang.srt.patchset.metric import INFO, KEY
 from sglang.srt.patchset.status import GroupStatus, PatchsetState
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ else:
 logger = logging.getLogger(__name__)
 
 SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
-#: Key in each of the ``internal_states`` of ``/server_info``.
-KEY = "disagg_patchset"
 
 
 def identity(args: Any, now: PatchsetState) -> dict[str, str]:

@@ -26,7 +26,8 @@ from component.decode.steps import (
     turn,
 )
 from sglang.srt.disaggregation.decode import HybridMambaDecodeReqToTokenPool
-from sglang.srt.disaggregation.delta.decode.request import REFUSALS, record_of
+from sglang.srt.disaggregation.delta.decode.request import record_of
+from sglang.srt.disaggregation.delta.metrics import REFUSALS
 
 PAGES = pytest.mark.parametrize("page", [1, 16])
 

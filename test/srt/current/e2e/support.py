@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import requests
+
 from benchmark.harness import metrics
 from benchmark.harness.fleet import Aggregated, Pair, PairConfig
 from benchmark.harness.models import token_range
 from benchmark.harness.servers import Sizes
 from current.environment import MODEL, environment
+from sglang.srt.patchset.metric import INFO, KEY
 
 PAGE = 16
 #: Generated tokens of an answer.
@@ -83,8 +86,8 @@ def play(
     arguments: tuple[str, ...] = (),
     decode_env: Mapping[str, str] | None = None,
 ) -> str:
-    """Play the talks on a pair that must give the same answers and end balanced. Return decode's
-    metrics.
+    """Play the talks on a pair that must give the same answers and end balanced. Both servers must
+    report the package, unless they are stock. Return decode's metrics.
 
     Args:
         settings: variables of the lead; without any, both servers are stock.
@@ -111,7 +114,20 @@ def play(
             prompts, answers = talks.prompts[turn], talks.answers[turn]
             assert pair.generate(prompts, NEW) == answers, f"turn {turn}"
         pair.check()
+        for url in (pair.prefill_url, pair.decode_url):
+            assert reported_groups(url) == (["lead", "lead"] if settings else []), url
         return metrics.page(pair.decode_url)
+
+
+def reported_groups(url: str) -> list[str]:
+    """Return the groups of the package that a server reports on ``/metrics`` and in
+    ``/server_info``."""
+    page = metrics.by_labels(metrics.page(url), INFO.exported_name, "groups")
+    states = requests.get(f"{url}/server_info", timeout=30).json()["internal_states"]
+    return [
+        *(groups for (groups,) in page),
+        *(each[KEY]["groups"] for each in states if KEY in each),
+    ]
 
 
 def turns(page: str) -> dict[tuple[str, ...], float]:

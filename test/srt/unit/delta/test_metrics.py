@@ -13,7 +13,7 @@ import prometheus_client
 import pytest
 
 from sglang.srt.disaggregation.delta import observability
-from sglang.srt.disaggregation.delta.metrics import METRICS, Reason
+from sglang.srt.disaggregation.delta.metrics import METRICS, REFUSALS, Reason
 from sglang.srt.disaggregation.delta.observability import (
     COUNT,
     STATS,
@@ -46,7 +46,7 @@ def test_counters(rank: str) -> None:
     stats, shown = Telemetry(), of_model("test_counters", tp_rank=rank)
     stats.count("decode_prefix_hit_tokens", 100)
     stats.count("kv_transfer_failed", reason="timeout")
-    stats.bind({"model_name": "test_counters", "tp_rank": rank}, "decode")
+    stats.bind({"model_name": "test_counters", "tp_rank": rank}, "decode", "both")
     counts = {reason.value: 0 for reason in Reason}
     for failed in (None, "timeout", "peer_lost"):
         if failed is not None:
@@ -60,6 +60,31 @@ def test_counters(rank: str) -> None:
     assert shown("decode_prefix_hit_tokens_total") == 3
     assert shown("kv_transfer_sent_bytes_total") is None
     assert stats.totals["decode_prefix_hit_tokens",] == 103
+
+
+def test_counters_and_histograms_start_at_zero() -> None:
+    """Guards against a first event that ``rate`` and ``increase`` do not see, and against zeros of
+    a feature that is off."""
+    stats, shown = Telemetry(), of_model("test_zeros", tp_rank="0")
+    stats.start("local")  # no effect without a scraper
+    stats.bind({"model_name": "test_zeros", "tp_rank": "0"}, "decode", "both")
+    assert {shown("decode_admission_refused_total", reason=each) for each in REFUSALS} == {0}
+    assert shown("kv_transfer_failed_total", reason="timeout") == 0
+    assert shown("decode_local_tokens_total") is None
+    stats.start("local")
+    assert shown("decode_itl_breaches_total") == 0
+    assert shown("decode_itl_seconds_count", chunk="true") == 0
+    for where, reason in (("local", "always"), ("local", "no_prefill"), ("remote", "long")):
+        assert shown("decode_turns_total", where=where, reason=reason) == 0
+    assert shown("decode_turns_total", where="remote", reason="always") is None
+    assert shown("kv_transfer_stuck_workers_total") is None
+
+
+def test_every_counter_has_known_label_values() -> None:
+    """Guards against a counter that appears only with its first event."""
+    for metric in METRICS.values():
+        if metric.labels and metric.kind != "gauge":
+            assert metric.values and {len(value) for value in metric.values} == {len(metric.labels)}
 
 
 def test_gauges() -> None:
@@ -98,7 +123,7 @@ def test_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against levels that a scrape misses because they have passed by then."""
     report, stats, shown = TransferGauges(), Telemetry(), of_model("test_levels", tp_rank="0")
     monkeypatch.setattr(observability, "STATS", stats)
-    stats.bind({"model_name": "test_levels", "tp_rank": "0"}, "prefill")
+    stats.bind({"model_name": "test_levels", "tp_rank": "0"}, "prefill", "both")
     for worker, *levels in ((0, 5, 4, 3), (0, 1, 1, 0), (1, 1, 0, 0)):
         report.level(worker, *levels)
     for levels_shown in (

@@ -52,7 +52,8 @@ def series() -> set[tuple[str, str, frozenset[str]]]:
     return all_series
 
 
-def promtool() -> str | None:
-    """Return promtool, which ``make env`` puts beside the interpreter, or None if it is missing."""
-    beside = Path(sys.executable).with_name("promtool")
-    return str(beside) if beside.exists() else shutil.which("promtool")
+def program(name: str) -> str | None:
+    """Return ``prometheus`` or ``promtool``, which ``make env`` puts beside the interpreter, or
+    None if it is missing."""
+    beside = Path(sys.executable).with_name(name)
+    return str(beside) if beside.exists() else shutil.which(name)

@@ -5,28 +5,37 @@ from __future__ import annotations
 
 import re
 import subprocess
+from pathlib import Path
 
 import promql_parser
 import pytest
 
 from sglang.srt.mem_cache.buffer_only import metrics as buffer_only
-from unit.documents import alert_rules, pages
-from unit.documents.test_metrics_pages import DECLARED, dashboard, sglang_metrics
+from unit.documents import alert_rules, pages, queries
+from unit.documents.test_metrics_pages import DECLARED, sglang_metrics
 
 #: Labels of SGLang's scheduler and storage metrics; the former without optional labels.
 SCHEDULER = {"model_name", "engine_type", "tp_rank", "pp_rank", "moe_ep_rank"}
 STORAGE = {"storage_backend", "tp_rank", "dp_rank", "pp_rank", "pp_size"}
 
 
-@pytest.mark.parametrize("command", [("check", alert_rules.RULES), ("test", alert_rules.TESTS)])
-def test_promtool(command: tuple[str, object]) -> None:
-    """Guards against rules that Prometheus refuses, and against an alert that stays silent, fires
-    for a healthy server or too early, or lacks the labels that its text names."""
-    promtool = alert_rules.promtool()
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        (("check", "rules"), alert_rules.RULES),
+        (("test", "rules"), alert_rules.TESTS),
+        (("check", "config"), queries.PROMETHEUS),
+    ],
+    ids=["check rules", "test rules", "check config"],
+)
+def test_promtool(command: tuple[str, ...], file: Path) -> None:
+    """Guards against rules or a configuration that Prometheus refuses, and against an alert that
+    stays silent, fires for a healthy server or too early, or lacks the labels that its text
+    names."""
+    promtool = alert_rules.program("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed (Debian: package prometheus)")
-    verb, file = command
-    done = subprocess.run([promtool, verb, "rules", str(file)], capture_output=True, text=True)
+    done = subprocess.run([promtool, *command, str(file)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -51,14 +60,7 @@ def test_the_series_have_the_labels_of_servers() -> None:
 
 def test_expressions_parse() -> None:
     """Guards against a panel or a query that Prometheus refuses, also if promtool is missing."""
-    panels = [
-        expression
-        for expression in dashboard()
-        if not re.search("label_values|^prometheus", expression)
-    ]
-    panels = [
-        expression.replace("$__rate_interval", "5m").replace("$", "") for expression in panels
-    ]
+    panels = queries.dashboard_queries()
     for expression in [*panels, *alert_rules.expressions(), *alert_rules.runbook_queries()]:
         promql_parser.parse(expression)
     with pytest.raises(ValueError):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 
 import pytest
 
-from sglang.srt.disaggregation.delta.metrics import METRICS
+from sglang.srt.disaggregation.delta.metrics import METRICS, REFUSALS
 from sglang.srt.disaggregation.policy.choice import REASONS
 from sglang.srt.mem_cache.buffer_only import metrics as buffer_only
-from unit.documents import alert_rules, pages
+from unit.documents import alert_rules, pages, queries
 from unit.documents.pages import ROOT, SITE_PACKAGES
 
 OPERATIONS = ROOT / "docs" / "operations"
@@ -45,16 +44,7 @@ def series(metrics: dict[str, str]) -> set[str]:
 
 
 def used(expressions: Iterable[str]) -> set[str]:
-    return {name for expression in expressions for name in re.findall(r"sglang:\w+", expression)}
-
-
-def dashboard() -> list[str]:
-    """Return the expressions of the dashboard's panels and variables."""
-    content = json.loads((OPERATIONS / "grafana_dashboard.json").read_text())
-    variables = [str(variable["query"]) for variable in content["templating"]["list"]]
-    return variables + [
-        target["expr"] for panel in content["panels"] for target in panel.get("targets", ())
-    ]
+    return {name for expression in expressions for name in queries.metrics(expression)}
 
 
 def test_the_page_lists_the_metrics(ours) -> None:
@@ -76,32 +66,30 @@ def test_pages_name_metrics_as_they_are_scraped(ours, page) -> None:
 
 
 @pytest.mark.parametrize(
-    ("queries", "min_queries"),
+    ("expressions", "min_expressions"),
     [
-        pytest.param(dashboard, 20, id="dashboard"),
+        pytest.param(queries.dashboard, 20, id="dashboard"),
         pytest.param(alert_rules.expressions, 8, id="alerts"),
         pytest.param(alert_rules.runbook_queries, 8, id="runbook"),
     ],
 )
-def test_queries_use_metrics_that_exist(ours, queries, min_queries) -> None:
+def test_queries_use_metrics_that_exist(ours, expressions, min_expressions) -> None:
     """Guards against an empty panel, an alert that never fires, and a runbook query without
     result."""
     known = series({name: kind for name, (kind, _) in ours.items()}) | series(sglang_metrics())
-    assert len(queries()) >= min_queries
-    assert used(queries()) - known == set()
+    assert len(expressions()) >= min_expressions
+    assert used(expressions()) - known == set()
 
 
 def test_the_dashboard_shows_every_metric_of_the_patch_set(ours) -> None:
     """Guards against a metric that is scraped but not shown."""
-    shown = used(dashboard())
+    shown = used(queries.dashboard())
     shown |= {re.sub("_(bucket|sum|count)$", "", name) for name in shown}
     assert set(ours) - shown == set()
 
 
 def test_the_reasons_of_refused_memory_are_explained() -> None:
     """Guards against an unexplained label of ``decode_admission_refused``."""
-    from sglang.srt.disaggregation.delta.decode.request import REFUSALS  # which imports torch
-
     page = (ROOT / "docs/operations/metrics.md").read_text()
     (row,) = [line for line in page.splitlines() if ":decode_admission_refused_total`" in line]
     assert [reason for reason in REFUSALS if f"`{reason}`" not in row] == []

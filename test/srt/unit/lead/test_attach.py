@@ -123,6 +123,9 @@ def test_a_wrong_variable_ends_the_start(monkeypatch: Any, value: str) -> None:
 
 
 def test_nothing_is_on_by_default(monkeypatch: Any) -> None:
-    """Guards against an installation that changes a server without the flags."""
+    """Guards against an installation that changes a server without the flags, and against a server
+    that does not report the package."""
     monkeypatch.undo()
-    assert [part.name for part in attach.parts_on()] == [attach.FLAGS]
+    for release, names in ((CURRENT_VERSION, ["flags", "identity"]), ("0.5.24", [])):
+        monkeypatch.setattr(attach.metadata, "version", lambda _, found=release: found)
+        assert [each.name for each in attach.parts_on()] == names

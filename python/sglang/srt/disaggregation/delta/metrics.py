@@ -1,5 +1,5 @@
 """Declarations of all counters, gauges and histograms of disaggregation (``METRICS``), and the
-reasons of failed rooms.
+reasons of failed rooms and refused requests.
 
 A metric is a row of ``_DECLARED`` and is counted by ``observability.STATS``. Docs and dashboards
 are checked against it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 
+from sglang.srt.disaggregation.policy.choice import REASONS
 from sglang.srt.patchset.metric import INFO, Metric, declare
 
 
@@ -34,8 +35,25 @@ class Reason(str, enum.Enum):
     INTERNAL = "internal"
 
 
+#: Why a request is refused memory: the label ``reason`` of ``decode_admission_refused``, and the
+#: text of log lines.
+REFUSALS = {
+    "no_tokens": "not enough free KV tokens",
+    "cannot_finish": "its admission could leave a running request without memory for its output",
+    "no_request_row": "no free request row",
+    "no_state_slot": "no free slot for its recurrent state (--max-mamba-cache-size)",
+    "no_metadata_slot": "no free metadata slot",
+}
+
 # ---- declarations ----
 
+#: Reasons only of turns that decode computes.
+_ONLY_LOCAL = ("short", "no_prefill", "transfer_failed")
+#: Values of the labels ``where`` and ``reason``. ``no_memory``: on SGLang 0.5.23.
+_TURNS = (
+    *(("local", reason) for reason in _ONLY_LOCAL),
+    *(("remote", reason) for reason in (*REASONS, "no_memory") if reason not in _ONLY_LOCAL),
+)
 
 #: Upper bounds in seconds, 10 microseconds to 50 seconds.
 SECONDS = tuple(base * 10.0**power for power in range(-5, 2) for base in (1, 2, 5))
@@ -54,6 +72,12 @@ _DECLARED = (
             "decode_prefix_prompt_tokens": "Prompt tokens of requests admitted by a decode server",
             "decode_prefix_hit_tokens": "Prompt tokens found in the decode radix tree at admission",
             "kv_transfer_requested_bytes": "KV and state bytes that decode requested from prefill",
+        },
+    ),
+    *declare(
+        "counter",
+        "local",
+        {
             "decode_local_tokens": "Prompt tokens that a decode server computed itself",
             "decode_itl_breaches": "Gaps between decode steps, with a chunk of local prefill in "
             "them, that took longer than --disaggregation-decode-local-max-itl-ms",
@@ -83,6 +107,7 @@ _DECLARED = (
             "a request and reason"
         },
         labels=("reason",),
+        values=tuple((reason,) for reason in REFUSALS),
     ),
     *declare(
         "counter",
@@ -107,21 +132,23 @@ _DECLARED = (
     ),
     *declare(
         "counter",
-        "decode",
+        "local",
         {
             "decode_turns": "Requests by the server that computes their new tokens (local: decode),"
             " and why there"
         },
         labels=("where", "reason"),
+        values=_TURNS,
     ),
     *declare(
         "histogram",
-        "decode",
+        "local",
         {
             "decode_itl_seconds": "Gaps between decode steps with tokens for the same request, on "
             "a server with local turns (chunk: whether a chunk of local prefill ran in them)"
         },
         labels=("chunk",),
+        values=(("false",), ("true",)),
         buckets=(0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2),
     ),
     # A *transfer* is one chunk to one peer.

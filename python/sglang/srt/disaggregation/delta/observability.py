@@ -119,14 +119,17 @@ class Telemetry:
         self._children: dict[tuple[str, ...], Any] = {}
         self._lock = threading.Lock()
 
-    def bind(self, labels: Mapping[str, object], side: str = "") -> None:
-        """Export under ``labels`` from now on. Counters of ``side`` ("prefill" or "decode") with
-        known label values start at zero, because a rate needs the zero."""
+    def bind(self, labels: Mapping[str, object], *sides: str) -> None:
+        """Export under ``labels`` from now on, and ``start`` the metrics of ``sides``."""
         self._labels = dict(labels)
-        for metric in METRICS.values():
-            known_values = () if metric.labels and not metric.values else metric.values or ((),)
-            if metric.kind == "counter" and side and metric.side in (side, "both"):
-                for value in known_values:
+        self.start(*sides)
+
+    def start(self, *sides: str) -> None:
+        """Export the counters and histograms of ``sides`` (``Metric.side``) as zero, for all known
+        label values, because a rate needs the zero. Do nothing before ``bind``."""
+        for metric in METRICS.values() if self._labels else ():
+            if metric.side in sides and metric.kind != "gauge":
+                for value in metric.values or ((),):
                     self._child(metric.name, dict(zip(metric.labels, value, strict=True)))
 
     def since(self, before: CounterTotals) -> CounterTotals:

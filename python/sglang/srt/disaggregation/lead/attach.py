@@ -2,8 +2,8 @@
 
 SGLang 0.5.23 calls ``activate`` in each of its processes, through the entry point ``disagg_lead``
 of the group ``sglang.srt.plugins``. A part is a module of this package with ``install(wrap)``,
-which imports the classes and names the methods that it wraps. With all other parts off, ``flags``
-adds arguments to SGLang's parser.
+which imports the classes and names the methods that it wraps. ``flags`` and ``identity`` are always
+on: they add arguments to SGLang's parser, and report the package.
 
 Contract: ``activate`` runs in each process of SGLang before it builds its engine or scheduler, when
 no thread calls the wrapped methods yet, so there is no lock. A second call, after a launcher has
@@ -36,6 +36,10 @@ class LeadPart(NamedTuple):
     is_on: Callable[[], bool]
 
 
+def _is_made_for() -> bool:
+    return metadata.version("sglang") == CURRENT_VERSION
+
+
 def _is_local() -> bool:
     return environment.LOCAL_TOKENS.read() + environment.FALLBACK_PREFILL_TOKENS.read() > 0
 
@@ -44,16 +48,16 @@ def _is_remaining() -> bool:
     return environment.DECODE_ADMISSION.read() == "remaining"
 
 
-FLAGS = "flags"
 #: In wrapping order: the function of a later part is called first.
 PARTS: tuple[LeadPart, ...] = (
-    LeadPart(FLAGS, lambda: True),
+    LeadPart("flags", _is_made_for),
     LeadPart("settings", lambda: _is_local() or _is_remaining()),
     LeadPart("prefill_exit", _is_local),
     LeadPart("local_scheduler", _is_local),
     LeadPart("without_prefill", lambda: environment.FALLBACK_PREFILL_TOKENS.read() > 0),
     LeadPart("thread", lambda: environment.NIXL_PROGRESS_DELAY.read(0) > 0),
     LeadPart("admission", _is_remaining),
+    LeadPart("identity", _is_made_for),
 )
 
 #: Names of the parts attached in this process.
@@ -63,7 +67,7 @@ _stock: list[tuple[type, str, Any]] = []
 
 
 def parts_on() -> list[LeadPart]:
-    """Return the parts that the environment switches on.
+    """Return the parts that are on with this environment.
 
     Raises:
         ValueError: a variable has a value that is not allowed.
@@ -90,10 +94,9 @@ def activate() -> None:
     if names == attached:
         return
     if found != CURRENT_VERSION:
-        if names != [FLAGS]:
-            logger.warning(
-                "group %s is inert: made for SGLang %s, found %s", LEAD, CURRENT_VERSION, found
-            )
+        logger.warning(
+            "group %s is inert: made for SGLang %s, found %s", LEAD, CURRENT_VERSION, found
+        )
         return
     _restore()
     wraps = Wraps()

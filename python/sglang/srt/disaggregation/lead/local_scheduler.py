@@ -41,8 +41,8 @@ def install(wrap: Wraps) -> None:
         if self.disagg_decode_prealloc_queue is None:
             return
         self.lead_turns = QueuedTurns(self, limits(self.tree_cache.page_size))
-        if self.metrics_reporter.enable_metrics:
-            STATS.bind(self.metrics_collector.labels)
+        if self.metrics_reporter.current_scheduler_metrics_enabled:
+            STATS.bind(self.metrics_collector.labels, "local")
         logger.info("local prefill enabled: %s", self.lead_turns.limits)
 
     @wrap(

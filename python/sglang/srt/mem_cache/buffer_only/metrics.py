@@ -140,6 +140,9 @@ class BufferMetrics:
         self._updated_at = -math.inf
         #: Value of each counter at the last update.
         self._seen: Counts[tuple[str, str]] = Counts()
+        for metric in BUFFER_METRICS.values():
+            if metric.kind == "histogram":  # zero before the first value, because a rate needs it
+                metric.child(self._labels)
 
     def observe(self, name: str, seconds: float) -> None:
         """Record a duration."""

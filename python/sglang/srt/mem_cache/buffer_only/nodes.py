@@ -45,6 +45,7 @@ FLUSHED = "flushed"
 STUCK = "store_stuck"
 #: The store did not take the tokens; the next request on the path queues them again.
 REFUSED = "store_refused"
+DROP_REASONS = (EVICTED, UNCOVERED, FLUSHED, STUCK, REFUSED)
 
 
 class StoredNode(TreeNode):

@@ -20,6 +20,7 @@ from sglang.srt.disaggregation.delta.rank_agreement import Reduce, agree
 from sglang.srt.mem_cache.buffer_only.backup import Backups, Touches
 from sglang.srt.mem_cache.buffer_only.metrics import COUNTERS
 from sglang.srt.mem_cache.buffer_only.namespaces import Namespace
+from sglang.srt.mem_cache.buffer_only.nodes import DROP_REASONS
 from sglang.srt.mem_cache.buffer_only.prefetch_line import PrefetchLine
 from sglang.srt.mem_cache.buffer_only.staging import Direction
 from sglang.srt.mem_cache.buffer_only.store_client import Fault
@@ -70,7 +71,7 @@ class Pipelines:
         faults = context.store.client.faults
         return {
             **{(name, ""): context.counters[name] for name in COUNTERS},
-            **{("dropped_tokens", reason): tokens for reason, tokens in dropped.items()},
+            **{("dropped_tokens", reason): dropped[reason] for reason in DROP_REASONS},
             **{("store_faults", fault.value): faults[fault] for fault in Fault},
             **{
                 ("prefetch_choices", choice.value): context.choices[choice]

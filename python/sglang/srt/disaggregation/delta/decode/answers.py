@@ -17,7 +17,6 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any  # Any: SGLang's entries; LocalTurns, or None
 
 from sglang.srt.disaggregation.delta.decode.request import (
-    REFUSALS,
     QueueState,
     Refusal,
     Stage,
@@ -25,6 +24,7 @@ from sglang.srt.disaggregation.delta.decode.request import (
     bootstrap_addr,
     record_of,
 )
+from sglang.srt.disaggregation.delta.metrics import REFUSALS
 from sglang.srt.patchset import environment, flags
 
 if TYPE_CHECKING:

@@ -83,6 +83,7 @@ class LocalTurnsScheduler(Scheduler):
     @override
     def init_disaggregation(self) -> None:
         super().init_disaggregation()
+        STATS.start("local")
         limits = self.local_turns.limits
         logger.info(
             "local prefill may compute turns of up to %d new tokens, fallback prefill of up to "

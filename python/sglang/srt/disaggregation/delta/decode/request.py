@@ -28,15 +28,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 
 logger = logging.getLogger(__name__)
-#: Why a request is refused memory: the label ``reason`` of ``decode_admission_refused``, and the
-#: text of log lines.
-REFUSALS = {
-    "no_tokens": "not enough free KV tokens",
-    "cannot_finish": "its admission could leave a running request without memory for its output",
-    "no_request_row": "no free request row",
-    "no_state_slot": "no free slot for its recurrent state (--max-mamba-cache-size)",
-    "no_metadata_slot": "no free metadata slot",
-}
 
 
 class Stage(enum.Enum):
@@ -97,7 +88,7 @@ class QueueState(enum.IntEnum):
 class Refusal(NamedTuple):
     """Why a request was not admitted."""
 
-    #: A key of ``REFUSALS``.
+    #: A key of ``metrics.REFUSALS``.
     reason: str
     #: Tokens that it needs, if tokens were counted.
     cost: int | None = None

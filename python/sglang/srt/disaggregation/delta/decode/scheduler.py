@@ -162,7 +162,7 @@ class DisaggScheduler(FlushingScheduler, NamespacedScheduler):
         super().init_disaggregation()
         logging.getLogger(STATS_LOGGER).addFilter(DecodeLineFields())
         if self.current_scheduler_metrics_enabled:
-            STATS.bind(self.metrics_collector.labels, "decode")
+            STATS.bind(self.metrics_collector.labels, "decode", "both")
 
     @override
     def process_decode_queue(self) -> None:

@@ -242,7 +242,7 @@ class DeltaScheduler(Scheduler):
             address = self.send_to_tokenizer.socket.LAST_ENDPOINT
             manager.decode_ranks.on_computed = Frontend(address).yielded
         if self.current_scheduler_metrics_enabled:
-            STATS.bind(self.metrics_collector.labels, "prefill")
+            STATS.bind(self.metrics_collector.labels, "prefill", "both")
 
     @override
     def maybe_sleep_on_idle(self) -> None:
