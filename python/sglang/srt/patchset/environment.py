@@ -303,7 +303,7 @@ VARIABLES: tuple[Variable[Any], ...] = tuple(
 
 
 #: Variables of other groups that also have an effect on SGLang 0.5.23.
-ALSO_LEAD = (LOCAL_CHUNK, LOCAL_ALWAYS, HANDSHAKE_TIMEOUT, NIXL_PROGRESS_DELAY)
+ALSO_LEAD = (LOCAL_CHUNK, HANDSHAKE_TIMEOUT, NIXL_PROGRESS_DELAY)
 
 
 def is_active() -> bool:
