@@ -82,7 +82,7 @@ test-durations: env ## how long each layer takes here; for CONTRIBUTING.md, on a
 		echo "$$layer: $$(( $$(date +%s) - began )) s (status $$status)"; \
 	done
 
-hazards: env ## docs/hazards.md: which tests guard against what, from their markers
+hazards: env ## the hazards of docs/promises.md: which tests guard against what, from their markers
 	$(PY) scripts/hazards.py
 
 check-patchset: env ## import every replaced module and see each row of the table bound

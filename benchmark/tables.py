@@ -14,7 +14,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 from benchmark import model_matrix, replaced
 from benchmark.admission import page as admission_page
 from benchmark.agentic.report import page as pages
+from benchmark.agentic.report.verdict import share
 from benchmark.agentic.studies.spec import FOLDER
 from benchmark.harness.models import REPOSITORY
 from benchmark.harness.report import markdown
@@ -61,33 +62,46 @@ def study(name: str) -> str:
     return "\n\n".join(filter(None, [summary["answer"], origin, *parts])) + "\n"
 
 
-#: Studies in README.md, each with the load to show, one in the middle, and the arms.
-GAINS = {
-    "throughput": ("8", ("patched", "radix")),
-    "worth": ("8", ("pd-stock", "pd-patched", "pd-radix", "pd-local")),
-    "break_even": ("6, cold_share 0.1, turn_tokens 128", ("pd-radix", "pd-local")),
-}
+#: Load of README.md's table, in the middle of those of ``throughput``.
+SHOWN_LOAD = "8"
 
 
 def gains() -> str:
-    """Return README.md's ratios: arms of three studies over the first arm."""
-    rows = [row for name, shown in GAINS.items() for row in _gained(name, *shown)]
-    return (
-        "Ratios of two arms, on two cores. Lower is better, except goodput. Bold: the interval "
-        "excludes 1. A dash: an arm met the SLO for no request in some round. *Goodput*: "
-        "requests/s that meet the SLO (limits of TTFT and TPOT). *Radix*: the decode radix "
-        "cache.\n\n"
-    ) + markdown(["study", "arms", "sessions at once", *pages.GAINED.values()], rows)
+    """Return README.md's first table: a pair with and without the package."""
+    summary = _summary("throughput")
+    numbers = [summary["loads"][SHOWN_LOAD][arm]["numbers"] for arm in summary["titles"]]
+    rows = [[column.head, *(column.shown(shown) for shown in numbers)] for column in pages.SHORT]
+    header = [f"{SHOWN_LOAD} requests at a time", *summary["titles"].values()]
+    return f"{markdown(header, rows)}\n{_origin('throughput')}\n"
 
 
-def _gained(name: str, load: str, arms: Sequence[str]) -> list[list[str]]:
+#: Ratios of README.md: what is compared, the study, and the place among its claims.
+TRADES = (
+    ("two shared prefixes: the flag over stock, polling in both, requests/s", "throughput", 2),
+    ("the same prompts: the flag over the package without it, ITL p99", "throughput", 1),
+    ("an agentic trace on full pools: the flag over stock, time of a request", "worth", 1),
+    ("the same trace: the flag over the package without it, time of a request", "worth", 2),
+    ("the same trace: the package over two aggregated servers, time of a request", "worth", 0),
+)
+
+
+def trades() -> str:
+    """Return README.md's ratios, better and worse ones."""
+    rows = []
+    for change, name, index in TRADES:
+        claim = _summary(name)["claims"][index]
+        page = f"[{name}]({_FIGURES}/{name}/page.md)"
+        rows.append([change, claim["load"], share(pages.three(claim["ours"])), page])
+    return markdown(["ratio of two arms", "sessions at once", "ratio", "study"], rows)
+
+
+def _origin(name: str) -> str:
+    """Return where the numbers of a study come from."""
     summary = _summary(name)
-    by_arm = summary["loads"][load]
-    base, page = next(iter(summary["titles"].values())), f"[{name}]({_FIGURES}/{name}/page.md)"
-    return [
-        [page, f"{summary['titles'][arm]} / {base}", load, *pages.gained(by_arm[arm])]
-        for arm in arms
-    ]
+    return (
+        f"{summary['machine']}, {summary['date']}, commit {summary['commit']}, "
+        f"`{summary['command']}`: [all loads, with intervals]({_FIGURES}/{name}/page.md)."
+    )
 
 
 def whole() -> str:
@@ -134,18 +148,6 @@ def variables(group: str) -> str:
     return f"{environment.VARIABLE_GROUPS[group]}:\n\n{environment.table(group)}"
 
 
-def refused() -> str:
-    """Return the settings that are refused with each flag, for README.md."""
-    (fp4,) = refusals.FP4
-    features = (flags.FLAG, flags.LOCAL, flags.ON)
-    lines = [f"- with `{flag}`: {'; '.join(_refused(flag))}" for flag in features]
-    intro = (
-        "Refused at start, with an error that names both settings (on both servers of a pair: "
-        f"`{fp4}`):"
-    )
-    return "\n".join([intro, *lines]) + "\n"
-
-
 def refused_with(flag: str) -> str:
     """Return the settings that are refused with a flag, and the reasons, for docs/."""
     return markdown(["refused", "why"], [[*row] for row in _refused(flag).items()])
@@ -174,6 +176,7 @@ def _code(text: str) -> str:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "gains": gains,
+    "trades": trades,
     "claims": claims,
     **{f"study-{n.replace('_', '-')}": partial(study, n) for n in measured()},
     "whole": whole,
@@ -189,7 +192,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "models-refused": model_matrix.reasons,
     "models-tests": model_matrix.tests,
     "models-short": model_matrix.short,
-    "refused": refused,
     "refused-radix": partial(refused_with, flags.FLAG),
     "refused-turns": partial(refused_with, flags.LOCAL),
     "refused-buffer": partial(refused_with, flags.ON),

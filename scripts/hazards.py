@@ -1,4 +1,4 @@
-"""Fill the last column of docs/hazards.md with the tests that have a hazard's marker.
+"""Fill the last column of the hazards in docs/promises.md with the tests that name them.
 
     python scripts/hazards.py            # writes the page
     python scripts/hazards.py --check    # fails if that would change it
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "test" / "srt"
-PAGE = ROOT / "docs" / "hazards.md"
+PAGE = ROOT / "docs" / "promises.md"
 ROW = re.compile(r"^\| ([a-z0-9-]+) \| (.+?) \| (.+?) \|.*\|$")
 
 

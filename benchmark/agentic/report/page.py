@@ -63,8 +63,15 @@ WHOLE = [
     Column("memory for KV", ("memory_bytes",), ",.0f", 1e-6, " MB"),
 ]
 """Columns of the page about the whole system."""
-GAINED = {name: AGAINST[name] for name in ("ttft_mean", "e2e_mean", "itl_p99", "goodput")}
-"""Quantities that README.md compares arms by."""
+SHORT = [
+    Column("KV from prefill to decode, a request", ("bytes_moved",), ",.0f", 1e-3, " KB"),
+    Column("requests/s", ("requests_per_s",), ".1f"),
+    Column("mean TTFT", ("ttft_mean",), ",.0f", 1e3, " ms"),
+    Column("mean time of a request", ("e2e_mean",), ",.0f", 1e3, " ms"),
+    Column("inter-token latency, p99", ("itl_p99",), ".1f", 1e3, " ms"),
+    Column("TTFT at most 1 s, TPOT at most 50 ms", ("slo",), ".0%"),
+]
+"""Rows of README.md's table."""
 
 
 def three(number: Any) -> list[float]:
@@ -222,12 +229,12 @@ def ratios(summary: Json) -> str:
     return _table(summary, list(AGAINST.values()), row)
 
 
-def _ratio(number: Any, bounds: bool = True) -> str:
+def _ratio(number: Any) -> str:
     value, low, high = three(number)
     if math.isnan(value):
         return "-"
     bold = "**" if low > 1 or high < 1 else ""
-    return f"{bold}{share((value, low, high)) if bounds else f'{value:.2f}'}{bold}"
+    return f"{bold}{share((value, low, high))}{bold}"
 
 
 def counters(summary: Json) -> str:
@@ -238,11 +245,6 @@ def counters(summary: Json) -> str:
 def whole(summary: Json) -> str:
     """Return the gain of each part of the whole system, one row for each arm at each load."""
     return _columns(summary, WHOLE)
-
-
-def gained(cell: Json) -> list[str]:
-    """Return the ratios of an arm to the first one, without intervals."""
-    return [_ratio(cell["of_first_arm"][name], bounds=False) for name in GAINED]
 
 
 def claim_rows(claims: Sequence[Json]) -> list[list[str]]:
