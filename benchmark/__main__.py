@@ -13,6 +13,7 @@ COMMANDS = {
     "report": ("agentic.studies.cli:report", "write the page of a run again"),
     "compare": ("agentic.studies.cli:compare", "compare two runs of a study on one page"),
     "generate": ("traces.cli:generate", "generate a trace of agentic traffic"),
+    "convert": ("traces.cli:convert", "make a trace of a request log or of chat histories"),
     "sample": ("traces.cli:sample", "sample a smaller trace with the same sharing"),
     "describe": ("traces.cli:describe", "describe a trace"),
     "route": ("agentic.router.cli:main", "run the router"),

@@ -16,7 +16,8 @@ from benchmark.harness import report
 from benchmark.harness.command import reported
 from benchmark.kv_transfer import shapes
 from benchmark.worth_it import arithmetic
-from benchmark.worth_it.estimate import GIB, UNKNOWN, Estimate
+from benchmark.worth_it.estimate import Estimate
+from benchmark.worth_it.words import GIB, UNKNOWN, answers, notes, terms
 
 TITLE = "{}, a mean turn"
 
@@ -28,9 +29,9 @@ def main(argv: list[str]) -> int:
     estimate = made(args)
     # A pipe has no width, and the default of 80 columns would wrap the table.
     console = Console(width=None if sys.stdout.isatty() else 150)
-    rows = [list(term) for term in estimate.terms()]
+    rows = [list(term) for term in terms(estimate)]
     report.print_table(TITLE.format(estimate.shape.name), ["", "formula", "value"], rows, console)
-    for text in (*estimate.answers(), *estimate.notes()):
+    for text in (*answers(estimate), *notes(estimate)):
         console.print(f"- {text}", highlight=False)
     console.print("\nNot known from arithmetic:", highlight=False)
     for text in UNKNOWN:
@@ -46,8 +47,8 @@ def main(argv: list[str]) -> int:
 def page(words: list[str]) -> str:
     """Return the table and the answers as Markdown, for the arguments of the command."""
     estimate = made(_parser().parse_args(words))
-    table = report.markdown(["term", "formula", "value"], [[*term] for term in estimate.terms()])
-    return table + "\n" + "".join(f"- {text}\n" for text in estimate.answers())
+    table = report.markdown(["term", "formula", "value"], [[*term] for term in terms(estimate)])
+    return table + "\n" + "".join(f"- {text}\n" for text in answers(estimate))
 
 
 def made(args: argparse.Namespace) -> Estimate:
@@ -114,7 +115,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", default="Qwen3-32B", help=f"{about}; known: {', '.join(shapes.names())}")
     add("--kv-dtype", choices=sorted(shapes.DTYPES), help="dtype of the KV pool")
     add("--page-size", type=_whole(1), default=64, help="tokens of a page")
-    add("--tp", type=_whole(1), default=1, help="tensor parallel ranks of a server")
+    add(
+        "--tp",
+        type=_whole(1),
+        default=1,
+        help="tensor parallel ranks of a server; 1 with attention data parallelism",
+    )
     pool = parser.add_mutually_exclusive_group(required=True)
     pool.add_argument("--pool-gib", type=_number(), help="KV pool of one decode rank, GiB")
     pool.add_argument("--pool-tokens", type=_whole(1), help="or in tokens (max_total_num_tokens)")

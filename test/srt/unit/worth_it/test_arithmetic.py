@@ -9,7 +9,8 @@ import pytest
 from benchmark.kv_transfer.shapes import Shape
 from benchmark.worth_it import arithmetic
 from benchmark.worth_it.arithmetic import Rates, Split, Workload
-from benchmark.worth_it.estimate import GIB, Estimate
+from benchmark.worth_it.estimate import Estimate
+from benchmark.worth_it.words import GIB, answers, terms
 
 PR = {"prefix": 50_000, "suffix": 4500, "prefixes": 20}
 ONE_KB = Shape("one KB a token", layers=4, kv_heads=1, head_dim=64)
@@ -125,14 +126,14 @@ def estimate(**changes: object) -> Estimate:
 def test_terms_by_hand() -> None:
     """20,000 tokens hold 13 requests of 1,450; with two prefixes of 1,000 held once, 40 of 450. A
     turn moves 1,433,600 bytes, or 102,400."""
-    terms = {term.name: term.value for term in estimate().terms()}
-    assert terms["KV of a token"] == "1,024 B"
-    assert terms["requests that fit, stock"] == "13"
-    assert terms["with the decode radix cache"] == "0.1 MB"  # the later row of that name
+    values = {term.name: term.value for term in terms(estimate())}
+    assert values["KV of a token"] == "1,024 B"
+    assert values["requests that fit, stock"] == "13"
+    assert values["with the decode radix cache"] == "0.1 MB"  # the later row of that name
     assert estimate().fit == 40 and estimate().kept == 1
-    assert estimate().moved == (1400, 100) and terms["saved a turn"] == "1.3 MB"
-    assert terms["wire time saved a turn"] == "1.3 ms"
-    assert terms["longest gap, aggregated"] == "30.0 ms"
+    assert estimate().moved == (1400, 100) and values["saved a turn"] == "1.3 MB"
+    assert values["wire time saved a turn"] == "1.3 ms"
+    assert values["longest gap, aggregated"] == "30.0 ms"
     assert estimate(ranks=2).token_bytes == 2048, "one head is copied to both ranks"
 
 
@@ -142,7 +143,7 @@ def test_histories_that_do_not_fit_are_not_hit() -> None:
     few = Estimate(ONE_KB, work, 20_000)
     assert (few.kept, few.hit) == (0.5, 1150)
     assert Estimate(ONE_KB, work, 20_000, decode_servers=2).hit == 1300
-    assert "Only 50% of the histories fit" in few.answers()[0]
+    assert "Only 50% of the histories fit" in answers(few)[0]
 
 
 @pytest.mark.parametrize(
@@ -162,10 +163,10 @@ def test_histories_that_do_not_fit_are_not_hit() -> None:
 )
 def test_answers(changes: dict[str, object], said: str) -> None:
     """Guards the sentences: each regime has its own, and a missing flag is named."""
-    assert said in " ".join(estimate(**changes).answers())
+    assert said in " ".join(answers(estimate(**changes)))
 
 
 def test_a_prefix_that_no_other_session_has_gains_no_room() -> None:
     alone = Workload(shared=0, history=300, new=100, answer=50, sessions=4)
-    text = Estimate(ONE_KB, alone, 20_000).answers()[0]
+    text = answers(Estimate(ONE_KB, alone, 20_000))[0]
     assert "75% less KV, and as many requests fit: 44" in text
