@@ -68,7 +68,7 @@ def scheduled(tasks: Path) -> tuple[int, int]:
     ran = waited = 0
     with suppress(OSError):
         for task in tasks.iterdir():
-            with suppress(OSError):  # a thread may end meanwhile
+            with suppress(OSError):  # the thread may have ended
                 words = (task / "schedstat").read_text().split()
                 ran, waited = ran + int(words[0]), waited + int(words[1])
     return ran, waited

@@ -60,7 +60,7 @@ class Estimate:
 
     @property
     def kept(self) -> float:
-        """Share of a decode server's sessions whose history stays in its tree."""
+        """Share of the sessions with their history in the tree of a decode server."""
         return min(1.0, self.fit * self.decode_servers / self.work.sessions)
 
     @property

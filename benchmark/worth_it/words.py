@@ -22,7 +22,7 @@ UNKNOWN = (
     "Eviction: histories are evicted at random here, and by least recent use on a server.",
     "Aggregated servers have several caches, PD's prefill servers fewer: their hit rates differ.",
 )
-"""What arithmetic does not show."""
+"""Limits of the arithmetic."""
 
 
 class Term(NamedTuple):
@@ -56,7 +56,7 @@ def terms(estimate: Estimate) -> list[Term]:
         ),
         Term("requests that fit, stock", "T / (L + A)", f"{estimate.without:,}"),
         Term(
-            "with the decode radix cache",
+            "requests that fit, radix cache",
             f"(T - {work.prefixes} x P) / (H + N + A)",
             f"{estimate.fit:,}",
         ),
@@ -75,7 +75,7 @@ def terms(estimate: Estimate) -> list[Term]:
         Term(
             "KV moved a turn, stock", "L x b, in whole pages", _bytes(whole * estimate.token_bytes)
         ),
-        Term("with the decode radix cache", "(L - hit) x b", _bytes(delta * estimate.token_bytes)),
+        Term("KV moved a turn, radix cache", "(L - hit) x b", _bytes(delta * estimate.token_bytes)),
         Term("saved a turn", "hit x b", _bytes(saved)),
     ]
     if estimate.ranks == 1:
@@ -101,8 +101,8 @@ def _timed(estimate: Estimate, saved: int) -> list[Term]:
         ),
         Term("wire time saved a turn", "hit x b / W", _ms(saved / rates.wire)),
         Term("TTFT without queues, stock", "(N + R) / Vp + L x b / W", _ms(stock)),
-        Term("with the radix cache", "(N + R) / Vp + m x b / W", _ms(radix)),
-        Term("as a local turn", "m / Vd + (m / c - 1) x s", _ms(local)),
+        Term("TTFT without queues, radix cache", "(N + R) / Vp + m x b / W", _ms(radix)),
+        Term("TTFT without queues, local turn", "m / Vd + (m / c - 1) x s", _ms(local)),
         Term(
             "chunk of a local turn; decode step",
             "c = the setting, at most (ITL bound - s) x Vd",
@@ -120,9 +120,9 @@ def _timed(estimate: Estimate, saved: int) -> list[Term]:
     x, y = estimate.prefill_servers, estimate.decode_servers
     return [
         *rows,
-        Term("a server's time for a turn's prompt", "N / Vp", _ms(split.prefill_s)),
+        Term("server time for the prompt of a turn", "N / Vp", _ms(split.prefill_s)),
         Term(
-            "for its answer",
+            "server time for its answer",
             f"A x s / B, B = {estimate.batch} running",
             _ms(split.decode_s),
         ),
@@ -132,7 +132,7 @@ def _timed(estimate: Estimate, saved: int) -> list[Term]:
             "{:.2f} to {:.2f}".format(*split.aggregated),
         ),
         Term(
-            f"of {x}P {y}D",
+            f"turns/s of {x}P {y}D",
             f"min({x} x Vp / (N + R), {y} / answer)",
             f"{split.disaggregated:.2f}, {_ratios(split)} of it",
         ),

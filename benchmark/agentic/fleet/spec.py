@@ -188,7 +188,8 @@ class Rig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks: Positive = 1
     """Tensor parallel ranks of each server."""
     model: str | None = None
-    """Folder or name of the model; None: a random one. It must be on this machine already."""
+    """Folder or name of the model; None: a random one. The servers download
+    nothing."""
     page_tokens: Positive | None = None
     """Page size; None: a block of the trace."""
     max_running: Positive = 64
@@ -196,7 +197,7 @@ class Rig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     args: tuple[str, ...] = ()
     """Further arguments of all engines."""
     start_s: Above = 25.0
-    """Assumed time to start an arm's servers. They fail after ten times as long."""
+    """Assumed time to start an arm's servers; the time limit is ten times as long."""
 
     def check(self, arms: Mapping[str, Arm]) -> None:
         """Raise ``ValueError`` if the servers of an arm need more GPUs than there are."""

@@ -129,8 +129,9 @@ def test_terms_by_hand() -> None:
     values = {term.name: term.value for term in terms(estimate())}
     assert values["KV of a token"] == "1,024 B"
     assert values["requests that fit, stock"] == "13"
-    assert values["with the decode radix cache"] == "0.1 MB"  # the later row of that name
-    assert estimate().fit == 40 and estimate().kept == 1
+    assert values["requests that fit, radix cache"] == "40" and estimate().kept == 1
+    assert values["KV moved a turn, stock"] == "1.4 MB"
+    assert values["KV moved a turn, radix cache"] == "0.1 MB"
     assert estimate().moved == (1400, 100) and values["saved a turn"] == "1.3 MB"
     assert values["wire time saved a turn"] == "1.3 ms"
     assert values["longest gap, aggregated"] == "30.0 ms"
