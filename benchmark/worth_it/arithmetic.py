@@ -18,13 +18,13 @@ class Workload:
     shared: float
     """P: prompt tokens of the prefix, which several sessions have."""
     history: float
-    """H: further prompt tokens, of earlier turns of the session. Decode computed or got their KV."""
+    """H: further prompt tokens, of earlier turns of the session; decode had their KV."""
     new: float
     """N: the other prompt tokens."""
     answer: float
     """A: tokens of the answer."""
     again: float = 0.0
-    """R: tokens of H that prefill computes again: the last answer, because only decode has its KV."""
+    """R: tokens of H that prefill computes again: the last answer. Only decode has its KV."""
     prefixes: int = 1
     """G: distinct prefixes in use."""
     sessions: int = 1
@@ -51,11 +51,11 @@ def of_sizes(
 
 
 def of_trace(trace: Description, prefixes: int, sessions: int) -> Workload:
-    """Return the mean turn of a trace. Answers count as new tokens of the next turn, because a trace
-    gives their blocks other numbers there."""
-    prompt = trace["input_tokens"].mean  # type: ignore[union-attr]
-    shared, history = prompt * trace["hit_across"], prompt * trace["hit_within"]  # type: ignore[operator]
-    answer = trace["output_tokens"].mean  # type: ignore[union-attr]
+    """Return the mean turn of a trace. An answer counts as new tokens of the next turn, because a
+    trace gives its blocks other numbers there."""
+    prompt = trace["input_tokens"].mean
+    shared, history = prompt * trace["hit_across"], prompt * trace["hit_within"]
+    answer = trace["output_tokens"].mean
     new = prompt - shared - history
     return Workload(shared, history, new, answer, prefixes=prefixes, sessions=sessions)
 
