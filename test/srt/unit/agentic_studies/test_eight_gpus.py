@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+import shlex
 from itertools import islice
 from pathlib import Path
 
@@ -50,6 +52,20 @@ def test_servers_of_an_arm_share_no_port_and_no_gpu(
         assert "--device cuda --base-gpu-id" in command and "--tp-size 2" in command
         assert "float32" not in command and "torch_native" not in command
         assert "--sleep-on-idle" not in command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STUDIES)
+def test_sglang_parses_the_commands(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards values that SGLang's parser refuses, such as a number where it wants a name."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    text = dry_run(capsys, name)
+    for command in re.findall(r"^    env .*-m sglang\.launch_server (.*)$", text, re.MULTILINE):
+        parsed = parser.parse_args(shlex.split(command))
+        assert parsed.tensor_parallel_size == 2 and parsed.base_gpu_id in (0, 2, 4, 6)
 
 
 @pytest.mark.parametrize("name", STUDIES)
