@@ -9,6 +9,9 @@ from benchmark.worth_it.arithmetic import Split
 from benchmark.worth_it.estimate import Estimate
 
 GIB = 2**30
+LATENT_SCALES = 80
+"""Bytes that SGLang adds to an fp8 latent row of 512 + 64 elements: 4 scales of 4 bytes, and a
+second byte for each element of the rope (``calculate_mla_kv_cache_dim``)."""
 
 UNKNOWN = (
     "Queues: each time is that of a request that waits for no other. Under load, queues decide.",
@@ -205,21 +208,27 @@ def _pd(estimate: Estimate) -> str:
 
 
 def notes(estimate: Estimate) -> list[str]:
-    """Return what this model has beside KV that the forms count."""
-    shape, notes = estimate.shape, []
+    """Return how the model differs from the form of ``Shape.token_bytes``."""
+    shape, texts = estimate.shape, []
     if shape.window_layers:
-        notes.append(
+        texts.append(
             f"{shape.window_layers} of {shape.layers} layers see {shape.window_tokens} tokens. "
             "The decode radix cache needs --disable-hybrid-swa-memory, by which they hold all "
             "tokens, as here. Stock servers can keep those layers in a smaller pool, so more "
             "requests fit there than this table says."
         )
+    if shape.index_bytes and shape.dtype_bytes == 1:
+        scaled = shape.head_dim + LATENT_SCALES
+        texts.append(
+            "With fp8, most backends of sparse attention store scales and a bfloat16 rope with a "
+            f"latent: {scaled} B a layer instead of {shape.head_dim}. This is not counted."
+        )
     if shape.state_layers:
-        notes.append(
+        texts.append(
             f"{shape.state_layers} layers keep a recurrent state for each request, which is "
             "moved whole and not counted here."
         )
-    return notes
+    return texts
 
 
 def _ratios(split: Split) -> str:

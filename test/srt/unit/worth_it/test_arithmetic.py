@@ -6,11 +6,12 @@ import math
 
 import pytest
 
+from benchmark.kv_transfer import shapes
 from benchmark.kv_transfer.shapes import Shape
 from benchmark.worth_it import arithmetic
 from benchmark.worth_it.arithmetic import Rates, Split, Workload
 from benchmark.worth_it.estimate import Estimate
-from benchmark.worth_it.words import GIB, answers, terms
+from benchmark.worth_it.words import GIB, answers, notes, terms
 
 PR = {"prefix": 50_000, "suffix": 4500, "prefixes": 20}
 ONE_KB = Shape("one KB a token", layers=4, kv_heads=1, head_dim=64)
@@ -171,3 +172,18 @@ def test_a_prefix_that_no_other_session_has_gains_no_room() -> None:
     alone = Workload(shared=0, history=300, new=100, answer=50, sessions=4)
     text = answers(Estimate(ONE_KB, alone, 20_000))[0]
     assert "75% less KV, and as many requests fit: 44" in text
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        (ONE_KB, None),
+        (shapes.load("deepseek-v3.2"), None),
+        (shapes.load("deepseek-v3.2", "fp8_e4m3"), "656 B a layer instead of 576"),
+        (shapes.load("gpt-oss-20b"), "12 of 24 layers see 128 tokens"),
+        (Shape("hybrid", 12, 4, 128, state_layers=36), "36 layers keep a recurrent state"),
+    ],
+)
+def test_a_model_that_the_form_does_not_describe_is_named(shape: Shape, said: str | None) -> None:
+    texts = notes(Estimate(shape, WORK, 20_000))
+    assert len(texts) == (said is not None) and (said or "") in "".join(texts)
