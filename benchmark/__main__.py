@@ -8,14 +8,15 @@ import sys
 
 #: Name -> module, or function that takes the arguments; and a description.
 COMMANDS = {
+    "worth-it": ("worth_it:main", "compute what the package, or PD itself, gives for a workload"),
     "run": ("agentic.studies.cli:run", "measure a study on a fleet and write its page"),
     "report": ("agentic.studies.cli:report", "write the page of a run again"),
     "compare": ("agentic.studies.cli:compare", "compare two runs of a study on one page"),
     "generate": ("traces.cli:generate", "generate a trace of agentic traffic"),
+    "convert": ("traces.cli:convert", "make a trace of a request log or of chat histories"),
     "sample": ("traces.cli:sample", "sample a smaller trace with the same sharing"),
     "describe": ("traces.cli:describe", "describe a trace"),
     "route": ("agentic.router.cli:main", "run the router"),
-    "capacity": ("agentic.capacity:main", "compute how many requests a decode pool holds"),
     "demo": ("demo", "show in one round what the flags save"),
     "kv_transfer": ("kv_transfer", "measure what a KV transfer costs"),
     "event_log": ("kv_transfer.event_log", "measure the request stages of real servers"),

@@ -14,12 +14,13 @@ import json
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmark import model_matrix, replaced
+from benchmark import model_matrix, replaced, worth_it
 from benchmark.admission import page as admission_page
 from benchmark.agentic.report import page as pages
 from benchmark.agentic.report.verdict import share
@@ -128,6 +129,21 @@ def _summary(name: str) -> Any:
     return json.loads((RESULTS / name / "summary.json").read_text())
 
 
+#: Arguments of the example in docs/operations/sizing.md.
+WORTH_IT = (
+    "--model Qwen/Qwen3-32B --tp 2 --pool-gib 30 --prefix 8000 --prefixes 4 --new 600 --answer 300 "
+    "--turns 10 --sessions 40 --network-gb-s 50 --prefill-tokens-per-s 12000 --decode-step-ms 25 "
+    "--itl-ms 60 --prefill-servers 2 --decode-servers 2"
+)
+
+
+def worth_it_example() -> str:
+    """Return the output of ``worth-it`` for an example, for docs/operations/sizing.md."""
+    lines = textwrap.wrap(WORTH_IT, 96, break_on_hyphens=False)
+    command = " \\\n    ".join(["python -m benchmark worth-it", *lines])
+    return f"```bash\n{command}\n```\n\n{worth_it.page(WORTH_IT.split())}"
+
+
 # ---- KV transfer ----
 
 
@@ -177,6 +193,7 @@ def _code(text: str) -> str:
 TABLES: Mapping[str, Callable[[], str]] = {
     "gains": gains,
     "trades": trades,
+    "worth-it": worth_it_example,
     "claims": claims,
     **{f"study-{n.replace('_', '-')}": partial(study, n) for n in measured()},
     "whole": whole,

@@ -3,7 +3,6 @@
 load       send a trace, and measure each request
 fleet      the measured servers: given by address, or started on this machine
 router     route to aggregated workers, or to prefill and decode pools, by policy
-capacity   compute how many requests a decode pool holds
 studies    questions as files, measured in interleaved rounds
 report     write the answer as one page
 """

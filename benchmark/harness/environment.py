@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections import Counter
 from datetime import date
 from importlib.metadata import distributions
 from pathlib import Path
@@ -35,12 +36,21 @@ def describe(venv: str | None = None) -> dict[str, str]:
     name = cpu[1] if cpu else platform.machine()
     return {
         "date": date.today().isoformat(),
-        "machine": f"{os.cpu_count()}-core CPU ({name}), {memory_gb:.0f} GB",
+        "machine": f"{os.cpu_count()}-core CPU ({name}), {memory_gb:.0f} GB{gpus()}",
         "python": platform.python_version(),
         **{name: version(name) for name in ("sglang", "torch", "nixl")},
         "mooncake": version("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"),
         "commit": commit(),
     }
+
+
+def gpus(folder: Path = Path("/proc/driver/nvidia/gpus")) -> str:
+    """Return the GPUs of this machine as the end of its description, empty if there are none."""
+    texts = [path.read_text() for path in sorted(folder.glob("*/information"))]
+    models = Counter(
+        found[1] for text in texts if (found := re.search(r"^Model:\s*(.*)", text, re.M))
+    )
+    return "".join(f", {count} x {model}" for model, count in models.items())
 
 
 def commit() -> str:

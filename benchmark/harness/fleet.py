@@ -45,8 +45,11 @@ class Fleet:
     target: Target
     """Target of requests, if a subclass sets it."""
 
-    def __init__(self, layout: Sequence[ServerConfig], log_folder: Path | str) -> None:
-        self.layout = list(layout)
+    def __init__(
+        self, layout: Sequence[ServerConfig], log_folder: Path | str, start_s: float = START_S
+    ) -> None:
+        """``start_s``: time limit for a server to become ready."""
+        self.layout, self._start_s = list(layout), start_s
         several = Counter(config.role for config in self.layout)
         numbers: Counter[str] = Counter()
         self._configs: dict[str, ServerConfig] = {}
@@ -78,7 +81,7 @@ class Fleet:
     def _wait(self, started: Sequence[str]) -> None:
         """Wait for all at once, so that the first failure ends the wait."""
         with ThreadPoolExecutor(len(started) or 1) as pool:
-            waits = [pool.submit(self.processes[n].wait_ready, START_S) for n in started]
+            waits = [pool.submit(self.processes[n].wait_ready, self._start_s) for n in started]
             try:
                 for wait in waits:
                     wait.result()

@@ -116,6 +116,7 @@ def engine(
     extra_args: tuple[str, ...] = (),
     env: Mapping[str, str] | None = None,
     venv: str | None = None,
+    first_gpu: int | None = None,
 ) -> ServerConfig:
     """Return a server with a role, ``prefill``, ``decode``, or ``aggregated``, which does both, on
     ports reserved for it now.
@@ -127,6 +128,8 @@ def engine(
         ranks: tensor parallel ranks. On a CPU each is bound to its own cores, if there are enough,
             and has no NCCL.
         venv: folder of another environment, of SGLang 0.5.23, in the repository.
+        first_gpu: the first of ``ranks`` GPUs that only this server uses, with SGLang's defaults.
+            None: settings for small test models, on a GPU that all servers share, or on a CPU.
     """
     # Ports of HTTP, torch.distributed, and the bootstrap server.
     http, nccl, bootstrap = allocate_ports(3)
@@ -135,17 +138,21 @@ def engine(
     command += ["--host", HOST, "--port", str(http)]
     if "--dp-size" not in extra_args:  # else SGLang picks one for each rank
         command += ["--nccl-port", str(nccl)]
-    command += [*_DEVICE_ARGS, "--dtype", "float32", "--sampling-backend", "pytorch"]
+    if first_gpu is None:
+        command += [*_DEVICE_ARGS, "--dtype", "float32", "--sampling-backend", "pytorch"]
+    else:  # all GPUs stay visible, because CUDA IPC between servers needs it
+        command += ["--device", "cuda", "--base-gpu-id", str(first_gpu)]
     command += ["--enable-metrics", *sizes.arguments()]
     if role == "decode" and sizes.reserved_decode_tokens is not None:
         command += ["--num-reserved-decode-tokens", str(sizes.reserved_decode_tokens)]
     command += extra_args
     process_env = {**patchset_env(stock), **(on_current(REPOSITORY / venv) if venv else {})}
-    if venv is None and installed_version() != CURRENT_VERSION:  # 0.5.23 has no such flag
+    small = first_gpu is None and venv is None
+    if small and installed_version() != CURRENT_VERSION:  # 0.5.23 has no such flag
         command.append("--disable-piecewise-cuda-graph")
     if ranks > 1:
         command += ["--tp-size", str(ranks)]
-    if ranks > 1 and not _ON_GPU:
+    if ranks > 1 and first_gpu is None and not _ON_GPU:
         binding = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(ranks))
         process_env |= {"SGLANG_CPU_OMP_THREADS_BIND": binding, "SGLANG_NCCL_SO_PATH": "none"}
     if role != "aggregated":

@@ -34,6 +34,11 @@ def _arms(text: str) -> tuple[str, ...]:
     return arms
 
 
+def _shapes() -> list[str]:
+    """Return the models that the ends can register: those without an index."""
+    return [name for name, shape in shapes.table().items() if not shape.index_bytes]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmark.kv_transfer",
@@ -43,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("run", choices=RUNS)
     add("--backend", choices=BACKENDS, default="nixl")
-    add("--shape", choices=shapes.names(), default="qwen3-32b")
+    add("--shape", choices=_shapes(), default="qwen3-32b")
     add("--transport", choices=TRANSPORTS, help="UCX's; auto on a GPU, else shm (stall: tcp)")
     add("--arms", type=_arms, help=f"from {','.join(ARMS)}")
     add("--tokens", "--sizes", type=_numbers, help="tokens of a room; several: one load each")

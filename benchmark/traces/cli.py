@@ -1,4 +1,4 @@
-"""``python -m benchmark generate``, ``describe`` and ``sample``; described in README.md.
+"""``python -m benchmark generate``, ``convert``, ``describe`` and ``sample``: see README.md.
 
 Sampling reads the file twice: first to find when sessions begin and which blocks they share, then
 to take the chosen sessions. If a trace names no sessions, they are derived
@@ -18,6 +18,8 @@ from rich.progress import track
 
 from benchmark.harness.command import reported
 from benchmark.harness.report import write_summary
+from benchmark.traces import convert as converting
+from benchmark.traces import logs
 from benchmark.traces.describe import describe as described
 from benchmark.traces.describe import print_table
 from benchmark.traces.generate import AGENTIC, at_rate
@@ -43,6 +45,47 @@ def generate(argv: list[str]) -> int:
     shape = at_rate(AGENTIC, args.rate, args.seed) if args.rate else AGENTIC
     records = generated(args.requests, args.seed, shape)
     print(f"{write(args.file, _counted(records, 'generating'))} requests")
+    return 0
+
+
+@reported
+def convert(argv: list[str]) -> int:
+    """``convert LOG FILE``: write the requests of a log as a trace, which holds no text."""
+    default = converting.Pace()
+    parser = argparse.ArgumentParser(prog="python -m benchmark convert")
+    add = parser.add_argument
+    about = "OpenAI's batch file or request log, ShareGPT's list, or chat histories (JSON or lines)"
+    add("log", type=Path, help=about)
+    add("file", type=Path, help="file for the trace")
+    add("--answers", type=Path, help="output file of OpenAI's batches, joined by custom_id")
+    add("--answer-tokens", type=int, help="length of answers that the log does not have")
+    about = "tokenizer.json of the model, or its folder; default: 4 bytes of UTF-8 are a token"
+    add("--tokenizer", type=Path, help=about)
+    about = "for a log without times: rate at which sessions begin, at random"
+    add("--sessions-per-s", type=float, default=default.sessions_per_s, help=about)
+    about = "for conversations: seconds from one request to the next"
+    add("--turn-s", type=float, default=default.turn_s, help=about)
+    add("--skip-invalid", action="store_true", help="skip entries that cannot be read")
+    args = parser.parse_args(argv)
+    if args.sessions_per_s <= 0 or args.turn_s < 0:
+        raise ValueError("--sessions-per-s must be above 0, and --turn-s at least 0")
+    if args.file.resolve() == args.log.resolve():
+        raise ValueError(f"{args.file} would overwrite the log")
+    log = logs.read(args.log, args.answers, args.skip_invalid)
+    tokenize = converting.tokenizer(args.tokenizer) if args.tokenizer else converting.by_bytes
+    pace = converting.Pace(args.sessions_per_s, args.turn_s)
+    records = converting.records(log.calls, tokenize, pace, args.answer_tokens)
+    by_time = sorted(records, key=lambda record: record.timestamp)
+    print(f"{write(args.file, by_time)} requests")
+    print(*left_out(log.skipped), sep="\n", end="\n" * bool(log.skipped), file=sys.stderr)
+    if log.other_parts:
+        print(f"{log.other_parts} parts of messages that are no text (images) count as nothing")
+    pairs = zip(log.calls, records, strict=True)
+    if known := [(c.prompt_tokens, r.input_length) for c, r in pairs if c.prompt_tokens]:
+        logged, counted = map(sum, zip(*known, strict=True))
+        print(f"prompt tokens as logged, over those counted here: {logged / counted:.2f}")
+    if not args.tokenizer:
+        print("tokens are estimated by bytes: --tokenizer counts them")
     return 0
 
 

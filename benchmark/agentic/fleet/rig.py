@@ -1,4 +1,4 @@
-"""The local CPU rig: fresh servers for each arm, with equal pools in all arms."""
+"""The local rig: fresh servers for each arm on this machine's CPU or GPUs, with equal pools."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from benchmark.harness.client import Target
 from benchmark.harness.fleet import Fleet
 from benchmark.harness.models import kv_bytes_per_token, token_range
 from benchmark.harness.servers import LEAN, ServerConfig, Sizes, of_role
+from benchmark.kv_transfer import shapes
 
 LOGGED = (*LEAN, "--decode-log-interval", "1")
 DOZE = ("--sleep-on-idle",)
@@ -25,16 +26,19 @@ the client would send and read late. In a fleet, client and router have cores of
 
 
 def layout(
-    arm: Arm, rig: Rig, model: Path, page_tokens: int = 16, doze: bool = False
+    arm: Arm, rig: Rig, model: Path | str, block_tokens: int = 16, doze: bool = False
 ) -> list[ServerConfig]:
     """Return the configurations of the arm's servers, the store first and the router last.
 
-    Their ports are reserved now. ``page_tokens``: page size, and the size of a block of the trace.
+    Their ports are reserved now, and with ``rig.gpus`` no two of them share a GPU.
+    ``block_tokens``: tokens of a block of the trace.
     """
+    page_tokens = rig.page_tokens or block_tokens
     sizes = Sizes(
         pool_tokens=rig.pool_tokens,
         page_size=page_tokens,
         chunked_prefill_tokens=rig.chunk_tokens,
+        max_running=rig.max_running,
         reserved_decode_tokens=rig.reserve_tokens or page_tokens,
     )
     before, env = [], arm.env
@@ -53,6 +57,8 @@ def layout(
         if store.writes:
             decode += (*servers.WRITES, *memory)
     args_of_role = {"prefill": hicache, "decode": decode, "aggregated": hicache}
+    roles = [role for role in args_of_role for _ in range(arm.servers[role])]
+    common = (*(LEAN if rig.gpus else LOGGED), *(DOZE if doze and not rig.gpus else ()), *rig.args)
     engines = [
         servers.engine(
             role,
@@ -60,19 +66,40 @@ def layout(
             sizes,
             stock=arm.variant == "stock",
             radix=role == "decode" and arm.variant in ("radix", "local"),
-            extra_args=(*LOGGED, *(DOZE if doze else ()), *args, *arm.args.get(role, ())),
+            ranks=rig.ranks,
+            extra_args=(*common, *args_of_role[role], *arm.args.get(role, ())),
             env=env,
             venv=arm.venv,
+            first_gpu=number * rig.ranks if rig.gpus else None,
         )
-        for role, args in args_of_role.items()
-        for _ in range(arm.servers[role])
+        for number, role in enumerate(roles)
     ]
-    engines = [replace(engine, command=(*LOW_PRIORITY, *engine.command)) for engine in engines]
+    if not rig.gpus:
+        engines = [replace(engine, command=(*LOW_PRIORITY, *engine.command)) for engine in engines]
     if arm.policy == NONE:
         return [*before, *engines]
     blocks = ("--block-tokens", str(page_tokens), "--reserve-tokens", str(page_tokens))
-    more = (*blocks, *arm.routing(page_tokens))
+    more = (*blocks, *arm.routing(block_tokens))
     return [*before, *engines, routed(_setup(engines), arm.policy, more)]
+
+
+def gpus(rig: Rig, config: ServerConfig) -> list[int]:
+    """Return the GPUs of a server of the rig."""
+    if "--base-gpu-id" not in config.command:
+        return []
+    first = int(config.command[config.command.index("--base-gpu-id") + 1])
+    return list(range(first, first + rig.ranks))
+
+
+def _about(rig: Rig, model: Path | str, about: FleetFile) -> tuple[int, range]:
+    """Return the KV bytes of a token of the model, 0 if unknown, and the token ids of prompts."""
+    if rig.model is None:
+        return kv_bytes_per_token(model), token_range(model)
+    try:
+        size = shapes.load(rig.model).token_bytes
+    except ValueError:
+        size = 0
+    return size, range(*about.vocabulary)
 
 
 def _memory(store: Store, sizes: Sizes) -> tuple[str, ...]:
@@ -93,7 +120,7 @@ def _setup(configs: Sequence[ServerConfig]) -> Setup:
 
 @contextmanager
 def started(
-    arm: Arm, about: FleetFile, rig: Rig, model: Path, logs: Path, doze: bool
+    arm: Arm, about: FleetFile, rig: Rig, model: Path | str, logs: Path, doze: bool
 ) -> Iterator[Servers]:
     """Run an arm's servers for as long as the context lasts. ``doze``: idle servers sleep.
 
@@ -106,7 +133,6 @@ def started(
     if last.role == "router":
         target, via = Target(last.url), f"{ROUTED}, {arm.policy}"
     assert target is not None, "several servers of a role and no router"
-    with Fleet(configs, logs) as fleet:
-        size = kv_bytes_per_token(model)
-        vocabulary = token_range(model)
+    with Fleet(configs, logs, 10 * rig.start_s) as fleet:
+        size, vocabulary = _about(rig, model, about)
         yield Servers(setup, about, target, vocabulary, fleet.check, via, size, owned=True)

@@ -172,7 +172,8 @@ def counted(servers: Mapping[str, int]) -> str:
 
 
 class Rig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Servers that are started on this machine's CPU, for each arm."""
+    """Servers that are started on this machine for each arm: on its CPU, or each on GPUs of its
+    own."""
 
     pool_tokens: int = 8800
     """KV pool of every server."""
@@ -182,6 +183,35 @@ class Rig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``--num-reserved-decode-tokens``; None: one block, as SGLang's 512 are one of the trace."""
     shape: dict[str, int] = {}
     """Shape of the random model; see ``benchmark.harness.models.random_qwen3``."""
+    gpus: int = 0
+    """GPUs of this machine. Each server has the next ``ranks`` of them. 0: none of its own."""
+    ranks: Positive = 1
+    """Tensor parallel ranks of each server."""
+    model: str | None = None
+    """Folder or name of the model; None: a random one. The servers download
+    nothing."""
+    page_tokens: Positive | None = None
+    """Page size; None: a block of the trace."""
+    max_running: Positive = 64
+    """``--max-running-requests``."""
+    args: tuple[str, ...] = ()
+    """Further arguments of all engines."""
+    start_s: Above = 25.0
+    """Assumed time to start an arm's servers; the time limit is ten times as long."""
+
+    def check(self, arms: Mapping[str, Arm]) -> None:
+        """Raise ``ValueError`` if the servers of an arm need more GPUs than there are."""
+        if not self.gpus:
+            if self.model or self.ranks > 1:
+                raise ValueError("`rig`: `model` and `ranks` need `gpus`")
+            return
+        for name, arm in arms.items():
+            need = sum(arm.servers.values()) * self.ranks
+            if need > self.gpus:
+                raise ValueError(
+                    f"arm {name} ({arm.shown}) needs {need} GPUs, {self.ranks} for each server, "
+                    f"and `rig` has {self.gpus}"
+                )
 
 
 class FleetFile(Roles, frozen=True):
@@ -251,6 +281,11 @@ class FleetFile(Roles, frozen=True):
         about: dict[str, Any] = {name: getattr(self, name) for name in sizes}
         about["pool_tokens"] = self.rig.pool_tokens if self.rig else self.pool_tokens
         about["rig"] = self.rig is not None
+        if self.rig is not None and self.rig.gpus:
+            # A folder's name alone, because its path belongs to this machine.
+            name = self.rig.model or "random"
+            about["model"] = Path(name).name if Path(name).is_absolute() else name
+            about["gpus"] = self.rig.gpus
         return about
 
 

@@ -90,6 +90,18 @@ class Made(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [name for name, part in zip(MADE_CLASSES, shares, strict=True) if part > 0]
 
     @property
+    def cold_sessions(self) -> float:
+        """Share of sessions that are cold. It differs from that of requests, because a cold session
+        has one request."""
+        weight = self.cold_share * self.turns
+        return weight / (1 - self.cold_share + weight)
+
+    @property
+    def requests(self) -> float:
+        """Mean number of requests of a session."""
+        return self.cold_sessions + (1 - self.cold_sessions) * self.turns
+
+    @property
     def largest(self) -> int:
         """Tokens of the longest request with its answer."""
         grown = self.turns * self.answer_tokens + (self.turns - 1) * self.turn_tokens
@@ -105,10 +117,16 @@ def middle(number: int, total: int) -> int:
 
 
 def made_sessions(
-    made: Made, vocabulary: range, at_once: int = 0, block_tokens: int = 1
+    made: Made,
+    vocabulary: range,
+    at_once: int = 0,
+    block_tokens: int = 1,
+    requests_per_s: float | None = None,
 ) -> Iterator[tuple[float, Session]]:
-    """Yield sessions without end, all due at once. The first ``at_once`` begin in their ``middle``.
-    New tokens of the load are counted in blocks of ``block_tokens``."""
+    """Yield sessions without end, each with its time: all due at once, or at the random times of
+    ``requests_per_s``. The first ``at_once`` begin in their ``middle``. New tokens of the load are
+    counted in blocks of ``block_tokens``."""
+    arrivals, due = random.Random(f"{made.seed} arrivals"), 0.0
     sent_prefixes: set[int] = set()
 
     def new_of(prompt: list[int], known: int) -> int:
@@ -143,14 +161,13 @@ def made_sessions(
             prompt = [*prompt, *answer]
             known = len(prompt) - 1  # the last token of an answer is not computed
 
-    cold_weight = made.cold_share * made.turns
-    # The share of sessions differs from that of requests, as a cold session has one request.
-    share = cold_weight / (1 - made.cold_share + cold_weight)
     prefixes = [ids(f"prefix {i}", made.prefix_tokens) for i in range(made.prefixes)]
     for number in count():
         chance = random.Random(f"{made.seed} kind {number}").random()
-        under_way = made.cold_share if number < at_once else share
-        yield 0.0, cold(number) if chance < under_way else warm(number)
+        under_way = made.cold_share if number < at_once else made.cold_sessions
+        if requests_per_s is not None:
+            due += arrivals.expovariate(requests_per_s / made.requests)
+        yield due, cold(number) if chance < under_way else warm(number)
 
 
 def turns(records: Iterable[Record], block_tokens: int, classes: Classes) -> Iterator[Turn]:

@@ -313,7 +313,7 @@ def _where(summary: Json) -> str:
         return (
             f"{summary['machine']}; SGLang {summary['sglang']}, commit {summary['commit']}; fresh "
             f"servers for each arm and round, each with a KV pool of {fleet['pool_tokens']:,} "
-            "tokens. Servers have lower priority than client and router, since all share the cores"
+            f"tokens. {_shared(fleet)}"
         )
     by_arm = {summary["titles"][arm]: counted(count) for arm, count in summary["servers"].items()}
     servers = ", ".join(s if s in title else f"{title}: {s}" for title, s in by_arm.items())
@@ -328,6 +328,13 @@ def _where(summary: Json) -> str:
     )
 
 
+def _shared(fleet: Json) -> str:
+    """Return how the servers of a rig share the machine."""
+    if fleet.get("gpus"):  # absent in results of earlier versions
+        return f"Each has GPUs of its own; the model is {fleet['model']}"
+    return "Servers have lower priority than client and router, since all share the cores"
+
+
 def _load(summary: Json) -> str:
     trace, fleet, load, made = (
         summary["trace"],
@@ -337,8 +344,11 @@ def _load(summary: Json) -> str:
     )
     text = ""
     if window := load["window"]:
+        pace = "A session that ends is replaced."
+        if load.get("requests_per_s"):  # absent in results of earlier versions
+            pace = "Sessions begin at random times (Poisson), whether or not earlier ones ended."
         text = (
-            f"A session that ends is replaced. The window opens after {window['warm_up']} answers, "
+            f"{pace} The window opens after {window['warm_up']} answers, "
             "or after two per session if that is more. Requests that begin in it count. The window "
             f"closes when {window['requests']} requests, and {window['of_class']} of each class, "
             f"have begun, or after {window['limit_s']:g} s. The load goes on until these have "

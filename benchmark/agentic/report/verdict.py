@@ -24,6 +24,8 @@ SHOWN = ("ttft_mean", "itl_p99", "goodput")
 """Quantities shown of a grid."""
 SHARE = 0.9
 """Share of requests that must meet the SLO for an arm to hold a load."""
+BUSY_CELLS = 0.1
+"""Share of measured loads above which a busy machine leaves no verdict."""
 LATE_S = 0.05
 """Delay above which the client is called the bottleneck."""
 
@@ -54,6 +56,12 @@ def answer(run: Run, run_numbers: Numbers) -> str:
         return (
             f"**No verdict: {rounds} round{'s' * (rounds != 1)} measured, and a verdict needs at "
             f"least {ROUNDS}.**"
+        )
+    busy = [cell for cell in run.cells if cell.contention and cell.contention.busy]
+    if len(busy) > BUSY_CELLS * len(run.cells):
+        return (
+            f"**No verdict: the machine was busy.** In {len(busy)} of {len(run.cells)} loads the "
+            "servers waited for a CPU that other processes used: run it again on a quiet machine."
         )
     points = [point.name for point in run.points]
     if run.study.grid and len(run.titles) > 1:
@@ -183,6 +191,7 @@ def warnings(run: Run, run_numbers: Numbers) -> Iterator[str]:
             f"**The arms have different numbers of servers** ({of_arms}): differences between "
             "them include that of the hardware."
         )
+    yield from _busy(run)
     yield from _few(run)
     compared, different = answers(run) or (0, 0)
     if different:
@@ -213,6 +222,19 @@ def answers(run: Run) -> tuple[int, int] | None:
         if len({arm for arm, _ in pairs}) > 1
     ]
     return (len(several), sum(len(texts) > 1 for texts in several)) if arm_answers else None
+
+
+def _busy(run: Run) -> Iterator[str]:
+    """Yield a warning about loads during which other processes used the CPU."""
+    busy = [cell for cell in run.cells if cell.contention and cell.contention.busy]
+    if busy:
+        where = dict.fromkeys(f"{run.titles[cell.arm]} at {cell.key[2].name}" for cell in busy)
+        worst = max(busy, key=lambda cell: cell.contention.waited).contention
+        yield (
+            f"**The machine was busy** in {len(busy)} of {len(run.cells)} loads: "
+            f"{', '.join(where)}. At worst the servers waited for a CPU in {worst.waited:.0%} of "
+            f"their runnable time, and other processes took {worst.others:.0%} of the CPU time."
+        )
 
 
 def _few(run: Run) -> Iterator[str]:

@@ -23,6 +23,7 @@ from benchmark.agentic.report.page import page
 from benchmark.agentic.report.plots import draw
 from benchmark.agentic.report.summary import summary
 from benchmark.agentic.studies import record
+from benchmark.agentic.studies.dry_run import planned_servers
 from benchmark.agentic.studies.load import Trace, limit, prepare
 from benchmark.agentic.studies.record import Cell, Run
 from benchmark.agentic.studies.run import Plan, cells
@@ -44,18 +45,22 @@ def run(argv: list[str]) -> int:
     )
     add = parser.add_argument
     add("study", help="study: a YAML file, or the name of a study of the suite")
-    rig = "fleet: a YAML file; default: the local CPU rig"
-    add("--fleet", type=Path, default=fleets.RIG, help=rig)
+    about = "fleet: a YAML file; default: the one that the study names, or the local CPU rig"
+    add("--fleet", type=Path, help=about)
     add("--trace", type=Path, help="trace in Mooncake's format, instead of the study's")
     add("--skip-invalid", action="store_true", help="skip lines that cannot be read")
-    add("--arms", help="only arms whose names match this pattern")
+    about = "only arms whose names match this pattern; one arm alone by its exact name"
+    add("--arms", help=about)
     add("--rounds", type=int, help="instead of the study's")
     about = "approximate requests of the trace, or that count in a round of a steady load"
     add("--requests", type=int, help=about)
     add("--sessions", type=int, nargs="+", help="concurrent sessions, instead of the study's loads")
+    about = "requests a second of sessions that begin at random times, instead of the loads"
+    add("--rate", type=float, nargs="+", help=about)
     again = "continue the run in --out; its finished loads are not repeated"
     add("--resume", action="store_true", help=again)
-    add("--dry-run", action="store_true", help="print what would be sent, and for how long")
+    about = "print what would be sent, for how long, and each server of the rig"
+    add("--dry-run", action="store_true", help=about)
     add("--aiperf", type=Path, help="send with this aiperf program; fleets by URL, traces")
     add("--format", default=MOONCAKE, help="format of --trace for --aiperf, which sends all of it")
     add("--out", type=Path, help="folder of the run; default: out/NAME")
@@ -152,9 +157,11 @@ def _run(args: argparse.Namespace, console: Console, words: str) -> int:
     what = f"{len(trace.records)} requests of {escape(trace.source)}" if trace else "Sessions"
     text = f"{what}, {len(plan.arms)} arms, {study.rounds} rounds: {steps} loads"
     if study.load.window:
-        text += f", at most about {study.load_s * steps / 60:.0f} min in all"
+        start_s = plan.fleet.rig.start_s if plan.fleet.rig else 0.0
+        text += f", at most about {study.load_s(start_s) * steps / 60:.0f} min in all"
     console.print(text, soft_wrap=True)
     if args.dry_run:
+        print("\n".join(planned_servers(plan)))  # plain: a command must not be wrapped
         return 0
     out.mkdir(parents=True, exist_ok=True)
     raise_open_files(max(study.load.sessions, default=1000))
@@ -171,9 +178,11 @@ def _run(args: argparse.Namespace, console: Console, words: str) -> int:
 
 def _planned(args: argparse.Namespace, words: str) -> tuple[Plan, Run]:
     """Return the plan, and its run, which has no cells yet."""
-    fleet = fleets.load(args.fleet, FleetFile)
     path = find(args.study)
-    study = _changed(fleets.load(path, Study), fleet, args)
+    study = fleets.load(path, Study)
+    beside = path.parent / study.fleet if study.fleet else fleets.RIG
+    fleet = fleets.load(args.fleet or beside, FleetFile)
+    study = _changed(study, fleet, args)
     if study.rig and fleet.rig is not None:
         rig = msgspec.convert({**msgspec.to_builtins(fleet.rig), **study.rig}, type(fleet.rig))
         fleet = msgspec.structs.replace(fleet, rig=rig)
@@ -190,6 +199,9 @@ def _planned(args: argparse.Namespace, words: str) -> tuple[Plan, Run]:
         program = Program(args.aiperf, args.trace if whole else None, args.format)
     arms, missing = (study.arms, []) if fleet.rig else study.at(fleet.named())
     arms = _chosen(arms, args.arms)
+    _check_arms(study, arms, missing, args.arms)
+    if fleet.rig is not None:
+        fleet.rig.check(arms)
     trace, shown = None, {"classes": ABOUT_MADE if study.made else "No classes"}
     if study.made is not None:
         _check_made(study, fleet)
@@ -239,8 +251,9 @@ def _changed(study: Study, fleet: FleetFile, args: argparse.Namespace) -> Study:
         trace = change(trace, requests=args.requests)
     elif args.requests:
         load = change(load, window=change(load.window, requests=args.requests))
-    if args.sessions:
-        load = change(load, sessions=tuple(args.sessions), speed=())
+    if args.sessions or args.rate:
+        levels = {"sessions": tuple(args.sessions or ()), "requests_per_s": tuple(args.rate or ())}
+        load = change(load, speed=(), **levels)
     rounds, slo = args.rounds or study.rounds, fleet.slo or study.slo
     study = change(study, trace=trace, load=load, rounds=rounds, slo=slo)
     return msgspec.convert(msgspec.to_builtins(study), Study)  # validates it like a file
@@ -254,6 +267,26 @@ def _chosen(arms: dict[str, Arm], pattern: str | None) -> dict[str, Arm]:
     if not matching:
         raise ValueError(f"--arms {pattern!r} matches none of {', '.join(arms)}")
     return matching
+
+
+def _check_arms(
+    study: Study, arms: dict[str, Arm], missing: list[str], pattern: str | None
+) -> None:
+    """Raise ValueError if one arm of several is left, which nothing is compared with."""
+    if len(arms) > 1 or len(study.arms) == 1:
+        return
+    (name,) = arms
+    if pattern == name:
+        return
+    if missing:
+        raise ValueError(
+            f"only the arm {name} would be measured, and compared with nothing: the fleet has no "
+            f"setup {', '.join(missing)}. Add one under `setups`, or ask for --arms {name}"
+        )
+    raise ValueError(
+        f"only the arm {name} would be measured, and compared with nothing: --arms {pattern!r} "
+        f"matches no other. Widen it, or ask for --arms {name}"
+    )
 
 
 def _described(trace: Trace) -> Any:

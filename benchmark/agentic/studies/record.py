@@ -10,6 +10,7 @@ import msgspec
 
 from benchmark.agentic.load.outcome import Outcome
 from benchmark.agentic.studies.spec import Point, Study
+from benchmark.harness.cpu import Contention
 from benchmark.harness.report import write_summary
 
 RUN = "run.json"
@@ -40,6 +41,8 @@ class Cell(Where):
     """See ``Servers.sampled``."""
     loopback: float | None = None
     """Bytes that the kernel carried over the loopback interface; None for a fleet by address."""
+    contention: Contention | None = None
+    """CPU time that others took; None for a fleet by address."""
     unflushed: list[str] = []
     """Servers that failed to empty their cache, with the reason."""
     via: str = "directly"

@@ -29,6 +29,7 @@ from benchmark.agentic.studies.load import SEED, Trace
 from benchmark.agentic.studies.record import Cell, Run
 from benchmark.agentic.studies.spec import Study
 from benchmark.aiperf import Program, profile
+from benchmark.harness import cpu
 from benchmark.harness.command import RunFailed
 from benchmark.harness.metrics import loopback_bytes
 from benchmark.harness.models import random_qwen3
@@ -93,9 +94,13 @@ def _running(plan: Plan, name: str) -> AbstractContextManager[Servers]:
     if fleet.rig is None:
         words = arm.routing(fleet.block_tokens)
         return servers.reach(fleet.named()[arm.setup or name], fleet, arm.policy, words)
-    model = random_qwen3(plan.out / "model-random", **fleet.rig.shape)
-    doze = all(arm.sleeps for arm in plan.study.arms.values())
-    return rig.started(arm, fleet, fleet.rig, model, plan.out / "logs" / name, doze)
+    model = fleet.rig.model or random_qwen3(plan.out / "model-random", **fleet.rig.shape)
+    return rig.started(arm, fleet, fleet.rig, model, plan.out / "logs" / name, dozes(plan))
+
+
+def dozes(plan: Plan) -> bool:
+    """Return True if idle servers of the rig sleep, which is the same in all arms."""
+    return all(arm.sleeps for arm in plan.study.arms.values())
 
 
 def _measure(plan: Plan, cell: Cell, running: Servers, ended: Callable[[Outcome], None]) -> None:
@@ -103,9 +108,12 @@ def _measure(plan: Plan, cell: Cell, running: Servers, ended: Callable[[Outcome]
     cell.unflushed = running.flush() if plan.fleet.flush else []
     before = running.counters()
     carried = loopback_bytes() if plan.fleet.rig else None
+    started = cpu.now() if plan.fleet.rig else None
     send = _send if plan.aiperf is None else _profile
     with running.sampled() as cell.samples:
         cell.window = send(plan, cell, running, ended)
+    if started is not None:
+        cell.contention = cpu.contention(started, cpu.now())
     if carried is not None:
         cell.loopback = loopback_bytes() - carried
     running.check()  # also gives the servers time to count the last transfers
@@ -129,8 +137,12 @@ def _send(
             made = cell.key[2].made(study.made)
             classes = made.classes
             made = msgspec.structs.replace(made, seed=made.seed + cell.round)
-            page = plan.fleet.block_tokens if plan.fleet.rig else 1
-            sessions = made_sessions(made, running.vocabulary, settings.sessions or 0, page)
+            page = 1
+            if plan.fleet.rig is not None:
+                page = plan.fleet.rig.page_tokens or plan.fleet.block_tokens
+            rate = cell.load if load_spec.requests_per_s else None
+            at_once = settings.sessions or 0
+            sessions = made_sessions(made, running.vocabulary, at_once, page, rate)
         else:
             replayed, prompts = _replayed(plan, cell), running.prompts(SEED)
             classes = list({turn.kind for session in replayed for turn in session})

@@ -15,8 +15,6 @@ from benchmark.agentic.load.run import Window
 from benchmark.agentic.load.sessions import Made
 
 FOLDER = Path(__file__).parent
-START_S = 25.0
-"""Assumed time to start an arm's servers on two cores."""
 TAIL_S = 2.0
 """Assumed time from the end of a window to the last answer."""
 
@@ -40,12 +38,16 @@ class TraceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LoadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The loads; each entry of ``sessions`` or ``speed`` is one."""
+    """The loads; each entry of ``sessions``, ``speed`` or ``requests_per_s`` is one."""
 
     sessions: tuple[Positive, ...] = ()
     """Concurrent sessions; each sends its next turn ``think_s`` after its answer."""
     speed: tuple[Above, ...] = ()
     """Or: the trace's own times, accelerated by this factor."""
+    requests_per_s: tuple[Above, ...] = ()
+    """Or, for ``made``: sessions that begin at random times (Poisson), as many as send this number
+    of requests a second. They begin with their first turn, so ``warm_up`` has to cover a session's
+    length."""
     think_s: float | None = 0.2
     """None: the recorded gap, at the speed of the load."""
     timeout_s: float = 60.0
@@ -55,12 +57,14 @@ class LoadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answer."""
 
     def __post_init__(self) -> None:
-        if bool(self.sessions) == bool(self.speed):
-            raise ValueError("give one of `sessions` and `speed`")
+        if sum(map(bool, (self.sessions, self.speed, self.requests_per_s))) != 1:
+            raise ValueError("give one of `sessions`, `speed` and `requests_per_s`")
 
     @property
     def unit(self) -> str:
         """Unit of a level."""
+        if self.requests_per_s:
+            return "requests/s sent"
         return "sessions at once" if self.sessions else "times the trace's speed"
 
 
@@ -122,6 +126,9 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     by: Quantity = "e2e"
     """Quantity whose mean ranks the arms."""
     slo: Slo = Slo()
+    fleet: str | None = None
+    """Fleet file that it is made for, beside the study; None: the CPU rig. ``--fleet`` replaces
+    it."""
     rig: dict[str, Any] = {}
     """Fields of the rig that replace those of the fleet file; see ``fleet.spec.Rig``."""
     every_setup: bool = False
@@ -136,6 +143,8 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"`grid`: `made` has no {', '.join(sorted(unknown))}")
         if self.grid and self.made is None:
             raise ValueError("`grid` needs `made`")
+        if self.load.requests_per_s and self.made is None:
+            raise ValueError("`requests_per_s` needs `made`; a trace has `speed`")
         for claim in self.claims:
             if claim.arm not in self.arms or claim.over not in (None, *self.arms):
                 raise ValueError(f"`claims`: no arm {claim.arm!r} or {claim.over!r}")
@@ -144,18 +153,17 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if claim.request_class and claim.over is None:
                 raise ValueError("`claims`: `class` needs `over`")
 
-    @property
-    def load_s(self) -> float:
-        """Maximum seconds of a load, with its part of the start of the servers; NaN without a
-        window, because the load then takes as long as the trace."""
+    def load_s(self, start_s: float) -> float:
+        """Return the maximum seconds of a load, with its part of ``start_s``, the start of the
+        servers; NaN without a window, because the load then takes as long as the trace."""
         limit_s = self.load.window.limit_s if self.load.window else math.nan
-        return START_S / len(self.points) + limit_s + TAIL_S
+        return start_s / len(self.points) + limit_s + TAIL_S
 
     @property
     def points(self) -> list[Point]:
         """All loads, in the order of sending."""
         named = [[(name, float(x)) for x in values] for name, values in self.grid.items()]
-        levels = self.load.sessions or self.load.speed
+        levels = self.load.sessions or self.load.speed or self.load.requests_per_s
         return [Point(float(level), over) for over in product(*named) for level in levels]
 
     def at(self, setups: dict[str, Setup]) -> tuple[dict[str, Arm], list[str]]:

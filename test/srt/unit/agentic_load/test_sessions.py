@@ -11,7 +11,7 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmark.agentic.fleet.spec import load
+from benchmark.agentic.fleet.spec import Rig, load
 from benchmark.agentic.load.outcome import Classes
 from benchmark.agentic.load.prepare import Bodies
 from benchmark.agentic.load.run import Clock, Counting, Window
@@ -198,7 +198,7 @@ def test_studies_take_an_hour_and_count_enough(name: str) -> None:
     study = load(find(name), Study)
     window = study.load.window
     loads = study.rounds * len(study.arms) * len(study.points)
-    assert window is not None and loads * study.load_s <= 3600
+    assert window is not None and loads * study.load_s(Rig().start_s) <= 3600
     assert study.rounds * window.requests >= 200 and study.rounds * window.of_class >= 30
     assert len(study.points) >= (27 if name == "break_even" else 5)
 

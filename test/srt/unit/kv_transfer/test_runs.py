@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmark.kv_transfer import shapes, summary
+from benchmark.kv_transfer import summary
 from benchmark.kv_transfer.runs import RUNS, Room, Round, deal
 
 ROOT = Path(__file__).parents[4]
@@ -81,20 +81,6 @@ def test_bounds_of_a_stopped_peer() -> None:
     assert holds(1.3, failed, failed) == [True, False, True]
     for wrong in (late, room(5.0, "failed", 1, "late"), room(20.0, "stuck", 1)):
         assert holds(1.0, failed, wrong) == [True, True, False]
-
-
-#: Bytes per token, and number of buffers: keys and values per layer; latent attention has one.
-SIZES = {
-    "qwen3-32b": (2 * 64 * 8 * 128 * 2, 128),
-    "qwen3-coder-30b-a3b": (98_304, 96),
-    "deepseek-v3": (61 * 576 * 2, 61),
-}
-
-
-def test_sizes_of_the_shapes() -> None:
-    """Guards against a typing error in a YAML file, and against MLA counted as keys and values."""
-    loaded = {name: shapes.load(name) for name in shapes.names()}
-    assert {name: (shape.token_bytes, shape.buffers) for name, shape in loaded.items()} == SIZES
 
 
 @pytest.mark.slow
