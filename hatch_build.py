@@ -1,7 +1,7 @@
-"""Makes README the long description of the package, whose readers have none of its other files.
+"""Makes README the long description of the package on an index, which has none of the other files.
 
-Links to files become absolute with the address ``Repository`` of ``[project.urls]``. Without that
-address they become plain text.
+Links to files become absolute with the address ``Repository`` of ``[project.urls]``, or plain text
+if there is none.
 """
 
 import re

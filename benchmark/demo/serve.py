@@ -137,7 +137,7 @@ def restart_ended(fleet: Fleet, console: Console) -> list[str]:
         failure = fleet.processes[name].failure()
         log = fleet.restart(name)
         text = f"{name}: {failure.diagnosis}. Starting it again (log of the ended one: {log})"
-        console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False)
+        console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False, soft_wrap=True)
     fleet.wait(ended)
     for name in ended:
         console.print(f"{time.strftime('%H:%M:%S')} {name} serves again", highlight=False)

@@ -69,7 +69,7 @@ def diagnose(log_text: str, returncode: int | None, killed: int = 0) -> str:
         return "it did not become ready in time"
     how = f"by signal {-returncode}" if returncode < 0 else f"with status {returncode}"
     if returncode == -signal.SIGKILL and killed:
-        how += f"; the kernel killed {killed} processes meanwhile, because memory was short"
+        how += f"; since it started, the kernel killed {killed} processes for lack of memory"
     lines = [line for line in log_text.splitlines() if re.match(r"\w*(Error|Exception)\b", line)]
     return f"it ended {how}" + (f": {lines[-1]}" if lines else "")
 

@@ -13,7 +13,7 @@ import sys
 from types import ModuleType
 
 DRIVER = "libcuda.so.1"
-#: What ``--check`` then says.
+#: Line of the report of ``--check`` in that case.
 NOTE = f"\nwithout a GPU driver ({DRIVER}): SGLang's compiled operators were not loaded\n"
 _EMPTY = ModuleType("common_ops")
 
