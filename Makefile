@@ -98,8 +98,10 @@ format: env ## let ruff rewrite what it can
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-wheel: env ## dist/*.whl
-	$(PY) -m build --wheel --no-isolation --outdir dist
+wheel: ## dist/*.whl, with uv or pip alone: without the environment, torch or SGLang
+	@rm -rf dist
+	@if uv --version >/dev/null 2>&1; then uv build --wheel --out-dir dist; \
+	else python3 -m pip wheel --no-deps --wheel-dir dist .; fi
 
 clean: ## remove the environment and everything that was built
 	rm -rf $(VENV) $(CURRENT) .venv-3.* dist build out .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,8 +1,10 @@
-"""Run a pair and its load balancer for the user's own requests, and print a line with the counters
-when they change. With ``whole``, there is a store behind both servers."""
+"""Run a pair and its load balancer for the user's own requests, print a line with the counters when
+they change, and start a server that has ended again. With ``whole``, there is a store behind both
+servers."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -24,14 +26,44 @@ SEGMENT = 64 << 20
 """Bytes that each server gives to the store."""
 LINES_S = 5
 """Time between two lines."""
-CURL = """curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{{
-  "model": "{model}", "max_tokens": 120, "temperature": 0,
-  "messages": [{{"role": "user", "content": "{question}"}}]
-}}'"""
+CHAT = ("--tool-call-parser", "qwen25", "--constrained-json-disable-any-whitespace")
+"""Tool calls, and JSON without white space, which a small model would repeat without end."""
 QUESTION = (
     "Clara has 26 pens. Then 5 friends bring 8 pens each, and 8 pens are sold. "
     "How many pens are left?"
 )
+ANSWER: dict[str, object] = {
+    "type": "object",
+    "properties": {
+        "item": {"enum": ["pens", "books"]},
+        "left": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["item", "left"],
+    "additionalProperties": False,
+}
+"""Every value is bounded, because a model of this size may never end one by itself."""
+RECORD = {"name": "record", "description": "Record the answer.", "parameters": ANSWER}
+REQUESTS: tuple[tuple[str, dict[str, object]], ...] = (
+    ("Send it a request:", {}),
+    (
+        "JSON by a schema:",
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": ANSWER},
+            }
+        },
+    ),
+    (
+        "A tool call:",
+        {
+            "tools": [{"type": "function", "function": RECORD}],
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+        },
+    ),
+)
+"""Heading and fields of each request that is printed."""
 Values = Mapping[str, float]
 
 
@@ -39,10 +71,10 @@ def serve(model: Path, port: int, out: Path, console: Console, whole: bool = Fal
     """Serve until interrupted. ``whole``: with a store behind both servers.
 
     Raises:
-        ServerFailed: a server did not start, or died later.
+        ServerFailed: a server did not start.
     """
     console.print("Starting prefill, decode and load balancer (about a minute)...")
-    name = ("--served-model-name", model.name)
+    name = ("--served-model-name", model.name, *CHAT)
     local = ("--disaggregation-decode-local-tokens", str(LOCAL_TOKENS))
     config = PairConfig(
         model,
@@ -61,9 +93,10 @@ def serve(model: Path, port: int, out: Path, console: Console, whole: bool = Fal
             config = with_store(config, about)
         pair = stack.enter_context(Pair(config, out / "serve"))
         parts = "decode radix cache and local turns" + ", over a store" * whole
-        console.print(f"Serving, with {parts}. Send it a request:\n")
-        # Plain print: the command that the user copies must not be wrapped.
-        print(CURL.format(url=pair.target.url, model=model.name, question=QUESTION), flush=True)
+        console.print(f"Serving, with {parts}.")
+        for heading, fields in REQUESTS:
+            # Plain print: a command that the user copies must not be wrapped.
+            print(f"\n{heading}\n{curl(pair.target.url, model.name, fields)}", flush=True)
         console.print(
             f"\nCounters: curl -s {pair.decode_url}/metrics | grep decode_prefix\n"
             f"Logs: {out / 'serve'}\nCtrl-C stops it.\n",
@@ -71,14 +104,44 @@ def serve(model: Path, port: int, out: Path, console: Console, whole: bool = Fal
         )
         before = pair.metrics()
         printed = told(before, before)
-        while all(process.alive for process in pair.processes.values()):
-            with suppress(OSError):  # a server is exiting: the next turn reports it
-                line = told(before, pair.metrics())
+        while True:
+            ended = restart_ended(pair, console)
+            with suppress(OSError):  # a server is exiting: the next turn restarts it
+                now = pair.metrics()
+                before = now if ended else before  # a new server counts from zero
+                line = told(before, now)
                 if line != printed:
                     console.print(f"{time.strftime('%H:%M:%S')} {line}", highlight=False)
                 printed = line
             time.sleep(LINES_S)
-        raise next(p for p in pair.processes.values() if not p.alive).failure()
+
+
+def curl(url: str, model: str, fields: Mapping[str, object]) -> str:
+    """Return the command that asks the question with ``fields`` in its request."""
+    messages = [{"role": "user", "content": QUESTION}]
+    body = {"model": model, "max_tokens": 120, "temperature": 0, "messages": messages, **fields}
+    return (
+        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
+        f"-d '{json.dumps(body)}'"
+    )
+
+
+def restart_ended(fleet: Fleet, console: Console) -> list[str]:
+    """Start the servers of ``fleet`` that have ended again, and return their names.
+
+    Raises:
+        ServerFailed: one did not start.
+    """
+    ended = [name for name, process in fleet.processes.items() if not process.alive]
+    for name in ended:
+        failure = fleet.processes[name].failure()
+        log = fleet.restart(name)
+        text = f"{name}: {failure.diagnosis}. Starting it again (log of the ended one: {log})"
+        console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False, soft_wrap=True)
+    fleet.wait(ended)
+    for name in ended:
+        console.print(f"{time.strftime('%H:%M:%S')} {name} serves again", highlight=False)
+    return ended
 
 
 def with_store(config: PairConfig, about: Mapping[str, object]) -> PairConfig:

@@ -69,7 +69,7 @@ class Fleet:
                 group = [n for n, c in self._configs.items() if order.get(c.role, 1) == turn]
                 for name in group:
                     self.processes[name] = start(self._configs[name], self._log_folder, name)
-                self._wait(group)
+                self.wait(group)
         except BaseException:
             self.stop()
             raise
@@ -78,7 +78,7 @@ class Fleet:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def _wait(self, started: Sequence[str]) -> None:
+    def wait(self, started: Sequence[str]) -> None:
         """Wait for all at once, so that the first failure ends the wait."""
         with ThreadPoolExecutor(len(started) or 1) as pool:
             waits = [pool.submit(self.processes[n].wait_ready, self._start_s) for n in started]
@@ -88,6 +88,14 @@ class Fleet:
             except BaseException:
                 self.stop()  # also ends the other waits
                 raise
+
+    def restart(self, name: str) -> Path:
+        """Start an ended server again, on its ports. Return the path of the ended one's log."""
+        ended = self.processes[name]
+        ended.stop()  # its children may hold the ports
+        log = ended.log.replace(ended.log.with_suffix(".ended.log"))
+        self.processes[name] = start(self._configs[name], self._log_folder, name)
+        return log
 
     def stop(self) -> None:
         """End all servers. Safe to call twice."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from benchmark.harness.watchdog import NEW_GROUP, Watchdog, kill_group
 
 _watchdog = Watchdog()
+VMSTAT = Path("/proc/vmstat")
+"""The kernel's counters, of the whole machine also in a container."""
 
 # Pattern in the log -> message for the user. The first match is used.
 _DIAGNOSES: tuple[tuple[str, str], ...] = (
@@ -29,7 +33,7 @@ _DIAGNOSES: tuple[tuple[str, str], ...] = (
     (r"No module named '([\w.]+)'", "a Python package is missing: {0}"),
     (r"unrecognized arguments: (.+)", "the server does not know an argument: {0}"),
     (r"memory leak detected|Mem Leak Detected", "SGLang's memory check found a leak"),
-    # SGLang then kills the whole server with SIGKILL, like the kernel when memory is short.
+    # SGLang then kills the whole server with SIGKILL.
     (
         r"Scheduler hit an exception: Traceback[\s\S]*?\n([\w.]*(?:Error|Exception)\b[^\n]*)",
         "its scheduler failed: {0}",
@@ -45,17 +49,29 @@ class ServerFailed(RuntimeError):
         super().__init__(f"{name}: {diagnosis} (log: {log})\n{tail}")
 
 
-def diagnose(log_text: str, returncode: int | None) -> str:
-    """Return one line on why a server ended, from its log and exit status (None: still running)."""
+def oom_kills() -> int:
+    """Return how many processes the kernel of this machine has killed because memory was short."""
+    with suppress(OSError):
+        if match := re.search(r"^oom_kill (\d+)$", VMSTAT.read_text(), re.MULTILINE):
+            return int(match[1])
+    return 0
+
+
+def diagnose(log_text: str, returncode: int | None, killed: int = 0) -> str:
+    """Return one line on why a server ended, from its log and exit status (None: still running).
+
+    ``killed``: rise of ``oom_kills()`` since the server started.
+    """
     for pattern, message in _DIAGNOSES:
         if match := re.search(pattern, log_text):
             return message.format(*match.groups())
-    if returncode == -9:
-        return "memory is short: the kernel killed the process"
     if returncode is None:
         return "it did not become ready in time"
+    how = f"by signal {-returncode}" if returncode < 0 else f"with status {returncode}"
+    if returncode == -signal.SIGKILL and killed:
+        how += f"; since it started, the kernel killed {killed} processes for lack of memory"
     lines = [line for line in log_text.splitlines() if re.match(r"\w*(Error|Exception)\b", line)]
-    return f"it ended with status {returncode}" + (f": {lines[-1]}" if lines else "")
+    return f"it ended {how}" + (f": {lines[-1]}" if lines else "")
 
 
 class ServerProcess:
@@ -67,6 +83,7 @@ class ServerProcess:
         self.name, self.log, self._ready_url = name, log, ready_url
         log.parent.mkdir(parents=True, exist_ok=True)
         self.started_at = time.monotonic()
+        self._oom_kills = oom_kills()
         with log.open("wb") as out:
             self._popen = subprocess.Popen(
                 list(command),
@@ -94,7 +111,8 @@ class ServerProcess:
         """Return the error that describes this server's present state: dead or not ready."""
         text = self.log_text()
         tail = "\n".join(line[:300] for line in text.splitlines()[-25:])
-        return ServerFailed(self.name, diagnose(text, self._popen.poll()), self.log, tail)
+        killed = oom_kills() - self._oom_kills
+        return ServerFailed(self.name, diagnose(text, self._popen.poll(), killed), self.log, tail)
 
     def wait_ready(self, timeout_s: float = 240.0) -> float:
         """Block until the ready URL answers 200. Return the seconds since the start.

@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--shape", choices=_shapes(), default="qwen3-32b")
     add("--transport", choices=TRANSPORTS, help="UCX's; auto on a GPU, else shm (stall: tcp)")
     add("--arms", type=_arms, help=f"from {','.join(ARMS)}")
-    add("--tokens", "--sizes", type=_numbers, help="tokens of a room; several: one load each")
+    add("--tokens", type=_numbers, help="tokens of a room; several: one load each")
     add("--page-size", type=int, help="tokens a page; 16, and 1 for send")
     add("--rooms", type=int, help="rooms in a round")
     add("--peers", type=int, help="decode processes")

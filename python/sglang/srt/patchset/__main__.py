@@ -9,7 +9,7 @@ import traceback
 from importlib import metadata
 from typing import Any  # Any: what a module of the table's strings has
 
-from sglang.srt.patchset import __version__, environment
+from sglang.srt.patchset import __version__, driverless, environment
 from sglang.srt.patchset.status import (
     GroupStatus,
     PatchsetState,
@@ -56,9 +56,12 @@ def main(argv: list[str] | None = None) -> int:
     if state().inert:
         sys.stdout.write(render(state()))
         return 1
+    if options.check:
+        driverless.allow_import()
     now = load_all() if options.check else examine()
     wrong = environment.wrong()
-    sys.stdout.write(render(now) + REFUSES.format(wrong) * bool(wrong))
+    note = driverless.NOTE * driverless.has_no_operators()
+    sys.stdout.write(render(now) + note + REFUSES.format(wrong) * bool(wrong))
     bad = {GroupStatus.STOCK, GroupStatus.PENDING} if options.check else {GroupStatus.STOCK}
     return 2 if wrong or any(group.status in bad for group in now.groups) else 0
 

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from benchmark.harness import servers
+from sglang.srt.patchset.table import BASE_VERSION, CURRENT_VERSION
 from unit.documents import pages
 
 EXAMPLES = pages.ROOT / "examples"
@@ -213,6 +214,38 @@ def test_workflows_run_existing_commands() -> None:
             *_, command = [step["run"] for step in job["steps"] if "run" in step]
             is_target = re.search(f"^{command.removeprefix('make ')}:", makefile, re.MULTILINE)
             assert is_target or os.access(pages.ROOT / command, os.X_OK), command
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.sglang"])
+def test_images(name: str) -> None:
+    """Guards against an image of another release, a file that is copied and does not exist, and a
+    build that does not check what it installed."""
+    text = (EXAMPLES / name).read_text()
+    lines = text.replace("\\\n", " ").splitlines()
+    steps = [shlex.split(line) for line in lines if line and not line.startswith("#")]
+    assert {step[0] for step in steps} <= {"ARG", "FROM", "ENV", "WORKDIR", "COPY", "RUN"}
+    for step in steps:
+        for path in step[1:-1] if step[0] == "COPY" else ():
+            # ``make wheel`` leaves the wheel there.
+            assert (pages.ROOT / path).exists() or path == "dist/*.whl", path
+    options = dict(re.findall(r"--build-arg (\w+)=(\S+)", text))
+    defaults = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
+    assert set(options) <= set(defaults)
+    if name == "Dockerfile.sglang":
+        assert "FROM lmsysorg/sglang:v${SGLANG}" in lines
+        found = [given["SGLANG"] for given in (defaults, options)]
+        for constraints in ("constraints.txt", "constraints-current.txt"):
+            text = (pages.ROOT / constraints).read_text()
+            assert f"nixl-cu{defaults['CUDA']}=={defaults['NIXL']}\n" in text
+    else:
+        found = [*re.findall(r"sglang==([\w.]+)", text), CURRENT_VERSION]
+    assert found == [BASE_VERSION, CURRENT_VERSION]
+    kind, program, *command = steps[-1]
+    assert (kind, program.rstrip("3")) == ("RUN", "python")
+    run = subprocess.run(
+        [sys.executable, *command, "--help"], capture_output=True, text=True, check=True
+    )
+    assert command[-1] == "--check" and "--check" in run.stdout
 
 
 def test_compose() -> None:

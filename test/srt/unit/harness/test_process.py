@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import io
 import os
 import signal
 import subprocess
@@ -12,8 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from benchmark.harness import checks, ports
+from benchmark.demo.serve import restart_ended
+from benchmark.harness import checks, ports, process
 from benchmark.harness.fleet import Fleet
 from benchmark.harness.ports import allocate_ports
 from benchmark.harness.process import ServerFailed, ServerProcess, diagnose
@@ -99,7 +102,8 @@ def test_servers_end_when_their_run_is_killed(tmp_path: Path, name: signal.Signa
     [
         ("OSError: [Errno 98] Address already in use", 1, "a port is taken"),
         ("RuntimeError: Not enough memory. Please try", 1, "memory is short"),
-        ("Loading weights", -9, "memory is short: the kernel killed the process"),
+        ("Loading weights", -9, "it ended by signal 9"),
+        ("ValueError: no room", -15, "it ended by signal 15: ValueError: no room"),
         (
             "ImportError: libibverbs.so.1: cannot open shared object file: No such file",
             1,
@@ -150,6 +154,39 @@ def test_one_failed_server_ends_all(tmp_path: Path) -> None:
         pass
     assert set(fleet.processes) == {"prefill", "decode"}
     assert not any(process.alive for process in fleet.processes.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [0, 2])
+def test_a_killed_server_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
+) -> None:
+    """Guards against `make serve` ending with one of its servers, and against the kernel being
+    blamed for a kill that was not its own."""
+    vmstat = tmp_path / "vmstat"
+    monkeypatch.setattr(process, "VMSTAT", vmstat)
+    vmstat.write_text("pgfault 7\noom_kill 3\n")
+    (tmp_path / "health").touch()
+    layout = []
+    for role, port in zip(("prefill", "decode"), allocate_ports(2), strict=True):
+        serve = (http.server.__file__, str(port), "--bind", "127.0.0.1", "-d", str(tmp_path))
+        layout.append(ServerConfig(role, port, (sys.executable, *serve)))
+    shown = io.StringIO()
+    console = Console(file=shown, width=300)
+    with Fleet(layout, tmp_path / "logs") as fleet:
+        assert restart_ended(fleet, console) == []
+        before = dict(fleet.processes)
+        os.kill(before["prefill"].pid, signal.SIGKILL)
+        until(lambda: not before["prefill"].alive)
+        vmstat.write_text(f"pgfault 7\noom_kill {3 + kills}\n")
+        assert restart_ended(fleet, console) == ["prefill"]
+        assert fleet.processes["prefill"].alive
+        assert fleet.processes["decode"] is before["decode"]
+        log = tmp_path / "logs" / "prefill.ended.log"
+        assert "GET /health" in log.read_text()
+    why = "; since it started, the kernel killed 2 processes for lack of memory" if kills else ""
+    assert f"prefill: it ended by signal 9{why}. Starting it again" in shown.getvalue()
+    assert str(log) in shown.getvalue() and "prefill serves again" in shown.getvalue()
 
 
 def test_every_engine_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def test_a_run(tmp_path: Path) -> None:
     metadata, and with pages that are compared."""
     command = [
         *(sys.executable, "-m", "benchmark", "kv_transfer", "fleet", "--out", str(tmp_path)),
-        *("--arms", "ours,radix", "--sizes", "32,64"),
+        *("--arms", "ours,radix", "--tokens", "32,64"),
         *("--passes", "1", "--rounds", "1", "--rooms", "4"),
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -52,6 +52,31 @@ def test_one_version(wheel):
     assert f"{DISTRIBUTION}-{__version__}.dist-info/METADATA" in wheel.namelist()
     versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert versions[0] == __version__
+
+
+def test_the_long_description_has_no_relative_links(wheel: zipfile.ZipFile) -> None:
+    """Guards against links that lead nowhere on a package index."""
+    about = wheel.read(f"{DISTRIBUTION}-{__version__}.dist-info/METADATA").decode()
+    assert "Description-Content-Type: text/markdown\n" in about
+    assert "# sglang-disagg-patchset\n" in about
+    text = (ROOT / "README.md").read_text()
+    targets = re.findall(r"\]\(([^)]+)\)", text)
+    assert [target for target in targets if not target.startswith("https://")]
+    kept = re.findall(r"\]\(([^)]+)\)", about)
+    assert kept == [target for target in targets if target.startswith("https://")]
+
+
+def test_links_are_absolute_once_the_project_has_an_address() -> None:
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = "![two](docs/a.svg) [b](docs/b.md#c), [d](#e), [f](https://g)"
+    assert module.long_description(text, None, "1") == "two b, d, [f](https://g)"
+    assert module.long_description(text, "https://h/i", "1") == (
+        "![two](https://h/i/raw/v1/docs/a.svg) [b](https://h/i/blob/v1/docs/b.md#c), "
+        "[d](https://h/i/blob/v1/README.md#e), [f](https://g)"
+    )
 
 
 def test_python_versions_are_named_everywhere():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import pytest
 
 from sglang.srt.patchset import GROUPS, TABLE
 from sglang.srt.patchset.__main__ import render
 from sglang.srt.patchset.status import GroupState, GroupStatus, PatchsetState, RowState, RowStatus
+from unit.patchset.conftest import ENGINE, FakeSglang
 
 pytestmark = pytest.mark.slow
 
@@ -107,3 +110,45 @@ def test_render_shows_the_reason():
     text = render(PatchsetState("1", "1", "", (group,)))
     assert "failed" in text and "drifted" in text and f"when {optional.when}" in text
     assert f"group {GROUPS[0].name}: stock" in text and "it is old" in text
+
+
+#: As the loader of SGLang's kernels: it imports ``common_ops`` if its library does not load.
+KERNELS = """
+def load():
+    try:
+        raise ImportError("libcuda.so.1: cannot open shared object file")
+    except ImportError:
+        import common_ops
+        assert common_ops.__file__
+        return common_ops
+
+common_ops = load()
+"""
+DRIVER = "import ctypes; ctypes.CDLL = lambda name: None"
+NO_DRIVER = """
+import ctypes
+def missing(name):
+    raise OSError(name)
+ctypes.CDLL = missing
+"""
+
+
+@pytest.mark.parametrize(
+    ("machine", "options", "status", "noted"),
+    [
+        (NO_DRIVER, ["--check"], 0, 1),
+        (NO_DRIVER, [], 0, 0),
+        # With a driver, a library that does not load keeps a server from starting.
+        (DRIVER, ["--check"], 2, 0),
+    ],
+)
+def test_the_check_needs_no_driver(
+    fake_sglang: FakeSglang, machine: str, options: list[str], status: int, noted: int
+) -> None:
+    """Guards against a check that fails in the build of an image, and one that hides a broken
+    library on a machine with a GPU."""
+    fake_sglang.write("sgl_kernel/__init__.py", KERNELS)
+    fake_sglang.write("sglang/srt/engine.py", f"import sgl_kernel\n{textwrap.dedent(ENGINE)}")
+    result = fake_sglang.run(machine + MAIN.format(options=options), check=False)
+    assert result.returncode == status, result.stderr
+    assert result.stdout.count("without a GPU driver") == noted, result.stdout
