@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any  # Any: a Candidate, where it has its leas
 
 import torch
 
+from sglang.srt.disaggregation.delta import observability
 from sglang.srt.disaggregation.delta.decode.request import (
     Stage,
     bootstrap_addr,
@@ -30,7 +31,13 @@ from sglang.srt.disaggregation.delta.decode.request import (
     record_of,
 )
 from sglang.srt.disaggregation.delta.decode.speculation import own_first_drafts
-from sglang.srt.disaggregation.delta.observability import STATS, Telemetry
+from sglang.srt.disaggregation.delta.observability import (
+    STATS,
+    Computed,
+    TakenLocally,
+    Telemetry,
+    now,
+)
 from sglang.srt.disaggregation.local_prefill.chunk_times import (
     NOT_MEASURED,
     OTHERS_CHUNK,
@@ -201,9 +208,19 @@ class LocalTurns:
         req.time_stats.set_wait_queue_entry_time()
         STATS.count("decode_prefix_prompt_tokens", len(req.origin_input_ids))
         STATS.count("decode_prefix_hit_tokens", req.cache_protected_len)
-        record_of(req).hit_tokens = req.cache_protected_len
         self.queue.append(Turn(req, req.cache_protected_len))
         self.placed(req, decision)
+        observability.record(
+            "decode",
+            lambda: TakenLocally(
+                at=now(),
+                room=req.bootstrap_room,
+                rid=str(req.rid),
+                prompt_tokens=len(req.origin_input_ids),
+                prefix_tokens=req.cache_protected_len,
+                reason=decision.reason,
+            ),
+        )
 
     def placed(self, req: Req, decision: Decision) -> None:
         """Count ``req``, which was taken here or announced to prefill."""
@@ -303,8 +320,10 @@ class LocalTurns:
         """Let the tree share what the oldest chunk computed; its result is processed next."""
         for turn in self.launched[0][1]:
             if not turn.req.is_chunked:
-                record_of(turn.req).enter(Stage.COMMITTED)
-                stats = turn.req.time_stats
+                req = turn.req
+                record_of(req).enter(Stage.COMMITTED)
+                _log_computed(req)
+                stats = req.time_stats
                 if stats.trace_ctx.tracing_enable:
                     # SGLang adds the slice of a prefill to the one of decode, which it opened when
                     # the prompt was first run: by itself it would end that one under another name,
@@ -326,6 +345,11 @@ class LocalTurns:
             if batch.spec_info is not None:
                 own_first_drafts(batch)
             self.computed.append(batch)
+
+
+def _log_computed(req: Req) -> None:
+    room, rid = req.bootstrap_room, str(req.rid)
+    observability.record("decode", lambda: Computed(at=now(), room=room, rid=rid))
 
 
 def _new_tokens(req: Req) -> int:

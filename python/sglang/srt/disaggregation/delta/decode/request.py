@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple  # Any: a chunk of KV, a tenso
 
 import torch
 
+from sglang.srt.disaggregation.delta.decode.explanation import Explanation
 from sglang.srt.disaggregation.delta.pages import load_state
 
 if TYPE_CHECKING:
@@ -137,10 +138,8 @@ class Record:
     #: True once it has no prefill server: it is computed locally or fails.
     is_alone: bool = False
     wait: Wait = field(default_factory=Wait)
-    #: Reasons for which it was counted in the metric of refusals.
-    refused_for: set[str] = field(default_factory=set)
-    #: Tokens of its prompt that were in the tree at admission.
-    hit_tokens: int = 0
+    #: Where it was computed and why, its hit, and its waits.
+    explanation: Explanation = field(default_factory=Explanation)
     #: True if KV and metadata are here: prefill has nothing left to write on this rank.
     arrived: bool = False
     #: When its KV was here without its metadata (``time.monotonic``).
@@ -168,6 +167,7 @@ class Record:
                 self.stage,
                 stage,
             )
+        self.explanation.left(self.stage.value)
         self.stage = stage
 
     def drop_copies(self) -> None:
@@ -181,6 +181,7 @@ def record_of(req: Req) -> Record:
         return req.delta  # the most frequent line of a step: no getattr
     except AttributeError:
         record = req.delta = Record(rid=str(getattr(req, "rid", "")))
+        record.explanation.time_stats = getattr(req, "time_stats", None)
         return record
 
 
