@@ -204,7 +204,7 @@ def test_the_event_log_has_local_turns(decoder: Answered, events: Any) -> None:
     taken, ended = lines[2], lines[4]
     assert (taken["prompt_tokens"], taken["prefix_tokens"]) == (LENGTH + 24, LENGTH)
     assert (taken["room"], ended["room"]) == (short.bootstrap_room,) * 2
-    assert ended["finish"]["type"] == "length"
+    assert (ended["finish"], ended["error"]) == ("length", "")
     assert ended["explanation"] == decoder.explained(short)
 
 

@@ -131,7 +131,7 @@ def local_turn(room: int, start: float) -> list[RoomEvent]:
     return [
         TakenLocally(at=start, **which, **taken),
         Computed(at=start + 1, **which),
-        Ended(at=start + 2, **which, finish={"type": "stop"}, explanation=explanation),
+        Ended(at=start + 2, **which, finish="stop", error="", explanation=explanation),
     ]
 
 

@@ -340,13 +340,14 @@ class Computed(msgspec.Struct, frozen=True, tag="computed", kw_only=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended", kw_only=True):
-    """Decode sends the end of an answer. ``finish``: SGLang's finish reason; ``explanation``: see
-    ``decode.explanation``."""
+    """Decode sends the end of an answer. ``finish``: type of SGLang's finish reason; ``error``: its
+    message; ``explanation``: see ``decode.explanation``."""
 
     at: float
     room: int | None
     rid: str
-    finish: dict[str, Any]
+    finish: str
+    error: str
     explanation: dict[str, int | str]
 
 

@@ -255,14 +255,15 @@ class DisaggScheduler(FlushingScheduler, NamespacedScheduler):
         # Called for each part of an answer that is sent; the last part has the explanation.
         if not req.finished() or is_fake(req):
             return details
-        explanation = record_of(req).explanation.values()
+        explanation, finish = record_of(req).explanation.values(), req.finished_reason.to_json()
         observability.record(
             "decode",
             lambda: Ended(
                 at=now(),
                 room=req.bootstrap_room,
                 rid=str(req.rid),
-                finish=req.finished_reason.to_json(),
+                finish=finish["type"],
+                error=finish.get("message") or "",
                 explanation=explanation,
             ),
         )
