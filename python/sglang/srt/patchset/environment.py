@@ -174,8 +174,8 @@ ADMISSION_TIMEOUT = _seconds(
 EXPLAIN: Variable[bool] = Variable(
     "SGLANG_DISAGGREGATION_EXPLAIN", "decode",
     "Each answer of `/generate` says in `meta_info`, under `cached_tokens_details`, where its new "
-    "tokens were computed and why, what it hit and requested, and how long it waited "
-    "([keys](../operations/requests.md)). `0` omits this.",
+    "tokens were computed and why, what it hit and requested, and how long it waited. `0` omits "
+    "this.",
     True, _SPELLINGS, _boolean, "on",
 )  # fmt: skip
 LOCAL_CHUNK = _integer(

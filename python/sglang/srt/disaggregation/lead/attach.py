@@ -42,7 +42,7 @@ def _is_local() -> bool:
 PARTS: tuple[LeadPart, ...] = (
     LeadPart("prefill_exit", _is_local),
     LeadPart("local_scheduler", _is_local),
-    LeadPart("explain", _is_local),
+    LeadPart("explain", lambda: _is_local() and environment.EXPLAIN.read()),
     LeadPart("without_prefill", lambda: environment.FALLBACK_PREFILL_TOKENS.read() > 0),
     LeadPart("thread", lambda: environment.NIXL_PROGRESS_DELAY.read(0) > 0, is_plain=False),
     LeadPart("admission", lambda: environment.DECODE_ADMISSION.read() == "remaining"),

@@ -10,7 +10,6 @@ from typing import Any  # Any: SGLang's objects
 from sglang.srt.disaggregation.delta.decode.explanation import Explanation
 from sglang.srt.disaggregation.lead.attach import Function, Wraps
 from sglang.srt.disaggregation.local_prefill.policy import Decision
-from sglang.srt.patchset import environment
 
 
 def note(req: Any, hit_tokens: int, decision: Decision) -> None:
@@ -25,9 +24,6 @@ def note(req: Any, hit_tokens: int, decision: Decision) -> None:
 def install(wrap: Wraps) -> None:
     """See ``attach``."""
     from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
-
-    if not environment.EXPLAIN.read():
-        return
 
     @wrap(SchedulerOutputStreamer, "get_cached_tokens_details", "(self, req)")
     def get_cached_tokens_details(stock: Function, self: Any, req: Any) -> Any:
