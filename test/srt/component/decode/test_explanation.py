@@ -14,7 +14,7 @@ from component.decode.decoder import Decoder
 from component.decode.stages import bring_to, fail_room
 from component.decode.steps import PROMPT, admit, finish, ids, land, serve, tick
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta.decode.explanation import Explanation
+from sglang.srt.disaggregation.delta.decode.request import Explanation
 from sglang.srt.disaggregation.delta.observability import event_log
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.patchset.environment import EVENT_LOG, EXPLAIN
@@ -24,7 +24,7 @@ PAGE_BYTES, LENGTH = 2 * 16 * 16, len(PROMPT)
 
 
 class Answered(Decoder):
-    """A decode server whose clock is also that of stages, and which keeps SGLang's outputs."""
+    """A decode server with one clock for queues and stages; it keeps SGLang's outputs."""
 
     def __init__(self, *sizes: int, **options: Any) -> None:
         super().__init__(*sizes, **options)

@@ -341,7 +341,7 @@ class Computed(msgspec.Struct, frozen=True, tag="computed", kw_only=True):
 
 class Ended(msgspec.Struct, frozen=True, tag="ended", kw_only=True):
     """Decode sends the end of an answer. ``finish``: type of SGLang's finish reason; ``error``: its
-    message; ``explanation``: see ``decode.explanation``."""
+    message; ``explanation``: see ``request.Explanation``."""
 
     at: float
     room: int | None

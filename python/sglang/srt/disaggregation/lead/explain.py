@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any  # Any: SGLang's objects
 
-from sglang.srt.disaggregation.delta.decode.explanation import Explanation
+from sglang.srt.disaggregation.delta.decode.request import Explanation
 from sglang.srt.disaggregation.lead.attach import Function, Wraps
 from sglang.srt.disaggregation.local_prefill.policy import Decision
 
