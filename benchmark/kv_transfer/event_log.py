@@ -1,23 +1,27 @@
 """Join the event logs of prefill and decode servers by room, and compute how long stages took.
 
 python -m benchmark.kv_transfer.event_log FOLDER...
+python -m benchmark.kv_transfer.event_log FOLDER... [SERVER_LOG...] --request RID
 
 decode   admitted                                                          arrived
             |  bootstrap                                            notice ^
             v                                                              |
 prefill  announced --- prefill ---> enqueued -queue-build-post-wire-> moved (last chunk)
 
-Servers take times from their hosts' clocks, which must be synchronized.
+Servers take times from their hosts' clocks, which must be synchronized. With ``--request`` the
+records of one request are printed, with the lines of servers' text logs that name it or its room.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +34,12 @@ from sglang.srt.disaggregation.delta.observability import (
     Admitted,
     Announced,
     Arrived,
+    Computed,
+    Ended,
     Moved,
     RoomEvent,
     Sent,
+    TakenLocally,
 )
 
 #: Stages of a chunk in a transfer worker.
@@ -63,9 +70,14 @@ def read(*folders: Path) -> list[RoomEvent]:
     Raises:
         msgspec.DecodeError: a line is not a known record.
     """
+    return [record for _, record in _read(folders)]
+
+
+def _read(folders: Iterable[Path]) -> list[tuple[str, RoomEvent]]:
+    """Return all records, each with the name of its process."""
     decoder = msgspec.json.Decoder(RoomEvent)
     return [
-        decoder.decode(line)
+        (path.stem, decoder.decode(line))
         for folder in folders
         for path in sorted(folder.glob("*.jsonl"))
         for line in path.read_bytes().splitlines()
@@ -75,11 +87,13 @@ def read(*folders: Path) -> list[RoomEvent]:
 def stages(records: Iterable[RoomEvent]) -> list[RoomStages]:
     """Return one entry for each room of the records, in the order of their first times.
 
-    Records without a room (warm-up and health requests, which move nothing) are left out.
+    Records without a room (warm-up and health requests, which move nothing) and those of local
+    turns are left out.
     """
     rooms: dict[int, list[Any]] = defaultdict(list)
     for record in sorted(records, key=lambda record: record.at):
-        if (room := getattr(record, "room", None)) is not None:
+        is_moved = not isinstance(record, (TakenLocally, Computed, Ended))
+        if is_moved and (room := getattr(record, "room", None)) is not None:
             rooms[room].append(record)
     return [_join(room, of_room) for room, of_room in rooms.items()]
 
@@ -145,15 +159,69 @@ def table(rooms: Iterable[RoomStages]) -> list[list[str]]:
     return rows
 
 
+# ---- one request ----
+
+#: Begin of a line of SGLang's text logs: its local time, to the second.
+_LOGGED = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
+
+
+def life(rid: str, paths: Iterable[Path]) -> list[str]:
+    """Return a line for each record of request ``rid``, by time: milliseconds from its first one,
+    the process, the event. ``paths``: folders of event logs, and text logs of servers, of which the
+    lines are returned that contain the id or the number of its room."""
+    folders, texts = [], []
+    for path in paths:
+        (folders if path.is_dir() else texts).append(path)
+    records = _read(folders)
+    rooms = {record.room for _, record in records if getattr(record, "rid", "") == rid}
+    rooms.discard(None)
+    lines = [
+        (record.at, process, _text(record))
+        for process, record in records
+        if (record.rid == rid if hasattr(record, "rid") else record.room in rooms)
+    ]
+    names = re.compile("|".join(rf"(?<!\w){re.escape(str(name))}(?!\w)" for name in (rid, *rooms)))
+    for path in texts:
+        for line in path.read_text(errors="replace").splitlines():
+            if (logged := _LOGGED.match(line)) and names.search(line):
+                at = datetime.strptime(logged[1], "%Y-%m-%d %H:%M:%S").timestamp()
+                lines.append((at, path.stem, line))
+    lines.sort()
+    return [
+        f"{1e3 * (at - lines[0][0]):10.1f} ms  {process:<16} {text}" for at, process, text in lines
+    ]
+
+
+def _text(record: RoomEvent) -> str:
+    """Return the kind and the values of a record; of a list its length."""
+    values = msgspec.to_builtins(record)
+    kind = values.pop("type")
+    values |= values.pop("explanation", {})
+    shown = (
+        f"{name}={len(value) if isinstance(value, list) else value}"
+        for name, value in values.items()
+        if name not in ("at", "rid")
+    )
+    return f"{kind:<10} {' '.join(shown)}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark.kv_transfer.event_log")
     parser.add_argument(
         "folders",
         type=Path,
         nargs="+",
-        help="folder with the event logs of both servers",
+        help="folder with the event logs of both servers; with --request also their text logs",
     )
-    rooms = stages(read(*parser.parse_args().folders))
+    parser.add_argument(
+        "--request", metavar="RID", help="print the life of the request with this id"
+    )
+    arguments = parser.parse_args()
+    if arguments.request:
+        lines = life(arguments.request, arguments.folders)
+        print("\n".join(lines) or f"no record of request {arguments.request}")
+        return 0 if lines else 1
+    rooms = stages(read(*arguments.folders))
     columns = ["new tokens, up to", "rooms", "incomplete", *STAGES]
     print_table("stages of a room, p50, ms", columns, table(rooms), Console())
     return 0

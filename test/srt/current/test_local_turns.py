@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterator
 from typing import Any  # Any: objects of SGLang
 
+import msgspec
 import pytest
 
 from current.decode import Decode
 from current.environment import DRAFTS
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.delta.observability import Telemetry
+from sglang.srt.managers import io_struct
 
 CHUNK = 128
 LOCAL = {
@@ -127,6 +129,26 @@ def test_later_turns_are_computed_here_and_answered_as_by_an_aggregated_server(
     assert len(decode.frames) == 5 and max(steps.tokens) <= CHUNK and sum(steps.tokens) < 700
     assert not re.search("dEE", steps.kinds), steps.kinds
     assert all(decode.requests[rid].cached_tokens >= 192 for rid in rids)
+
+
+@short
+def test_each_answer_is_explained(decode: Decode, steps: Steps) -> None:
+    """Guards against a local turn that passes for a remote one, and against values that SGLang's
+    processes cannot send each other: the tokenizer would end."""
+    (local, long), _ = later_turns(decode, [40, 150], 4)
+    page = decode.scheduler.tree_cache.page_size
+    for prompt, where, reason in ((local, "local", "short"), (long, "remote", "long")):
+        rid = decode.ask(prompt, 4)
+        decode.finish()
+        req = decode.requests[rid]
+        details = decode.scheduler.output_streamer.get_cached_tokens_details(req)
+        details = msgspec.convert(details, io_struct.CachedTokensDetails)
+        assert (details["turn"], details["turn_reason"]) == (where, reason)
+        hit, new = details["decode_hit_tokens"], len(prompt) - details["decode_hit_tokens"]
+        assert 192 <= hit < len(prompt) and hit % page == 0
+        local_tokens = new if where == "local" else 0
+        assert details["local_tokens"] == local_tokens
+        assert details["requested_tokens"] == new - local_tokens
 
 
 @loops

@@ -7,6 +7,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import requests
 from benchmark.harness import metrics
 from benchmark.harness.client import Result
 from benchmark.harness.fleet import Pair, start
+from benchmark.harness.models import kv_bytes_per_token
 from benchmark.harness.watchdog import kill_group
+from benchmark.kv_transfer.event_log import life
 from e2e.support import (
     DOZE,
     Ids,
@@ -27,9 +30,11 @@ from e2e.support import (
     frozen,
     pair_config,
     prompt_maker,
+    route,
     settle,
     take_turns,
 )
+from sglang.srt.patchset.environment import EVENT_LOG
 
 LIMIT = 256
 WHEN_LOST = 500
@@ -116,6 +121,59 @@ def test_several_ranks(
 
 
 GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("served", [16], indirect=True)
+def test_each_answer_is_explained(served: Pair, model: Path, reference: Reference) -> None:
+    """Guards against an explanation that is lost between scheduler, detokenizer and tokenizer,
+    against one in OpenAI's answers, and against an event log that does not agree with it."""
+    pair, tokens = served, prompt_maker(model, seed=48)
+    history = tokens(320)
+    prompts = {
+        "remote": history,
+        "hit": [*history, *tokens(LIMIT + 40)],
+        "local": [*history, *tokens(40)],
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for rid, ids in prompts.items():
+        _, answer = ask_both(pair, ids, GREEDY, rid=f"explained-{rid}")
+        found[rid] = answer.json()["meta_info"]["cached_tokens_details"]
+        settle(pair)
+    facts = ("turn", "turn_reason", "decode_hit_tokens", "local_tokens", "requested_tokens")
+    assert {rid: tuple(details[fact] for fact in facts) for rid, details in found.items()} == {
+        "remote": ("remote", "long", 0, 0, 320),
+        "hit": ("remote", "long", 320, 0, LIMIT + 40),
+        "local": ("local", "short", 320, 40, 0),
+    }
+    whole = 320 * kv_bytes_per_token(model)
+    assert found["remote"]["requested_bytes"] == whole and found["local"]["requested_bytes"] == 0
+    waits = {rid: {key for key in details if key.endswith("_ms")} for rid, details in found.items()}
+    assert waits["remote"] == {"handshake_ms", "memory_ms", "transfer_ms", "start_ms"}
+    assert waits["local"] == {"handshake_ms", "memory_ms", "local_prefill_ms", "start_ms"}
+
+    folder = Path(str(pair.config.env[EVENT_LOG.name]))
+    kinds = {rid: [line.split()[3] for line in life(f"explained-{rid}", [folder])] for rid in found}
+    assert kinds["local"] == ["local", "computed", "ended"]
+    assert set(kinds["remote"]) == {"admitted", "announced", "sent", "moved", "arrived", "ended"}
+
+    # OpenAI's API: the keys of stock SGLang's aggregated server.
+    body = {"model": "default", "messages": [{"role": "user", "content": "1+2="}], "max_tokens": 4}
+    stock = requests.post(
+        f"{reference.server.config.url}/v1/chat/completions", json=body, timeout=60
+    )
+    body |= route(pair)
+    with ThreadPoolExecutor(2) as pool:
+        urls = [f"{url}/v1/chat/completions" for url in (pair.prefill_url, pair.decode_url)]
+        _, ours = pool.map(lambda url: requests.post(url, json=body, timeout=60), urls)
+    assert keys(ours.json()) == keys(stock.json())
+    settle(pair)
+
+
+def keys(value: Any) -> Any:
+    """Return the keys of nested JSON objects, without the values."""
+    if isinstance(value, dict):
+        return {key: keys(inner) for key, inner in value.items()}
+    return [keys(inner) for inner in value] if isinstance(value, list) else None
 
 
 @pytest.mark.parametrize("served", [16], indirect=True)

@@ -173,7 +173,7 @@ QUARANTINE_TIMEOUT = _seconds(
 EVENT_LOG: Variable[str] = Variable(
     "SGLANG_DISAGGREGATION_EVENT_LOG", "both",
     "Folder of the event log: one JSON line for each admission, announcement, send, delivery and "
-    "arrival.",
+    "arrival, each local turn, and each end of an answer on decode.",
     "", "a folder", str, "none",
 )  # fmt: skip
 
@@ -182,6 +182,13 @@ ADMISSION_TIMEOUT = _seconds(
     "Longest time for which a request waits for decode memory. Then its client gets status 503 "
     "and the reason.",
     least=1,
+)  # fmt: skip
+EXPLAIN: Variable[bool] = Variable(
+    "SGLANG_DISAGGREGATION_EXPLAIN", "decode",
+    "Each answer of `/generate` says in `meta_info`, under `cached_tokens_details`, where its new "
+    "tokens were computed and why, what it hit and requested, and how long it waited. `0` omits "
+    "this.",
+    True, _SPELLINGS, _boolean, "on",
 )  # fmt: skip
 LOCAL_CHUNK = _integer(
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_CHUNK", "decode", 512,

@@ -73,7 +73,7 @@ def test_at_least_a_token_is_computed(decoder: Decoder, prompt: list[int], prefi
     (req,) = admit(decoder, prompt, new=3)
     assert req.cache_protected_len == max(0, prefix - decoder.page_size)
     finish(decoder)
-    assert req.output_ids == [2] * 3 and req.cached_tokens == req.delta.hit_tokens
+    assert req.output_ids == [2] * 3 and req.cached_tokens == req.delta.explanation.hit_tokens
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_a_turn_hits_the_turn_before(page: int, steps: int) -> None:
     text, committed = ids(1, 37), 0
     for number in range(5):
         (req,) = serve(decoder, text, new=10)
-        assert req.delta.hit_tokens == max(page_floor(committed - bool(steps), page), 0)
+        assert req.delta.explanation.hit_tokens == max(page_floor(committed - bool(steps), page), 0)
         committed = len(req.origin_input_ids) + len(req.output_ids) - 1
         text = [*req.origin_input_ids, *req.output_ids, *ids(number + 2, 11)]
 
@@ -184,7 +184,7 @@ def talk(decoder: Ahead, chats: int, turns: int, new: int) -> Iterator[None]:
         if decoder.max_total_num_tokens > 2048:  # in a smaller pool some pages were evicted
             for req, held in zip(reqs, committed, strict=True):
                 least, most = (page_floor(max(held - by, 0), decoder.page_size) for by in (1, 0))
-                assert least <= req.delta.hit_tokens <= most
+                assert least <= req.delta.explanation.hit_tokens <= most
         committed = [len(req.origin_input_ids) + new - 1 for req in reqs]
         texts = [
             [*req.origin_input_ids, *req.output_ids[:new], *ids(number + 3, 7)] for req in reqs

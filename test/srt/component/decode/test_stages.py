@@ -192,4 +192,4 @@ def nothing_is_hit_of_before(decoder: Decoder, req: Any, *, is_local: bool) -> N
     whole = page_floor(len(PROMPT) - (is_local or bool(decoder.steps)), decoder.page_size)
     for expected in (0, whole):
         (req,) = serve(decoder, PROMPT)
-        assert req.delta.hit_tokens == expected
+        assert req.delta.explanation.hit_tokens == expected

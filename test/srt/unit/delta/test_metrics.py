@@ -74,9 +74,9 @@ def test_counters_and_histograms_start_at_zero() -> None:
     stats.start("local")
     assert shown("decode_itl_breaches_total") == 0
     assert shown("decode_itl_seconds_count", chunk="true") == 0
-    for where, reason in (("local", "always"), ("local", "no_prefill"), ("remote", "long")):
+    for where, reason in (("local", "short"), ("local", "no_prefill"), ("remote", "long")):
         assert shown("decode_turns_total", where=where, reason=reason) == 0
-    assert shown("decode_turns_total", where="remote", reason="always") is None
+    assert shown("decode_turns_total", where="remote", reason="short") is None
     assert shown("kv_transfer_stuck_workers_total") is None
 
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 import random
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from benchmark.kv_transfer.event_log import read, stages, table
+from benchmark.kv_transfer.event_log import life, read, stages, table
 from sglang.srt.disaggregation.delta.observability import (
     Admitted,
     Announced,
     Arrived,
+    Computed,
+    Ended,
     Moved,
     RoomEvent,
     Sent,
+    TakenLocally,
 )
 
 
@@ -113,3 +118,75 @@ def test_reading_the_servers_files(tmp_path: Path) -> None:
     (tmp_path / "prefill-2.jsonl").write_text('{"type": "unheard of"}\n')
     with pytest.raises(msgspec.DecodeError):
         read(tmp_path)
+
+
+# ---- one request ----
+
+
+def local_turn(room: int, start: float) -> list[RoomEvent]:
+    """A turn that decode computed."""
+    which: dict[str, Any] = {"room": room, "rid": f"r{room}"}
+    explanation: dict[str, int | str] = {"turn": "local", "memory_ms": 7}
+    taken = {"prompt_tokens": 48, "prefix_tokens": 40, "reason": "short"}
+    return [
+        TakenLocally(at=start, **which, **taken),
+        Computed(at=start + 1, **which),
+        Ended(at=start + 2, **which, finish="stop", error="", explanation=explanation),
+    ]
+
+
+def test_local_turns_have_no_stages_of_a_transfer() -> None:
+    """Guards against local turns that count as rooms with missing records."""
+    assert [room.room for room in stages([*local_turn(1, 100), *whole_room(2)])] == [2]
+
+
+def test_the_life_of_a_request(tmp_path: Path) -> None:
+    """Guards against lines of another request or without the prefill side, whose records have no
+    request id, and against an order by file instead of time."""
+
+    def write(name: str, *records: RoomEvent) -> None:
+        (tmp_path / f"{name}.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, records)))
+
+    decode = [r for r in whole_room() if isinstance(r, (Admitted, Arrived))]
+    write("decode-1", *decode, *local_turn(2, 100), *local_turn(12, 100))
+    write("prefill-1", *(r for r in whole_room() if r not in decode), *whole_room(11)[1:-1])
+    lines = [line.split() for line in life("r1", [tmp_path])]
+    assert [(line[0], line[2], line[3]) for line in lines] == [
+        ("0.0", "decode-1", "admitted"),
+        ("3000.0", "prefill-1", "announced"),
+        ("10000.0", "prefill-1", "sent"),
+        ("15000.0", "prefill-1", "moved"),
+        ("30000.0", "prefill-1", "sent"),
+        ("36000.0", "prefill-1", "moved"),
+        ("38000.0", "decode-1", "arrived"),
+    ]
+    assert "pages=3" in lines[0] and "prompt_tokens=48" in lines[0]
+    local = life("r2", [tmp_path])
+    assert [line.split()[3] for line in local] == ["local", "computed", "ended"]
+    assert "reason=short" in local[0] and "memory_ms=7" in local[2]
+    assert life("r3", [tmp_path]) == []
+
+
+def test_text_logs_in_the_life_of_a_request(tmp_path: Path) -> None:
+    """Guards against lines of other requests whose names contain this one's, and against log lines
+    in front of the events that they follow."""
+    events, log = tmp_path / "events", tmp_path / "decode.log"
+    events.mkdir()
+    start = datetime(2026, 1, 2, 3, 4, 5).timestamp()
+    (events / "decode-1.jsonl").write_bytes(
+        b"\n".join(map(msgspec.json.encode, local_turn(7, start)))
+    )
+    log.write_text(
+        "[2026-01-02 03:04:06 TP0] request r7 (bootstrap_room=7) has waited 10 s\n"
+        "[2026-01-02 03:04:06 TP0] request r77 (bootstrap_room=77) has waited 10 s\n"
+        "[2026-01-02 03:04:09] room 7: withdrawn\n"
+        "a line of r7 without a time\n"
+    )
+    texts = [line.split("ms", 1)[1].split()[:2] for line in life("r7", [log, events])]
+    assert texts == [
+        ["decode-1", "local"],
+        ["decode", "[2026-01-02"],
+        ["decode-1", "computed"],
+        ["decode-1", "ended"],
+        ["decode", "[2026-01-02"],
+    ]

@@ -5,9 +5,10 @@ gauges of a pool of transfer workers. ``RateLimitedLog`` limits lines per peer o
 ``best_effort`` wraps counting and logging: an error is logged once and the caller continues.
 
 ``record`` writes to the event log: one JSON line for each step of a room, from its announcement to
-its arrival. The log is off unless ``SGLANG_DISAGGREGATION_EVENT_LOG`` names a folder; each
-scheduler process appends to ``<folder>/<side>-<pid>.jsonl``. Times are seconds since the epoch, so
-that the files of two servers on one host can be joined by room.
+its arrival, for the begin and end of a local turn, and for the end of each answer on decode. The
+log is off unless ``SGLANG_DISAGGREGATION_EVENT_LOG`` names a folder; each scheduler process appends
+to ``<folder>/<side>-<pid>.jsonl``. Times are seconds since the epoch, so that the files of two
+servers on one host can be joined by room.
 
 Contract: ``Telemetry`` and ``TransferGauges`` are thread-safe (one lock each, held only for
 updates); ``RateLimitedLog`` belongs to one thread.
@@ -236,6 +237,8 @@ class Admitted(msgspec.Struct, frozen=True, tag="admitted", kw_only=True):
     pages: list[int]
     #: Indices of the state moved with the last page.
     state: list[int] = []
+    #: Why prefill computes it (``local_prefill.policy.REASONS``); empty without local turns.
+    reason: str = ""
 
 
 class Sent(msgspec.Struct, frozen=True, tag="sent", kw_only=True):
@@ -284,7 +287,38 @@ class Arrived(msgspec.Struct, frozen=True, tag="arrived", kw_only=True):
     room: int
 
 
-RoomEvent = Admitted | Sent | Announced | Moved | Arrived
+class TakenLocally(msgspec.Struct, frozen=True, tag="local", kw_only=True):
+    """Decode has reserved pages for a turn that it computes itself."""
+
+    at: float
+    room: int | None
+    rid: str
+    prompt_tokens: int
+    prefix_tokens: int
+    reason: str
+
+
+class Computed(msgspec.Struct, frozen=True, tag="computed", kw_only=True):
+    """Decode has computed the last chunk of a local turn."""
+
+    at: float
+    room: int | None
+    rid: str
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended", kw_only=True):
+    """Decode sends the end of an answer. ``finish``: type of SGLang's finish reason; ``error``: its
+    message; ``explanation``: see ``request.Explanation``."""
+
+    at: float
+    room: int | None
+    rid: str
+    finish: str
+    error: str
+    explanation: dict[str, int | str]
+
+
+RoomEvent = Admitted | Sent | Announced | Moved | Arrived | TakenLocally | Computed | Ended
 
 
 @functools.cache

@@ -54,6 +54,7 @@ PARTS: tuple[LeadPart, ...] = (
     LeadPart("settings", lambda: _is_local() or _is_remaining()),
     LeadPart("prefill_exit", _is_local),
     LeadPart("local_scheduler", _is_local),
+    LeadPart("explain", lambda: _is_local() and environment.EXPLAIN.read()),
     LeadPart("without_prefill", lambda: environment.FALLBACK_PREFILL_TOKENS.read() > 0),
     LeadPart("thread", lambda: environment.NIXL_PROGRESS_DELAY.read(0) > 0),
     LeadPart("admission", _is_remaining),

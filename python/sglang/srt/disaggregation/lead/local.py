@@ -18,6 +18,7 @@ from typing import Any  # Any: SGLang's objects
 
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
+from sglang.srt.disaggregation.lead import explain
 from sglang.srt.disaggregation.lead.prefill_exit import ReleasingServers, release_room
 from sglang.srt.disaggregation.policy.choice import (
     Decision,
@@ -131,6 +132,7 @@ class QueuedTurns(Chunks):
             decision, req.lead_turn = decision_of(req), None
             if decision is not None:
                 record_choice(self.telemetry, req, decision)
+                explain.note(req, req.kv.cache_protected_len, decision)
 
     # ---- admission ----
 
@@ -232,6 +234,7 @@ class QueuedTurns(Chunks):
             release_room(entry.kv_receiver)
             entry.kv_receiver = None
             record_choice(self.telemetry, entry.req, entry.req.lead_turn)
+            explain.note(entry.req, entry.req.kv.cache_protected_len, entry.req.lead_turn)
 
     # ---- chunks ----
 

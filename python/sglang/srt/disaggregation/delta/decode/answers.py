@@ -202,9 +202,9 @@ class Answers:
     def note_refusal(self, req: Req, refusal: Refusal) -> None:
         """Record why ``req`` waits; count each reason once a request."""
         record = record_of(req)
-        record.wait.refusal = refusal
-        if refusal.reason not in record.refused_for:
-            record.refused_for.add(refusal.reason)
+        record.wait.refusal, counted = refusal, record.explanation.refused_for
+        if refusal.reason not in counted:
+            counted.add(refusal.reason)
             self._telemetry.count("decode_admission_refused", reason=refusal.reason)
 
     def log_waits(self, late: Iterable[Req]) -> None:

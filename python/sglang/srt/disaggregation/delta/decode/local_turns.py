@@ -23,13 +23,20 @@ from typing import TYPE_CHECKING, Any  # Any: a Candidate, where it has its leas
 
 import torch
 
+from sglang.srt.disaggregation.delta import observability
 from sglang.srt.disaggregation.delta.decode.request import (
     Stage,
     bootstrap_addr,
     is_fake,
     record_of,
 )
-from sglang.srt.disaggregation.delta.observability import STATS, Telemetry
+from sglang.srt.disaggregation.delta.observability import (
+    STATS,
+    Computed,
+    TakenLocally,
+    Telemetry,
+    now,
+)
 from sglang.srt.disaggregation.policy.choice import (
     Decision,
     choose,
@@ -169,9 +176,19 @@ class LocalTurns(Chunks):
         req.time_stats.set_wait_queue_entry_time()
         STATS.count("decode_prefix_prompt_tokens", len(req.origin_input_ids))
         STATS.count("decode_prefix_hit_tokens", req.cache_protected_len)
-        record_of(req).hit_tokens = req.cache_protected_len
         self.queue.append(Turn(req, req.cache_protected_len))
         self.placed(req, decision)
+        observability.record(
+            "decode",
+            lambda: TakenLocally(
+                at=now(),
+                room=req.bootstrap_room,
+                rid=str(req.rid),
+                prompt_tokens=len(req.origin_input_ids),
+                prefix_tokens=req.cache_protected_len,
+                reason=decision.reason,
+            ),
+        )
 
     def placed(self, req: Req, decision: Decision) -> None:
         """Count ``req``, which was taken here or announced to prefill."""
@@ -255,8 +272,10 @@ class LocalTurns(Chunks):
         KV is committed, so that the tree may share it."""
         for turn in self.launched[0][1]:
             if not turn.req.is_chunked:
-                record_of(turn.req).enter(Stage.COMMITTED)
-                stats = turn.req.time_stats
+                req = turn.req
+                record_of(req).enter(Stage.COMMITTED)
+                _log_computed(req)
+                stats = req.time_stats
                 if stats.trace_ctx.tracing_enable:
                     # Otherwise SGLang would end the trace slice that it opened at the turn's first
                     # chunk under another name, with a warning.
@@ -278,3 +297,8 @@ class LocalTurns(Chunks):
             if batch.spec_info is not None:
                 own_first_drafts(batch)
             self.computed.append(batch)
+
+
+def _log_computed(req: Req) -> None:
+    room, rid = req.bootstrap_room, str(req.rid)
+    observability.record("decode", lambda: Computed(at=now(), room=room, rid=rid))

@@ -317,15 +317,19 @@ class RadixPreallocQueue(DecodePreallocQueue):
     def _start(self, candidate: Candidate, turn: Any) -> None:
         """Continue an admitted request: restore its KV, compute it locally, or announce its pages.
         ``turn``: see ``_choose_turn``."""
+        req = candidate.req
         if candidate.resumes:
-            self._restore(candidate.req)
-        elif turn is not None and turn.local:
-            record_of(candidate.req).enter(Stage.LOCAL)
+            self._restore(req)
+            return
+        explanation = record_of(req).explanation
+        explanation.placed(len(req.origin_input_ids), req.cache_protected_len, turn)
+        if turn is not None and turn.local:
+            record_of(req).enter(Stage.LOCAL)
             self.local_turns.take(candidate.entry, turn)
         else:
             self._announce(candidate.entry)
             if turn is not None:
-                self.local_turns.placed(candidate.req, turn)
+                self.local_turns.placed(req, turn)
 
     def _private_slots(self, req: Req) -> torch.Tensor:
         """Return the slots of its row behind the shared prefix (1-D, the row's type)."""

@@ -1,4 +1,4 @@
-"""The record of one request on a decode server: its stage, why it waits, and what it may share.
+"""The record of one request on a decode server: its stage, its explanation, what it may share.
 
 SGLang's queues hold a ``DecodeRequest`` until a request runs, and then the bare ``Req``. The record
 is an attribute of the ``Req`` (``req.delta``), which lives as long as the request; nothing else is
@@ -13,16 +13,18 @@ from __future__ import annotations
 import copy
 import enum
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple  # Any: a chunk of KV, a tensor or a pair; a Req
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple  # Any: a chunk of KV; a Req
 
 import torch
 
 from sglang.srt.disaggregation.delta.pages import load_private, load_state
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.policy.choice import Decision
     from sglang.srt.managers.schedule_batch import MultimodalDataItem, Req
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
@@ -109,6 +111,89 @@ class Wait:
     logged: bool = False
 
 
+#: Stage -> name of the time that a request spent in it. SGLang's spans have the other stages.
+WAITS = {
+    Stage.HANDSHAKE: "handshake",
+    Stage.IN_LINE: "memory",
+    Stage.TRANSFER: "transfer",
+    Stage.LOCAL: "local_prefill",
+    Stage.COMMITTED: "start",
+    Stage.RETRACTED: "retracted",
+}
+
+
+@dataclass(slots=True)
+class Explanation:
+    """Why a request was computed where it was, what it hit and moved, and how long it waited.
+
+    It leaves as numbers and texts in ``cached_tokens_details``, a part of an answer's ``meta_info``
+    (SGLang 0.5.23 accepts no other types there), in the event log, and on spans.
+    """
+
+    #: SGLang's times of the request, which have its trace; None in a test.
+    time_stats: Any = None
+    #: Side that computes the new tokens ("local", "remote"); empty until the request is admitted.
+    where: str = ""
+    #: Why that side; empty on a server without local turns.
+    reason: str = ""
+    prompt_tokens: int = 0
+    #: Tokens of the prompt that were in the tree at admission.
+    hit_tokens: int = 0
+    #: Bytes of KV and state that this rank requested from prefill.
+    requested_bytes: int = 0
+    #: Reasons of refused admissions. Each is counted once in the metric.
+    refused_for: set[str] = field(default_factory=set)
+    #: When the request entered its stage, on SGLang's clock of spans.
+    since: float = field(default_factory=lambda: Explanation.clock())
+    #: Seconds in the stages that it has left, by the names in ``WAITS``.
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    clock: ClassVar[Callable[[], float]] = time.perf_counter
+
+    def placed(self, prompt_tokens: int, hit_tokens: int, decision: Decision | None) -> None:
+        """Note the admission. ``decision``: None on a server without local turns."""
+        self.prompt_tokens, self.hit_tokens, self.requested_bytes = prompt_tokens, hit_tokens, 0
+        self.where, self.reason = "remote", ""
+        if decision is not None:
+            self.where, self.reason = decision.where, decision.reason
+
+    def left(self, stage: Stage) -> None:
+        """Note the end of a stage, and add a span if SGLang traces the request."""
+        now, since = Explanation.clock(), self.since
+        self.since = now
+        if (wait := WAITS.get(stage)) is None:
+            return
+        self.seconds[wait] = self.seconds.get(wait, 0.0) + now - since
+        if self.time_stats is not None and self.time_stats.trace_ctx.tracing_enable:
+            from sglang.srt.observability.req_time_stats import RequestStageConfig
+
+            span = RequestStageConfig(f"disagg_{wait}", level=1)
+            self.time_stats.trace_slice(span, since, now, self._choice())
+
+    def values(self) -> dict[str, int | str]:
+        """Return the explanation as it is now."""
+        waits = {f"{wait}_ms": round(1e3 * spent) for wait, spent in self.seconds.items()}
+        return {**self._choice(), **waits}
+
+    def _choice(self) -> dict[str, int | str]:
+        values: dict[str, int | str] = {}
+        if self.where:
+            new_tokens = self.prompt_tokens - self.hit_tokens
+            local_tokens = new_tokens if self.where == "local" else 0
+            values = {
+                "turn": self.where,
+                "decode_hit_tokens": self.hit_tokens,
+                "local_tokens": local_tokens,
+                "requested_tokens": new_tokens - local_tokens,
+                "requested_bytes": self.requested_bytes,
+            }
+        if self.reason:
+            values["turn_reason"] = self.reason
+        if self.refused_for:
+            values["refused_for"] = ",".join(sorted(self.refused_for))
+        return values
+
+
 @dataclass(slots=True)
 class Record:
     """``req.delta``, in the order of a request's life."""
@@ -128,10 +213,8 @@ class Record:
     #: True once it has no prefill server: it is computed locally or fails.
     is_alone: bool = False
     wait: Wait = field(default_factory=Wait)
-    #: Reasons for which it was counted in the metric of refusals.
-    refused_for: set[str] = field(default_factory=set)
-    #: Tokens of its prompt that were in the tree at admission.
-    hit_tokens: int = 0
+    #: Where it was computed and why, its hit, and its waits.
+    explanation: Explanation = field(default_factory=Explanation)
     #: True if KV and metadata are here: prefill has nothing left to write on this rank.
     arrived: bool = False
     #: When its KV was here without its metadata (``time.monotonic``).
@@ -159,6 +242,7 @@ class Record:
                 self.stage,
                 stage,
             )
+        self.explanation.left(self.stage)
         self.stage = stage
 
     def drop_copies(self) -> None:
@@ -172,6 +256,7 @@ def record_of(req: Req) -> Record:
         return req.delta  # the most frequent line of a step: no getattr
     except AttributeError:
         record = req.delta = Record(rid=str(getattr(req, "rid", "")))
+        record.explanation.time_stats = getattr(req, "time_stats", None)
         return record
 
 

@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import cached_property
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any  # Any: SGLang's control requests and results
 
 from typing_extensions import override
 
+from sglang.srt.disaggregation.delta import observability
 from sglang.srt.disaggregation.delta.decode.claims import private_tokens
 from sglang.srt.disaggregation.delta.decode.flush import FlushingScheduler
 from sglang.srt.disaggregation.delta.decode.recurrent import serve_states
 from sglang.srt.disaggregation.delta.decode.request import is_fake, record_of
 from sglang.srt.disaggregation.delta.decode.speculation import check_draft_pool, draft_pool
 from sglang.srt.disaggregation.delta.namespaces import NamespacedScheduler
-from sglang.srt.disaggregation.delta.observability import STATS, Telemetry
+from sglang.srt.disaggregation.delta.observability import STATS, Ended, Telemetry, now
 from sglang.srt.disaggregation.delta.pages import RECURRENT, has_other_state
 from sglang.srt.disaggregation.delta.unserved import named_by
+from sglang.srt.patchset.environment import EXPLAIN
 from sglang.srt.patchset.flags import FLAG
 
 if TYPE_CHECKING:
@@ -241,6 +244,34 @@ class DisaggScheduler(FlushingScheduler, NamespacedScheduler):
             self.stream_output([req], req.return_logprob)
             return
         super()._add_request_to_queue(req, is_retracted)
+
+    @cached_property
+    def _explains(self) -> bool:
+        return EXPLAIN.read()
+
+    @override
+    def _get_cached_tokens_details(self, req: Req) -> dict[str, Any] | None:
+        details = super()._get_cached_tokens_details(req)
+        # Called for each part of an answer that is sent; the last part has the explanation.
+        if not req.finished() or is_fake(req):
+            return details
+        explanation, finish = record_of(req).explanation.values(), req.finished_reason.to_json()
+        observability.record(
+            "decode",
+            lambda: Ended(
+                at=now(),
+                room=req.bootstrap_room,
+                rid=str(req.rid),
+                finish=finish["type"],
+                error=finish.get("message") or "",
+                explanation=explanation,
+            ),
+        )
+        return (
+            {"device": 0, "host": 0, **(details or {}), **explanation}
+            if self._explains
+            else details
+        )
 
     @override
     def get_load(self, _: Any = None) -> Any:

@@ -138,7 +138,6 @@ def announce(
         # Take the time first: prefill may receive the announcement before this function returns.
         at = now()
         index, prefix = entry.metadata_buffer_index, frame.decode_prefix_len
-        record_of(req).hit_tokens = prefix
         if is_fake(req):
             entry.kv_receiver.send_metadata(pages, index, state)
             return
@@ -149,6 +148,8 @@ def announce(
         STATS.count("decode_prefix_prompt_tokens", frame.prompt_tokens)
         STATS.count("decode_prefix_hit_tokens", prefix)
         STATS.count("kv_transfer_requested_bytes", requested)
+        explanation = record_of(req).explanation
+        explanation.requested_bytes = requested
         observability.record(
             "decode",
             lambda: Admitted(
@@ -159,6 +160,7 @@ def announce(
                 prefix_tokens=prefix,
                 pages=pages.tolist(),
                 state=[] if state is None else state.tolist(),
+                reason=explanation.reason,
             ),
         )
 
