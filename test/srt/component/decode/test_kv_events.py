@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from benchmark.harness import without_engine
 from component.decode import kv
 from component.decode.decoder import Decoder
 from component.decode.steps import PROMPT, evict_all, finish, ids, run, serve
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 LATER = [*PROMPT, *ids(5, 48)]
@@ -45,10 +45,16 @@ def decoder(request: pytest.FixtureRequest) -> Decoder:
 
 def aggregated(page: int, *texts: list[int]) -> list[Any]:
     """Return the events of SGLang's own tree that stores ``texts`` one after the other."""
-    pool, allocator = kv.build_pool(1024, page)
-    tree = without_engine.build_tree(pool, allocator, page)
-    assert isinstance(tree, RadixCache)
-    tree.enable_kv_cache_events = True
+    _, allocator = kv.build_pool(1024, page)
+    tree = RadixCache(
+        CacheInitParams(
+            disable=False,
+            req_to_token_pool=None,
+            token_to_kv_pool_allocator=allocator,
+            page_size=page,
+            enable_kv_cache_events=True,
+        )
+    )
     for text in texts:
         whole = text[: len(text) // page * page]
         tree.insert(InsertParams(key=RadixKey(whole), value=allocator.alloc(len(whole))))
