@@ -52,9 +52,9 @@ def aggregated(page: int, *texts: list[int]) -> list[Any]:
             req_to_token_pool=None,
             token_to_kv_pool_allocator=allocator,
             page_size=page,
-            enable_kv_cache_events=True,
         )
     )
+    tree.enable_kv_cache_events = True  # not before, because a new tree announces that it is empty
     for text in texts:
         whole = text[: len(text) // page * page]
         tree.insert(InsertParams(key=RadixKey(whole), value=allocator.alloc(len(whole))))
