@@ -161,6 +161,7 @@ class Decoder(ForwardPasses, combine(scheduler_module.Scheduler, DisaggScheduler
                 hidden_size=1,
                 dtype=torch.float32,
             ),
+            enable_kv_cache_events=False,
             spec_num_accepted_tokens=0,
             telemetry=Telemetry(),
             spec_num_forward_ct=0,

@@ -71,7 +71,10 @@ def server_flags() -> set[str]:
         flags.MODE,
         flags.PAGES,
     }
-    return set(re.findall(r'^\s+"(--[a-z0-9-]+)",$', source, re.MULTILINE)) | patch_set_flags
+    return (
+        set(re.findall(r'(?:add_argument\(\s*|^\s+)"(--[a-z0-9-]+)",', source, re.MULTILINE))
+        | patch_set_flags
+    )
 
 
 @cache

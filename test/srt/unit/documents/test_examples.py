@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -27,6 +28,8 @@ KNOWN = {
 }
 COMPOSE = ("docker-compose.yaml", "docker-compose-whole.yaml")
 KUBERNETES = ("kubernetes.yaml", "kubernetes-whole.yaml")
+GROUPS = "kubernetes-lws.yaml"
+"""Instead of the first of ``KUBERNETES``: each server is a group of two pods."""
 PARTS = pytest.mark.parametrize("parts", [1, 2], ids=["pair", "whole"])
 """Files that are used together: the pair alone, or with the store."""
 
@@ -104,9 +107,16 @@ def pods_by_app(*names: str) -> dict[str, dict[str, Any]]:
     """Return each workload's specification of pods, by the label that selects them."""
     pods = {}
     for object_ in documents(*names):
-        if template := object_["spec"].get("template"):
+        if template := pod_template(object_):
             pods[template["metadata"]["labels"]["app"]] = template["spec"]
     return pods
+
+
+def pod_template(object_: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the template of a workload's pods; None of an object without pods."""
+    spec: dict[str, Any] = object_["spec"]
+    template: dict[str, Any] | None = spec.get("leaderWorkerTemplate", {}).get("workerTemplate")
+    return template or spec.get("template")
 
 
 def selected(selector: dict[str, Any]) -> set[str]:
@@ -119,12 +129,22 @@ def selected(selector: dict[str, Any]) -> set[str]:
     return set(expression["values"])
 
 
-@pytest.mark.parametrize("name", [*KUBERNETES, "networkpolicy.yaml"])
+def known_to_kubernetes(object_: dict[str, Any]) -> dict[str, Any]:
+    """Return the object; of a group of pods, whose kind has no schema, one of its pods."""
+    if object_["kind"] != "LeaderWorkerSet":
+        return object_
+    template = pod_template(object_)
+    assert template
+    metadata = {"name": object_["metadata"]["name"], **template["metadata"]}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+
+
+@pytest.mark.parametrize("name", [*KUBERNETES, GROUPS, "networkpolicy.yaml"])
 def test_kubernetes_accepts_the_files(name: str) -> None:
     """Guards against a misspelt or misplaced field, with the schemas of the first and the last
     Kubernetes release that the validator knows."""
     versions = kubernetes_validate.utils.all_versions()
-    for object_ in documents(name):
+    for object_ in map(known_to_kubernetes, documents(name)):
         for version in (versions[0], versions[-1]):
             kubernetes_validate.validate(object_, version.rpartition(".")[0], strict=True)
     wrong = {**documents(name)[0], "specs": {}}
@@ -138,18 +158,19 @@ def test_scraped_pods_have_the_port() -> None:
     (monitor,) = documents("podmonitor.yaml")
     assert (monitor["kind"], monitor["apiVersion"]) == ("PodMonitor", "monitoring.coreos.com/v1")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    pods = pods_by_app("kubernetes.yaml")
     assert selected(monitor["spec"]["selector"]) == {"prefill", "decode"}
-    for app in ("prefill", "decode"):
-        (container,) = pods[app]["containers"]
+    for app, file in itertools.product(("prefill", "decode"), (KUBERNETES[0], GROUPS)):
+        (container,) = pods_by_app(file)[app]["containers"]
         assert endpoint["port"] in {port["name"] for port in container["ports"]}
         assert "--enable-metrics" in container["command"]
 
 
-@PARTS
-def test_every_pod_is_behind_a_policy(parts: int) -> None:
+@pytest.mark.parametrize(
+    "names", [KUBERNETES[:1], KUBERNETES, (GROUPS,)], ids=["pair", "whole", "groups"]
+)
+def test_every_pod_is_behind_a_policy(names: tuple[str, ...]) -> None:
     """Guards against a workload open to all pods, and a policy that keeps its router out."""
-    names, covered = KUBERNETES[:parts], set()
+    covered = set()
     pods = pods_by_app(*names)
     for policy in documents(*names, "networkpolicy.yaml"):
         if policy["kind"] != "NetworkPolicy" or "Ingress" not in policy["spec"]["policyTypes"]:
@@ -171,7 +192,8 @@ def test_every_pod_is_behind_a_policy(parts: int) -> None:
 
 def test_probes_name_ports_and_wait_for_a_token() -> None:
     """Guards against a probe that fails every healthy server: /health answers after 1 to 20 s."""
-    for app, pod in pods_by_app(*KUBERNETES).items():
+    pods = [*pods_by_app(*KUBERNETES).items(), *pods_by_app(GROUPS).items()]
+    for app, pod in pods:
         (container,) = pod["containers"]
         names = {port["name"] for port in container["ports"]}
         probes = {name: container[name] for name in container if name.endswith("Probe")}
@@ -258,6 +280,10 @@ def test_compose() -> None:
     check_roles(commands)
     env = {name: service["environment"] for name, service in added.items() if name != "store"}
     check_clients(commands, stock, env)
+    for name, service in alone.items():
+        probe = service["healthcheck"]
+        assert f":{value(stock[name], '--port')}/" in probe["test"][-1]
+        assert int(probe["timeout"].removesuffix("s")) > 20, "/health answers after 1 to 20 s"
 
 
 def test_kubernetes_servers_with_a_store() -> None:
@@ -301,6 +327,34 @@ def test_kubernetes(parts: int) -> None:
             pods |= {f"{name}-{index}.{spec['serviceName']}" for index in range(spec["replicas"])}
     check_roles(commands)
     assert set(re.findall(r"http://([\w.-]+):", " ".join(commands["router"]))) == pods
+
+
+def test_groups_of_pods() -> None:
+    """Guards against groups whose pods do not form one server, and against a router or a service
+    that does not reach their first pods, which the controller names NAME-INDEX."""
+    commands, leaders = {}, set()
+    services = {
+        o["metadata"]["name"]: o["spec"] for o in documents(GROUPS) if o["kind"] == "Service"
+    }
+    for object_ in documents(GROUPS):
+        if (template := pod_template(object_)) is None:
+            continue
+        name, spec = object_["metadata"]["name"], object_["spec"]
+        (container,) = template["spec"]["containers"]
+        commands[name] = command = container["command"]
+        assert services[name]["selector"] == template["metadata"]["labels"]
+        ports = {port["containerPort"] for port in container["ports"]}
+        assert {p.get("targetPort", p["port"]) for p in services[name]["ports"]} <= ports
+        if object_["kind"] == "LeaderWorkerSet":
+            leaders |= {f"{name}-{index}.{name}" for index in range(spec["replicas"])}
+            gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+            size = spec["leaderWorkerTemplate"]["size"]
+            assert int(value(command, "--tp-size")) == size * gpus
+            assert value(command, "--nnodes") == "$(LWS_GROUP_SIZE)"
+            assert value(command, "--node-rank") == "$(LWS_WORKER_INDEX)"
+            assert value(command, "--dist-init-addr").startswith("$(LWS_LEADER_ADDRESS):")
+    check_roles(commands)
+    assert set(re.findall(r"http://([\w.-]+):", " ".join(commands["router"]))) == leaders
 
 
 def test_dockerfile() -> None:

@@ -191,6 +191,10 @@ class DisaggScheduler(FlushingScheduler, NamespacedScheduler):
         later, self.waiting_queue = self.waiting_queue[count:], self.waiting_queue[:count]
         batch = super().get_new_prebuilt_batch()
         self.waiting_queue = [*self.waiting_queue, *later]
+        if batch is not None:
+            # As SGLang does after a prefill batch, because otherwise a router learns of the new
+            # pages only with the next "Decode batch" line.
+            self._publish_kv_events()
         return batch
 
     def may_join(self) -> int:
