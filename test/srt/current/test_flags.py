@@ -64,7 +64,7 @@ def test_flags_are_in_a_configuration_file(tmp_path: Path) -> None:
 
 
 def test_flags_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards against flags that nobody finds."""
+    """Guards against flags that no operator finds."""
     with pytest.raises(SystemExit):
         prepare_server_args(["--help"])
     text = capsys.readouterr().out

@@ -20,7 +20,7 @@ from component.decode.stages import fail_room, freeze
 from component.decode.steps import PROMPT, admit, finish, ids, serve, tick, turn
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.decode import DecodeRequest
-from sglang.srt.disaggregation.policy.choice import REASONS
+from sglang.srt.disaggregation.delta.metrics import REASONS
 from sglang.srt.disaggregation.policy.chunk_times import UNKNOWN
 from sglang.srt.disaggregation.policy.memory import page_floor
 from sglang.srt.disaggregation.policy.pace import Limits

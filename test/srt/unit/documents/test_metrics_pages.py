@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from sglang.srt.disaggregation.delta.metrics import METRICS, REFUSALS
-from sglang.srt.disaggregation.policy.choice import REASONS
+from sglang.srt.disaggregation.delta.metrics import METRICS, REASONS, REFUSALS
 from sglang.srt.mem_cache.buffer_only import metrics as buffer_only
 from unit.documents import alert_rules, pages, queries
 from unit.documents.pages import ROOT, SITE_PACKAGES

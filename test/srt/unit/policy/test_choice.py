@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from sglang.srt.disaggregation.delta.metrics import REASONS
 from sglang.srt.disaggregation.policy.choice import (
-    REASONS,
     Load,
     choose,
     choose_without_prefill,

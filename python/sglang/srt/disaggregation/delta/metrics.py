@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 
-from sglang.srt.disaggregation.policy.choice import REASONS
 from sglang.srt.patchset.metric import INFO, Metric, declare
 
 
@@ -43,6 +42,30 @@ REFUSALS = {
     "no_request_row": "no free request row",
     "no_state_slot": "no free slot for its recurrent state (--max-mamba-cache-size)",
     "no_metadata_slot": "no free metadata slot",
+}
+
+_PREFILL_ONLY = "only prefill sends what the request asks for, or decode cannot compute it"
+#: Label ``reason`` of the metric ``decode_turns``, with its meaning. The table in
+#: docs/advanced_features/pd_local_turns.md has these rows (a test compares them).
+REASONS = {
+    "short": "no more new tokens than the flag allows, and no other reason",
+    "itl": "no chunk that is worth computing fits into the bound on inter-token latency",
+    "long": "more new tokens than the flag allows",
+    "no_place": "no place in the running batch is free for it: prefill computes it until one is",
+    "peer": "the prefill server does not know local turns: it is stock or older, or has pipeline "
+    "stages, several tokenizers (`--tokenizer-worker-num`) or gRPC instead of HTTP",
+    "not_shared": "the request may share no prefix: a warm-up, or one from before a flush",
+    "input_logprobs": _PREFILL_ONLY,
+    "hidden_states": _PREFILL_ONLY,
+    "routed_experts": _PREFILL_ONLY,
+    "embeddings": _PREFILL_ONLY,
+    "multimodal": _PREFILL_ONLY,
+    "session": _PREFILL_ONLY,
+    "no_output": _PREFILL_ONLY,
+    "aborted": "the client has left",
+    "no_prefill": "its prefill server could not be reached, or was lost before the request was "
+    "announced",
+    "transfer_failed": "its transfer failed; it was counted before, when it was announced",
 }
 
 # ---- declarations ----

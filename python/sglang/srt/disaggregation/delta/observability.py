@@ -237,7 +237,7 @@ class Admitted(msgspec.Struct, frozen=True, tag="admitted", kw_only=True):
     pages: list[int]
     #: Indices of the state moved with the last page.
     state: list[int] = []
-    #: Why prefill computes it (``local_prefill.policy.REASONS``); empty without local turns.
+    #: Why prefill computes it (``metrics.REASONS``); empty without local turns.
     reason: str = ""
 
 

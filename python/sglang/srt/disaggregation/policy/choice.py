@@ -17,37 +17,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PREFILL_ONLY = "only prefill sends what the request asks for, or decode cannot compute it"
-#: Label ``reason`` of the metric ``decode_turns``, with its meaning. The table in
-#: docs/advanced_features/pd_local_turns.md has these rows (a test compares them).
-REASONS = {
-    "short": "no more new tokens than the flag allows, and no other reason",
-    "itl": "no chunk that is worth computing fits into the bound on inter-token latency",
-    "long": "more new tokens than the flag allows",
-    "no_place": "no place in the running batch is free for it: prefill computes it until one is",
-    "peer": "the prefill server does not know local turns: it is stock or older, or has pipeline "
-    "stages, several tokenizers (`--tokenizer-worker-num`) or gRPC instead of HTTP",
-    "not_shared": "the request may share no prefix: a warm-up, or one from before a flush",
-    "input_logprobs": _PREFILL_ONLY,
-    "hidden_states": _PREFILL_ONLY,
-    "routed_experts": _PREFILL_ONLY,
-    "embeddings": _PREFILL_ONLY,
-    "multimodal": _PREFILL_ONLY,
-    "session": _PREFILL_ONLY,
-    "no_output": _PREFILL_ONLY,
-    "aborted": "the client has left",
-    "no_prefill": "its prefill server could not be reached, or was lost before the request was "
-    "announced",
-    "transfer_failed": "its transfer failed; it was counted before, when it was announced",
-}
-
 
 def prefill_only_reason(req: Any) -> str | None:
     """Return why decode cannot compute ``req``, or None if it can.
 
     Fallback prefill asks too: a request with such a reason fails if its prefill server is lost.
     To add a reason, add a row here (or a branch of ``choose``, if fallback prefill ignores it), a
-    row of ``REASONS``, one of the docs, and a case of ``test_what_goes_to_prefill``.
+    row of ``metrics.REASONS``, one of the docs, and a case of ``test_what_goes_to_prefill``.
     """
     wants_input_logprobs = req.return_logprob and (
         0 <= req.logprob_start_len < len(req.origin_input_ids)
@@ -83,7 +59,7 @@ class Load(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The server that computes a turn, with the reason (``REASONS``) and the inputs."""
+    """The server that computes a turn, with the reason (``metrics.REASONS``) and the inputs."""
 
     local: bool
     reason: str
