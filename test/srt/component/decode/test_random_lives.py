@@ -290,7 +290,7 @@ def _extra_key_is_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def _resume_ignores_the_prefix(patch: pytest.MonkeyPatch) -> None:
-    def restore(req: Any, slots: Any, allocator: Any, draft_pool: Any) -> None:
+    def restore(req: Any, slots: Any, allocator: Any, rows: Any, draft_pool: Any) -> None:
         whole = [list(layer) for layer in req.kv_cache_cpu]
         allocator.load_cpu_copy(whole, slots)
         del req.kv_cache_cpu
