@@ -17,7 +17,7 @@ COMMANDS = {
     "sample": ("traces.cli:sample", "sample a smaller trace with the same sharing"),
     "describe": ("traces.cli:describe", "describe a trace"),
     "route": ("agentic.router.cli:main", "run the router"),
-    "demo": ("demo", "show in one round what the flags save"),
+    "demo": ("demo", "show in three short rounds what the flags save"),
     "kv_transfer": ("kv_transfer", "measure what a KV transfer costs"),
     "event_log": ("kv_transfer.event_log", "measure the request stages of real servers"),
     "admission": ("admission", "measure what a step of the decode scheduler costs"),

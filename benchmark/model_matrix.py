@@ -366,7 +366,8 @@ def short() -> str:
         text = ", ".join(f"{state} with {_listed(parts)}" for state, parts in states.items())
         alike.setdefault(text[0].upper() + text[1:], []).append(row[0])
     lines = (f"{text}: {'; '.join(names)}." for text, names in alike.items())
-    return f"By family ([matrix and tests](docs/models.md)). {' '.join(lines)}\n"
+    about = "[matrix and tests](docs/models.md); R1, Kimi K2 and GLM-5 share KV with what was run"
+    return f"By family ({about}). {' '.join(lines)}\n"
 
 
 def _listed(names: list[str]) -> str:

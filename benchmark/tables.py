@@ -82,7 +82,11 @@ TRADES = (
     ("the same prompts: the flag over the package without it, ITL p99", "throughput", 1),
     ("an agentic trace on full pools: the flag over stock, time of a request", "worth", 1),
     ("the same trace: the flag over the package without it, time of a request", "worth", 2),
-    ("the same trace: the package over two aggregated servers, time of a request", "worth", 0),
+    (
+        "the same trace: a pair without the flag over two aggregated servers, time of a request",
+        "worth",
+        0,
+    ),
 )
 
 

@@ -209,6 +209,7 @@ def _planned(args: argparse.Namespace, words: str) -> tuple[Plan, Run]:
         shown["source"] = f"{args.trace.name}, as AIPerf reads {args.format}"
     else:
         trace = prepare(study.trace, fleet)
+        _check_window(study, len(trace.records))
         shown = _described(trace)
     file = trace.source if trace and study.trace.file else None
     public = msgspec.structs.replace(study.trace, file=file)
@@ -224,6 +225,19 @@ def _planned(args: argparse.Namespace, words: str) -> tuple[Plan, Run]:
     )
     out = args.out or Path("out") / path.stem
     return Plan(study, arms, fleet, trace, out, program), done
+
+
+def _check_window(study: Study, requests: int) -> None:
+    """Raise ValueError if no request of a trace would count, because a trace is not repeated."""
+    load = study.load
+    if load.window is None or not load.sessions:
+        return
+    warm_up = max(load.window.warm_up, 2 * max(load.sessions))
+    if warm_up >= requests:
+        raise ValueError(
+            f"the trace has {requests} requests, and the warm-up of {max(load.sessions)} sessions "
+            f"at once takes {warm_up}: --sessions of fewer, or a longer --trace"
+        )
 
 
 def _check_made(study: Study, fleet: FleetFile) -> None:
@@ -243,6 +257,8 @@ def _check_made(study: Study, fleet: FleetFile) -> None:
 def _changed(study: Study, fleet: FleetFile, args: argparse.Namespace) -> Study:
     """Return the study with the changes of the command line and the fleet."""
     change, trace, load = msgspec.structs.replace, study.trace, study.load
+    if args.trace and study.made:
+        raise ValueError("--trace: this study makes its sessions (`made`); take one with `trace`")
     if args.trace:
         trace = change(trace, file=str(args.trace))
     if args.skip_invalid:

@@ -125,7 +125,7 @@ class DisaggArgs(_Base):
             help="A bound on the inter-token latency of running requests, in milliseconds: chunks "
             "of local prefill are sized so that 99 of 100 gaps between tokens with a chunk in them "
             "are shorter. Turns that do not fit are left to prefill. Needs "
-            f"{LOCAL}. Default: 0, no bound.",
+            f"{LOCAL} or {flags.LOCAL_WHEN_LOST}. Default: 0, no bound.",
         )
         group.add_argument(
             MODE,

@@ -192,7 +192,7 @@ EXPLAIN: Variable[bool] = Variable(
 )  # fmt: skip
 LOCAL_CHUNK = _integer(
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_CHUNK", "decode", 512,
-    "With `--disaggregation-decode-local-tokens`: the largest number of prompt tokens that decode "
+    "Local and fallback prefill: the largest number of prompt tokens that decode "
     "computes between two decode steps. At least a page.",
     least=1, unit="tokens",
 )  # fmt: skip
@@ -310,7 +310,7 @@ VARIABLES: tuple[Variable[Any], ...] = tuple(
 
 
 #: Variables of other groups that also have an effect on SGLang 0.5.23.
-ALSO_LEAD = (LOCAL_CHUNK, HANDSHAKE_TIMEOUT, NIXL_PROGRESS_DELAY)
+ALSO_LEAD = (EXPLAIN, LOCAL_CHUNK, HANDSHAKE_TIMEOUT, NIXL_PROGRESS_DELAY)
 
 
 def is_active() -> bool:

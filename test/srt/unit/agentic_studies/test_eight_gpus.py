@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 from itertools import islice
@@ -161,3 +162,18 @@ def test_sessions_begin_at_the_rate_of_their_requests() -> None:
 def test_a_rate_that_no_load_has_is_refused(load: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Study("a", "b", {"x": Arm("x")}, LoadSpec(**load))
+
+
+def test_a_trace_is_not_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against hours of made sessions that pass for a user's own, against a study for traces
+    that takes none, and against a window in which no request counts."""
+    trace = tmp_path / "trace.jsonl"
+    request = {"input_length": 600, "output_length": 8}
+    lines = [{"timestamp": 1000 * n, **request, "hash_ids": [n, 99]} for n in range(20)]
+    trace.write_text("\n".join(json.dumps(line) for line in lines))
+    assert cli.run(["break_even_8gpu", "--trace", str(trace), "--dry-run"]) == 2
+    assert "this study makes its sessions" in capsys.readouterr().err
+    assert "20 requests" in dry_run(capsys, "replay_8gpu", "--trace", str(trace))
+    assert cli.run(["worth", "--trace", str(trace), "--dry-run"]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "the trace has 20 requests, and the warm-up of" in error
