@@ -169,7 +169,11 @@ def test_a_trace_is_not_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[st
     that takes none, and against a window in which no request counts."""
     trace = tmp_path / "trace.jsonl"
     request = {"input_length": 600, "output_length": 8}
-    lines = [{"timestamp": 1000 * n, **request, "hash_ids": [n, 99]} for n in range(20)]
+    sessions = ({"session_id": f"s{n % 5}", "turn": n // 5 + 1} for n in range(20))
+    lines = [
+        {"timestamp": 1000 * n, **request, **session, "hash_ids": [n % 5, n + 99]}
+        for n, session in enumerate(sessions)
+    ]
     trace.write_text("\n".join(json.dumps(line) for line in lines))
     assert cli.run(["break_even_8gpu", "--trace", str(trace), "--dry-run"]) == 2
     assert "this study makes its sessions" in capsys.readouterr().err
