@@ -105,7 +105,8 @@ class QueuedTurns(Chunks):
             elif reason is not None:
                 decision = Decision(False, reason, tokens)
             else:
-                decision = choose(tokens, self.load(queued, self.places <= ahead), self.limits)
+                is_full, fits = self.places <= ahead, self.fits(queued + tokens)
+                decision = choose(tokens, self.limits, is_full=is_full, fits=fits)
             if decision.local:
                 queued, ahead = queued + tokens, ahead + 1
             entry.req.lead_turn = decision

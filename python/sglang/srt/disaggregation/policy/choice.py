@@ -47,24 +47,12 @@ def prefill_only_reason(req: Any) -> str | None:
     return next((reason for reason, is_so in holds.items() if is_so), None)
 
 
-class Load(NamedTuple):
-    """Load that a turn meets, equal on all ranks.
-
-    ``queued``: tokens of local turns ahead of it; ``is_full``: the running batch has no place for
-    it; ``chunk``: tokens of the largest chunk that fits into the bound on inter-token latency."""
-
-    queued: int = 0
-    is_full: bool = False
-    chunk: int | None = None
-
-
 class Decision(NamedTuple):
-    """The server that computes a turn, with the reason (``metrics.REASONS``) and the inputs."""
+    """The server that computes the new ``tokens`` of a turn, and the reason (``metrics.REASONS``)."""
 
     local: bool
     reason: str
     tokens: int = 0
-    load: Load | None = None
 
     @property
     def where(self) -> str:
@@ -72,20 +60,20 @@ class Decision(NamedTuple):
         return "local" if self.local else "remote"
 
 
-def choose(tokens: int, load: Load, limits: Limits) -> Decision:
-    """Return the side for a turn of ``tokens`` new tokens that both sides could compute."""
+def choose(tokens: int, limits: Limits, *, is_full: bool, fits: bool) -> Decision:
+    """Return the side for a turn of ``tokens`` new tokens that both sides could compute.
 
-    def decided(local: bool, reason: str) -> Decision:
-        return Decision(local, reason, tokens, load)
-
+    ``is_full``: the running batch has no place for it; ``fits``: a chunk of it and of the turns
+    ahead keeps the bound on inter-token latency. Both are equal on all ranks.
+    """
     if tokens > limits.tokens:
-        return decided(False, "long")
-    if load.is_full:
+        return Decision(False, "long", tokens)
+    if is_full:
         # Locally it would wait for a place, and keep that place empty during its chunks.
-        return decided(False, "no_place")
-    if load.chunk is not None and load.chunk < min(load.queued + tokens, limits.least):
-        return decided(False, "itl")
-    return decided(True, "short")
+        return Decision(False, "no_place", tokens)
+    if not fits:
+        return Decision(False, "itl", tokens)
+    return Decision(True, "short", tokens)
 
 
 def choose_without_prefill(tokens: int, limits: Limits, reason: str) -> Decision:
@@ -97,11 +85,10 @@ def record_choice(stats: Telemetry, req: Any, decision: Decision) -> None:
     """Count and log a turn that decode has taken or announced to prefill."""
     stats.count("decode_turns", where=decision.where, reason=decision.reason)
     logger.debug(
-        "request %s (bootstrap_room=%s): %s new tokens are computed %s (%s); %s",
+        "request %s (bootstrap_room=%s): %s new tokens are computed %s (%s)",
         req.rid,
         req.bootstrap_room,
         decision.tokens,
         decision.where,
         decision.reason,
-        decision.load,
     )

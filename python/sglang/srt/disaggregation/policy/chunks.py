@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any  # Any: SGLang's requests, batches, results and scheduler
 
-from sglang.srt.disaggregation.policy.choice import Load
 from sglang.srt.disaggregation.policy.chunk_times import (
     VOTES,
     Measured,
@@ -53,10 +52,6 @@ class Chunks(ABC):
         """Use the times that the ranks agreed on; return the rest of the agreed votes."""
         self.pace.costs = agreed_costs(votes[:VOTES])
         return votes[VOTES:]
-
-    def load(self, queued_tokens: int, is_full: bool) -> Load:
-        """Return the load that a turn meets."""
-        return Load(queued_tokens, is_full, self.pace.largest_chunk(self.delays))
 
     def fits(self, left: int) -> bool:
         """Return True if the next chunk of a turn with ``left`` tokens keeps the bound."""

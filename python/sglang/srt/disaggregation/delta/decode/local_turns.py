@@ -153,8 +153,8 @@ class LocalTurns(Chunks):
         # Earlier turns, and requests from prefill, take their places first.
         ahead = sum(not turn.has_begun for turn in self.queue)
         is_full = self.free_places <= ahead + waiting
-        queued_tokens = sum(turn.left for turn in self.queue)
-        return choose(tokens, self.load(queued_tokens, is_full), self.limits)
+        fits = self.fits(sum(turn.left for turn in self.queue) + tokens)
+        return choose(tokens, self.limits, is_full=is_full, fits=fits)
 
     def prefix_here(self, candidate: Any) -> int:
         """Return the length of the prefix that a local turn uses: at least one token is left to
