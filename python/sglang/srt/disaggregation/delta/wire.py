@@ -23,9 +23,9 @@ Version history of control messages (``CONTROL_VERSION``):
 
 Contract: ``PeerSockets`` is used by any thread, under its lock. Sending never blocks, and nothing
 that was queued outlives its peer. One more number for prefill takes three files: a field of
-``DeltaFrame`` with a default that means "not sent" (``Count`` refuses negative numbers), its value
-in ``decode/queue.py`` (``_announce``), and its reader in ``prefill/scheduler.py``
-(``DeltaSender.read_frame``). Add it to docs/wire.md.
+``DeltaFrame`` with a default that means "not sent" (None if 0 is a value; ``Count`` refuses
+negative numbers), its value in ``decode/queue.py`` (``_announce``), and its reader in
+``prefill/scheduler.py`` (``DeltaSender.read_frame``). Add it to docs/wire.md.
 """
 
 from __future__ import annotations

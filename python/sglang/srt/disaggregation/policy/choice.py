@@ -48,7 +48,7 @@ def prefill_only_reason(req: Any) -> str | None:
 
 
 class Decision(NamedTuple):
-    """The server that computes the new ``tokens`` of a turn, and the reason (``metrics.REASONS``)."""
+    """The server that computes a turn's new ``tokens``, and the reason (``metrics.REASONS``)."""
 
     local: bool
     reason: str

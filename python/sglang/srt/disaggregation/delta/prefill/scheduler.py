@@ -309,7 +309,7 @@ class DeltaSender(CommonKVSender):
 
     def read_frame(self, frame: wire.DeltaFrame) -> int:
         """Return the prefix that decode holds, from the frame of one of its ranks. The numbers of
-        the request are read here alone.
+        the request are read here alone, on each prefill rank and for each decode rank.
 
         Raises:
             DeltaMismatch: the frame does not fit the request here. Fails the room.
