@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from http.client import HTTPException
 from pathlib import Path
 
 from rich.console import Console
@@ -103,12 +104,13 @@ def serve(model: Path, port: int, out: Path, console: Console, whole: bool = Fal
             highlight=False,
         )
         before = pair.metrics()
-        printed = told(before, before)
+        printed, is_new = told(before, before), False
         while True:
-            ended = restart_ended(pair, console)
-            with suppress(OSError):  # a server is exiting: the next turn restarts it
+            is_new = bool(restart_ended(pair, console)) or is_new
+            with suppress(OSError, HTTPException):  # a server is ending: the next turn starts it
                 now = pair.metrics()
-                before = now if ended else before  # a new server counts from zero
+                before = now if is_new else before  # a new server counts from zero
+                is_new = False
                 line = told(before, now)
                 if line != printed:
                     console.print(f"{time.strftime('%H:%M:%S')} {line}", highlight=False)

@@ -29,6 +29,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(variable.name)
     attach.activate()
     yield
+    parse()
     monkeypatch.undo()
     attach.activate()
 
@@ -51,8 +52,9 @@ def test_a_flag_attaches_its_parts() -> None:
     assert given() == {TOKENS: "128", RATIO: "0.25"}
     assert attach.attached[1:4] == ["settings", "prefill_exit", "local_scheduler"]
     assert args.disaggregation_mode == "prefill"
-    parse()
-    assert given() == {TOKENS: "128", RATIO: "0.25"}, "variables stay"
+    parse(RATIO, "0.5")
+    assert given() == {RATIO: "0.5"}, "a second engine has flags of its own"
+    assert "local_scheduler" not in attach.attached
 
 
 def test_flags_are_in_a_configuration_file(tmp_path: Path) -> None:

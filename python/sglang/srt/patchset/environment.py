@@ -50,17 +50,22 @@ class Variable(Generic[T]):
         except ValueError:
             raise ValueError(f"{self.name} must be {self.allowed}, not {text!r}") from None
 
-    def write(self, text: str, name: str) -> None:
-        """Set the variable in this process and those that it starts.
+    def write(self, text: str | None, name: str) -> str | None:
+        """Set the variable in this process and those that it starts, or remove it; return its text
+        before.
 
         Raises:
             ValueError: ``text`` is not allowed; the message has ``name``.
         """
-        try:
-            self.parse(text)
-        except ValueError:
-            raise ValueError(f"{name} must be {self.allowed}, not {text!r}") from None
-        os.environ[self.name] = text
+        before = os.environ.pop(self.name, None)
+        if text is not None:
+            os.environ[self.name] = text
+            try:
+                self.parse(text)
+            except ValueError:
+                self.write(before, self.name)
+                raise ValueError(f"{name} must be {self.allowed}, not {text!r}") from None
+        return before
 
 
 #: Maximum duration in seconds (11 days), because Python's waits raise on very large ones.
@@ -173,7 +178,8 @@ QUARANTINE_TIMEOUT = _seconds(
 EVENT_LOG: Variable[str] = Variable(
     "SGLANG_DISAGGREGATION_EVENT_LOG", "both",
     "Folder of the event log: one JSON line for each admission, announcement, send, delivery and "
-    "arrival, each local turn, and each end of an answer on decode.",
+    "arrival, each local turn, and each end of an answer on decode (of none that was aborted before "
+    "it ran).",
     "", "a folder", str, "none",
 )  # fmt: skip
 

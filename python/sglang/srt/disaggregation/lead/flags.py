@@ -2,7 +2,7 @@
 
 SGLang's parser gets them, so that they are also in ``--help`` and ``--config`` files; a keyword
 argument of ``sglang.Engine`` has the name of a flag, with underscores. A flag sets its variable,
-which SGLang's processes inherit, and replaces a value that the variable had.
+which SGLang's processes inherit, and replaces a value that the variable had, until the next parse.
 
 Contract: main thread of a launcher, before it starts a process.
 """
@@ -69,6 +69,11 @@ def _checked(variable: Variable[Any]) -> Callable[[str], str]:
     return check
 
 
+#: Variables that flags have set, with their text before: a second engine of a process does not
+#: inherit the flags of the first.
+_before: dict[str, str | None] = {}
+
+
 def _take_from(arguments: dict[str, Any]) -> None:
     """Remove our flags from ``arguments``, set their variables, and attach the parts that are now
     on.
@@ -78,7 +83,9 @@ def _take_from(arguments: dict[str, Any]) -> None:
     """
     for flag, variable in VARIABLE_OF.items():
         name = flag.removeprefix("--").replace("-", "_")
+        if name in _before:
+            variable.write(_before.pop(name), variable.name)
         value = arguments.pop(name, None)
         if value is not None:
-            variable.write(str(value), name)
+            _before[name] = variable.write(str(value), name)
     attach.activate()

@@ -96,6 +96,7 @@ class QueuedTurns(Chunks):
         queued = self.pending_tokens + sum(each.tokens for each in decided)
         # Earlier turns, and requests from prefill, take their places first.
         ahead = len(decided) + len(self._scheduler.waiting_queue)
+        places, delays = self.places, self.delays
         for entry, (reason, tokens, _), vote in zip(new, questions, agreed, strict=True):
             reason = reason or ("peer" if vote == _NEVER else None)
             if (lost := lost_reason(entry)) is not None:
@@ -105,8 +106,8 @@ class QueuedTurns(Chunks):
             elif reason is not None:
                 decision = Decision(False, reason, tokens)
             else:
-                is_full, fits = self.places <= ahead, self.fits(queued + tokens)
-                decision = choose(tokens, self.limits, is_full=is_full, fits=fits)
+                fits = self.pace.fits(queued + tokens, delays)
+                decision = choose(tokens, self.limits, is_full=places <= ahead, fits=fits)
             if decision.local:
                 queued, ahead = queued + tokens, ahead + 1
             entry.req.lead_turn = decision

@@ -9,8 +9,9 @@ whole pages; the arithmetic of one request is ``policy.memory``'s.
 Contract: the scheduler's thread only. All ranks make the same calls in the same order. A new limit
 on memory, of a tenant say, takes two files: a check in ``Claims.refusal``, which vote and admission
 both call after they have entered the requests ahead, and its reason in ``metrics.REFUSALS``.
-``Claims.holders`` has the tokens of each request; its tenant is ``req.extra_key``
-(``namespaces.py``). A refused request blocks all behind it: first come, first served.
+``Claims.holders`` has the tokens of each request, shared pages for each; its tenant is
+``req.extra_key``, which with LoRA ends with the adapter (``namespaces.py``). A refused request
+blocks all behind it: first come, first served.
 """
 
 from __future__ import annotations

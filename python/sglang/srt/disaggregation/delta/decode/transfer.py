@@ -318,12 +318,15 @@ class RadixTransferQueue(DecodeTransferQueue):
         else:
             logger.error(message)
             prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
-            self._answer(req)
         # Defer even if this rank's room is drained: another rank's may not be, and all ranks free
         # together.
         deferred.keep(entry)
         self.deferred.append(deferred)
         claims.deferred(entry.req)
+        if entry.req is req:
+            self._answer(
+                req
+            )  # after the transfer's stage has ended: the answer says how long it took
 
     def _answer(self, req: Req) -> None:
         scheduler = self.scheduler
