@@ -178,8 +178,8 @@ QUARANTINE_TIMEOUT = _seconds(
 EVENT_LOG: Variable[str] = Variable(
     "SGLANG_DISAGGREGATION_EVENT_LOG", "both",
     "Folder of the event log: one JSON line for each admission, announcement, send, delivery and "
-    "arrival, each local turn, and each end of an answer on decode (of none that was aborted before "
-    "it ran).",
+    "arrival, each local turn, and each end of an answer on decode (not of one that was aborted "
+    "before it ran).",
     "", "a folder", str, "none",
 )  # fmt: skip
 
