@@ -32,6 +32,8 @@ def run(item: pytest.Item, group: list[pytest.Item]) -> None:
 
 
 def _start(group: list[pytest.Item]) -> tuple[Connection, int]:
+    # A file may have begun with tests of this process; the child would take them for its own.
+    group[0].session._setupstate.teardown_exact(group[0])
     here, there = Pipe(duplex=False)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable
@@ -56,7 +57,7 @@ def test_with_nothing_set_no_method_differs(decode: Decode) -> None:
     for owner, name in (*ours, *wrapped):
         method = getattr(owner, name)
         if (owner, name) in ours:
-            method = method.__wrapped__
+            method = inspect.unwrap(method)
         assert not Path(method.__code__.co_filename).is_relative_to(HERE), f"{owner}.{name}"
 
 

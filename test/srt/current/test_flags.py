@@ -108,7 +108,7 @@ def test_parts_are_attached_in_their_order(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("SGLANG_DISAGGREGATION_DECODE_ADMISSION", "remaining")
     attach.activate()
     parse(TOKENS, "128")
-    assert attach.attached[-3:] == ["local_scheduler", "admission", "identity"]
+    assert attach.attached[3:] == ["local_scheduler", "explain", "admission", "identity"]
     monkeypatch.delenv("SGLANG_DISAGGREGATION_DECODE_ADMISSION")
     monkeypatch.delenv(VARIABLE_OF[TOKENS].name)
     attach.activate()
