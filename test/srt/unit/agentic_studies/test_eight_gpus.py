@@ -104,7 +104,7 @@ def test_the_servers_of_the_cpu_rig_are_shown_too(capsys: pytest.CaptureFixture[
     text = dry_run(capsys, "demo")
     roles = [(role, gpus) for role, _, gpus in SERVER.findall(text)]
     assert roles == [("prefill", ""), ("decode", "")] * 4
-    assert "/tmp" not in text and "model-random" in text
+    assert "--model-path /tmp" not in text and "model-random" in text
 
 
 ONE = "only the arm {} would be measured, and compared with nothing"
