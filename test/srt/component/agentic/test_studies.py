@@ -188,5 +188,5 @@ def test_a_server_that_is_not_there_is_named(
 ) -> None:
     file = fleet(tmp_path, "aggregated: ['http://127.0.0.1:9']\n")
     words = ["worth", "--fleet", file, "--trace", trace, "--out", str(tmp_path / "run")]
-    assert cli.run([*words, "--arms", "aggregated"]) == 1
+    assert cli.run([*words, "--arms", "aggregated", "--sessions", "1"]) == 1
     assert "http://127.0.0.1:9 cannot be reached" in " ".join(capsys.readouterr().err.split())
