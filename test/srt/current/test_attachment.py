@@ -61,6 +61,7 @@ def test_with_nothing_set_no_method_differs(decode: Decode) -> None:
         assert not Path(method.__code__.co_filename).is_relative_to(HERE), f"{owner}.{name}"
 
 
+@pytest.mark.server()
 def test_every_part_fits_this_release() -> None:
     """Guards against a method of SGLang that does not fit a part, by the report of ``--check``; and
     against a check that fails without a GPU driver, as in the build of an image."""
