@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup_env.sh python/sglang_disa
 	touch $@
 
 $(CURRENT_STAMP): pyproject.toml constraints-current.txt scripts/setup_env.sh python/sglang_disagg_patchset.pth
-	scripts/setup_env.sh $(CURRENT) constraints-current.txt cuda13,test
+	scripts/setup_env.sh $(CURRENT) constraints-current.txt cpu13,test
 	touch $@
 
 demo: env ## prefill + decode on this machine, without our flags, with the radix cache, with local turns; a table and a picture

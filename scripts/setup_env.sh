@@ -4,8 +4,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:-.venv} constraints=${2:-constraints.txt} extras=${3:-cpu,test,bench}
-oldest=10 # SGLang 0.5.10.post1 supports Python 3.10 to 3.13; 0.5.23, in the extra cuda13, needs 3.11
-[[ ,$extras, == *,cuda13,* ]] && oldest=11
+oldest=10 # SGLang 0.5.10.post1 supports Python 3.10 to 3.13; 0.5.23, in the extra cpu13, needs 3.11
+[[ ,$extras, == *,cpu13,* ]] && oldest=11
 
 # Shared libraries of the transfer backends, and the Debian packages that contain them.
 declare -A system_libs=(

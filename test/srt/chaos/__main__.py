@@ -89,7 +89,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(
                 f"SGLang {RELEASE} has no arm with a store, turns that decode computes, or families"
             )
-        args.backend = "nixl"
         os.environ.update(environment())
     parts: dict[str, Any] | None = {
         "staged": args.hicache_buffer_only,

@@ -372,7 +372,7 @@ def run_arm(
     model = banks[0].model
     master = Master() if arm.staged else None
     if arm.current:
-        config = current_config(model, arm.page_size, stock=arm.current == "stock")
+        config = current_config(model, arm.backend, arm.page_size, stock=arm.current == "stock")
     else:
         config = chaos_config(
             model, logs, arm.backend, arm.page_size, master, local=arm.local, writes=arm.whole

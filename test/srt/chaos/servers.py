@@ -99,15 +99,16 @@ LEAD = {
 """All parts of the group ``lead``, on both servers."""
 
 
-def current_config(model: Path, page_size: int, *, stock: bool) -> PairConfig:
+def current_config(model: Path, backend: str, page_size: int, *, stock: bool) -> PairConfig:
     """Return the same pair of SGLang 0.5.23, with the group ``lead`` or ``stock``."""
     return PairConfig(
         model,
+        backend=backend,
         stock=stock,
         radix=True,
         prefill_sizes=Sizes(32_000, page_size, chunked_prefill_tokens=128),
         decode_sizes=Sizes(DECODE_TOKENS, page_size, reserved_decode_tokens=max(16, page_size)),
-        env={**ENV, **({} if stock else LEAD)},
+        env={**ENV, **BACKEND_ENV[backend], **({} if stock else LEAD)},
         decode_env=DECODE_ENV,
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Sequence
+from functools import cache
 from typing import Any  # Any: objects of SGLang
 
 import numpy as np
@@ -18,15 +19,15 @@ import torch
 from current.server import HOST, PAGE, PORT, Server
 from sglang.srt.disaggregation import decode as decode_module
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import PrefillServerInfo
-from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver, PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType, get_kv_class
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 
-class Room(NixlKVReceiver):
-    """SGLang's receiver of a request, which records messages instead of sending them."""
+class Room(CommonKVReceiver):
+    """SGLang's receiver of a request, which records messages instead of sending them. Comes before
+    the class of the transfer backend (``_receivers``)."""
 
     #: All rooms of this process by number, and the frames sent to prefill.
     rooms: dict[int, Room] = {}
@@ -67,8 +68,10 @@ class Room(NixlKVReceiver):
         super().send_metadata(kv_indices, aux_index, state_indices, decode_prefix_len, **more)
 
 
+@cache
 def _receivers(backend: Any, kind: Any) -> Any:
-    return Room if kind == KVClassType.RECEIVER else get_kv_class(backend, kind)
+    found = get_kv_class(backend, kind)
+    return type("Room", (Room, found), {}) if kind == KVClassType.RECEIVER else found
 
 
 class Decode(Server):

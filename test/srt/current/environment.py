@@ -8,6 +8,8 @@ from pathlib import Path
 RELEASE = "0.5.23"
 #: SGLang's file for ``models.random_qwen3``; without a limit it imports 200 others at its start.
 MODEL = "qwen3"
+#: Arguments for Mooncake as the transfer backend.
+MOONCAKE = ("--disaggregation-transfer-backend", "mooncake")
 #: Placeholder for the model's folder, which is known when a test runs.
 OWN_DRAFT = "the model"
 #: Arguments for EAGLE with chains of three drafts.
@@ -30,6 +32,7 @@ def environment(package: Path | None = None, model: str = MODEL) -> dict[str, st
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "UCX_TLS": "tcp,self",
+        "MC_FORCE_TCP": "1",
         "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(package, model)),
     }

@@ -6,8 +6,7 @@ from typing import Any  # Any: objects of SGLang
 
 from benchmark.harness.ports import allocate_ports
 from current.server import HOST, Server
-from sglang.srt.disaggregation.common.conn import AbortNotification
-from sglang.srt.disaggregation.nixl.conn import NixlKVBootstrapServer
+from sglang.srt.disaggregation.common.conn import AbortNotification, CommonKVBootstrapServer
 
 
 class Prefill(Server):
@@ -19,7 +18,7 @@ class Prefill(Server):
     def __init__(self, model: str, *arguments: str, tokens: int = 8000) -> None:
         (port,) = allocate_ports(1)
         # In SGLang the launcher starts it; the scheduler registers there when it is created.
-        self.bootstrap = NixlKVBootstrapServer(HOST, port)
+        self.bootstrap = CommonKVBootstrapServer(HOST, port)
         arguments_with_port = ("--disaggregation-bootstrap-port", str(port), *arguments)
         super().__init__(model, "prefill", *arguments_with_port, tokens=tokens)
         self.bootstrapping = self.scheduler.disagg_prefill_bootstrap_queue

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from current.environment import MOONCAKE
 from current.prefill import Prefill
 
 LEAD = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "512"}
@@ -46,7 +47,13 @@ def test_stock_waits_after_an_early_abort(prefill: Prefill) -> None:
     assert not ends(prefill, early=True)
 
 
-@pytest.mark.server(mode="prefill", env=LEAD)
+@pytest.mark.parametrize(
+    (),
+    [
+        pytest.param(marks=pytest.mark.server(mode="prefill", env=LEAD), id="nixl"),
+        pytest.param(marks=pytest.mark.server(*MOONCAKE, mode="prefill", env=LEAD), id="mooncake"),
+    ],
+)
 def test_an_early_abort_is_remembered(prefill: Prefill) -> None:
     """The cure: the request ends as if the abort had come in time, and so does a second one."""
     assert ends(prefill, early=True)

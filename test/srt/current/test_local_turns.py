@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from current.decode import Decode
-from current.environment import DRAFTS
+from current.environment import DRAFTS, MOONCAKE
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.delta.observability import Telemetry
 from sglang.srt.managers import io_struct
@@ -38,12 +38,20 @@ EACH = [
     pytest.param(marks=pytest.mark.server(PLAIN, *ONE, env=LOCAL), id="plain, page 1"),
     pytest.param(marks=pytest.mark.server(env=ADMITTED), id="overlap, admission"),
     pytest.param(marks=pytest.mark.server(*DRAFTS, env=ADMITTED), id="overlap, drafts"),
+    pytest.param(marks=pytest.mark.server(*MOONCAKE, env=ADMITTED), id="overlap, mooncake"),
     pytest.param(marks=pytest.mark.server(PLAIN, *DRAFTS, env=LOCAL), id="plain, drafts"),
     pytest.param(marks=pytest.mark.server(*ONE, *DRAFTS, env=LOCAL), id="page 1, drafts"),
 ]
 each = pytest.mark.parametrize((), EACH)
 loops = pytest.mark.parametrize((), [*EACH[:2], *EACH[4:6]])
 short = pytest.mark.server(env=SHORT)
+backends = pytest.mark.parametrize(
+    (),
+    [
+        pytest.param(marks=short, id="nixl"),
+        pytest.param(marks=pytest.mark.server(*MOONCAKE, env=SHORT), id="mooncake"),
+    ],
+)
 
 
 class Peers:
@@ -131,7 +139,7 @@ def test_later_turns_are_computed_here_and_answered_as_by_an_aggregated_server(
     assert all(decode.requests[rid].cached_tokens >= 192 for rid in rids)
 
 
-@short
+@backends
 def test_each_answer_is_explained(decode: Decode, steps: Steps) -> None:
     """Guards against a local turn that passes for a remote one, and against values that SGLang's
     processes cannot send each other: the tokenizer would end."""
@@ -271,7 +279,7 @@ def test_beside_a_stock_prefill_server_everything_is_remote(decode: Decode, step
     assert all(frames[-1] != b"LOCAL" for frames in decode.frames)
 
 
-@short
+@backends
 def test_short_turns_are_answered_when_prefill_is_lost(decode: Decode, steps: Steps) -> None:
     """Guards against short turns that fail while they wait for memory or a handshake, or after
     their pages were announced, and against a long turn that fails without the reason."""
@@ -291,7 +299,7 @@ def test_short_turns_are_answered_when_prefill_is_lost(decode: Decode, steps: St
     assert decode.output(rids[0]) == answers[0]
 
 
-@short
+@backends
 def test_a_request_whose_client_left_is_not_saved(decode: Decode, steps: Steps) -> None:
     """Guards against an aborted request that is taken for lost: an abort also fails the room."""
     decode.scheduler.lead_turns.peers = Peers(known=False)

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import pytest
 
+from current.environment import MOONCAKE
 from current.prefill import Prefill
 from sglang.srt.disaggregation.lead.prefill_exit import ABORT, LOCAL_NOTICE
 
 LEAD = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "512"}
 ROOM = 78
 PROMPT = list(range(100, 300))
+backends = pytest.mark.parametrize(
+    (),
+    [
+        pytest.param(marks=pytest.mark.server(mode="prefill", env=LEAD), id="nixl"),
+        pytest.param(marks=pytest.mark.server(*MOONCAKE, mode="prefill", env=LEAD), id="mooncake"),
+    ],
+)
 
 
-@pytest.mark.server(mode="prefill", env=LEAD)
+@backends
 @pytest.mark.parametrize("early", [False, True])
 def test_prefills_half_ends_with_an_empty_answer_and_no_error(
     prefill: Prefill, early: bool
@@ -50,7 +58,7 @@ def test_a_released_request_ends_its_prefetch_from_a_store(
     assert released == [prefill.requests[rid].cache_request_handle]
 
 
-@pytest.mark.server(mode="prefill", env=LEAD)
+@backends
 def test_the_number_of_a_released_room_can_be_used_again(prefill: Prefill) -> None:
     """Guards against messages for a released room (released, aborted) that end a new request under
     the same number. Decode sends such a request after a pause."""

@@ -85,6 +85,7 @@ def play(
     ranks: int = 1,
     arguments: tuple[str, ...] = (),
     decode_env: Mapping[str, str] | None = None,
+    backend: str = "nixl",
 ) -> str:
     """Play the talks on a pair that must give the same answers and end balanced. Both servers must
     report the package, unless they are stock. Return decode's metrics.
@@ -94,9 +95,11 @@ def play(
         ranks: number of ranks of each server.
         arguments: of both servers.
         decode_env: more variables of the decode server.
+        backend: transfer backend.
     """
     config = PairConfig(
         talks.model,
+        backend=backend,
         stock=not settings,
         radix=True,
         prefill_sizes=SIZES,

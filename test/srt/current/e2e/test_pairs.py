@@ -1,4 +1,4 @@
-"""Real servers of SGLang 0.5.23 over NIXL and TCP: talks of three turns.
+"""Real servers of SGLang 0.5.23 over NIXL or Mooncake and TCP: talks of three turns.
 
 An aggregated stock server gives the right answers. Pairs of stock servers, pairs with the group
 ``lead``, and the latter with two ranks each or with a draft model must give the same tokens, and be
@@ -9,16 +9,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from current.e2e.support import LEAD, Talks, play, turns
 from e2e.drafts import drafting
 
 
 def check_talks(
-    talks: Talks, logs: Path, *, ranks: int = 1, arguments: tuple[str, ...] = (), lead: bool
+    talks: Talks,
+    logs: Path,
+    *,
+    ranks: int = 1,
+    arguments: tuple[str, ...] = (),
+    lead: bool,
+    backend: str = "nixl",
 ) -> None:
     """Check that a pair gives the same answers in each turn and ends balanced."""
     settings = LEAD if lead else {}
-    counts = turns(play(talks, logs, settings, ranks=ranks, arguments=arguments))
+    page = play(talks, logs, settings, ranks=ranks, arguments=arguments, backend=backend)
+    counts = turns(page)
     # Some first turns are remote, because prefill's capabilities are not yet known.
     assert (counts.get(("local", "short"), 0) >= 2 * len(talks.prompts[0])) == lead, counts
 
@@ -28,9 +37,10 @@ def test_stock(talks: Talks, tmp_path: Path) -> None:
     check_talks(talks, tmp_path, lead=False)
 
 
-def test_lead(talks: Talks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+def test_lead(talks: Talks, tmp_path: Path, backend: str) -> None:
     """Guards against a turn of wrong KV, and against pages or rows that a part leaks."""
-    check_talks(talks, tmp_path, lead=True)
+    check_talks(talks, tmp_path, lead=True, backend=backend)
 
 
 def test_lead_on_two_ranks(talks: Talks, tmp_path: Path) -> None:

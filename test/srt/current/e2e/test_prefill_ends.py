@@ -32,6 +32,7 @@ ENV = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "2",
     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "5",
 }
+backends = pytest.mark.parametrize("servers", ["nixl", "mooncake"], indirect=True)
 
 
 class Servers(Pair):
@@ -112,10 +113,13 @@ def check_lost(result: Result) -> None:
 
 
 @pytest.fixture(scope="module")
-def servers(talks: Talks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """A pair with the lead on both servers."""
+def servers(
+    request: pytest.FixtureRequest, talks: Talks, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Servers]:
+    """A pair with the lead on both servers, over a transfer backend."""
     config = PairConfig(
         talks.model,
+        backend=request.param,
         radix=True,
         prefill_sizes=SIZES,
         decode_sizes=SIZES,
@@ -126,6 +130,7 @@ def servers(talks: Talks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield pair
 
 
+@backends
 def test_killed_while_idle(servers: Servers, talks: Talks) -> None:
     """Guards against later turns that fail with a prefill server that they do not need, and against
     long prompts that wait longer than on stock. Decode does not know of the loss in the first turn
@@ -141,6 +146,7 @@ def test_killed_while_idle(servers: Servers, talks: Talks) -> None:
     servers.check_decode_empty()
 
 
+@backends
 def test_killed_in_the_middle_of_a_transfer(servers: Servers, talks: Talks) -> None:
     """Guards against a restarted server that is not used, and against partly arrived KV of a
     prompt: short prompts are recomputed, the long one fails, nothing is leaked."""
@@ -168,6 +174,7 @@ def test_killed_in_the_middle_of_a_transfer(servers: Servers, talks: Talks) -> N
     servers.check_decode_empty()
 
 
+@pytest.mark.parametrize("servers", ["nixl"], indirect=True)
 def test_a_stock_prefill_server(servers: Servers, talks: Talks) -> None:
     """Guards against a local turn beside a server that cannot release the other half: stock prefill
     computes all turns."""

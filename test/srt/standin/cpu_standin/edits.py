@@ -110,6 +110,12 @@ def without_pinning(module: Any) -> None:
     module.torch = Instead(torch, tensor=unpinned(torch.tensor), zeros=unpinned(torch.zeros))
 
 
+def page_numbers_without_event(module: Any) -> None:
+    """Have SGLang 0.5.23 pass page numbers to Mooncake's workers as it does to NIXL's, and not in
+    pinned memory with an event of CUDA."""
+    module.MooncakeKVSender.supports_host_tensor_indices = False
+
+
 def without_pinning_of_adapters(module: Any) -> None:
     """Have the lengths and ranks of a LoRA batch's segments made in ordinary memory."""
     module.torch.Tensor.pin_memory = lambda tensor, device=None: tensor

@@ -57,7 +57,7 @@ EDITS = {
     "sglang.srt.utils.common": ("attention:without_triton",),
 }
 
-#: The modules of SGLang 0.5.23 that speculation needs edited.
+#: The modules that are edited on SGLang 0.5.23 alone, most of them for speculation.
 ADDED_ON_0_5_23 = dict.fromkeys(
     (
         "sglang.kernels.ops.kvcache.cache_move",
@@ -69,7 +69,10 @@ ADDED_ON_0_5_23 = dict.fromkeys(
         "sglang.srt.mem_cache.allocation",
     ),
     ("speculative:edit",),
-) | {"sglang.srt.layers.attention.torch_native_backend": ("attention:edit",)}
+) | {
+    "sglang.srt.disaggregation.mooncake.conn": ("edits:page_numbers_without_event",),
+    "sglang.srt.layers.attention.torch_native_backend": ("attention:edit",),
+}
 
 #: That release has CPU forms of the rest: of ``EDITS`` it needs these.
 EDITED_ON_0_5_23 = (

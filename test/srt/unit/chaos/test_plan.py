@@ -68,8 +68,8 @@ def test_a_run_of_all_holds_pairs_and_the_whole_system(seed: int) -> None:
 def test_the_arms_of_the_later_release_differ_in_the_lead_only(tmp_path: Path) -> None:
     """Guards against a comparison of two stock pairs, or of two different configurations."""
     for lead, stock in zip(
-        current_config(tmp_path, 16, stock=False).layout(),
-        current_config(tmp_path, 16, stock=True).layout(),
+        current_config(tmp_path, "nixl", 16, stock=False).layout(),
+        current_config(tmp_path, "nixl", 16, stock=True).layout(),
         strict=True,
     ):
         assert lead.env == {**stock.env, "SGLANG_PATCHSET": "1", **LEAD}

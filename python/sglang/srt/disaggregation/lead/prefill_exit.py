@@ -125,17 +125,27 @@ def install(wrap: Wraps) -> None:
     ``prometheus_client``: in the HTTP server's process, before SGLang has prepared it, that would
     disable all metrics."""
     from sglang.srt.disaggregation.common import conn
-    from sglang.srt.disaggregation.nixl.conn import NixlKVManager
     from sglang.srt.managers.scheduler import Scheduler
 
-    @wrap(NixlKVManager, "_handle_abort_notification", "(self, msg)")
-    def note(stock: Function, self: Any, msg: list[bytes]) -> Any:
-        notice = conn.AbortNotification.from_zmq(msg) if msg[:1] == [ABORT] else None
-        if notice is not None:
-            rooms, is_local = Rooms.of(self), msg[2:] == [LOCAL_NOTICE]
-            if notice.room not in rooms or (is_local and notice.room in self.request_status):
-                rooms.note(notice.room, is_local)
-        return stock(msg)
+    @wrap(
+        conn.CommonKVManager,
+        "__init__",
+        "(self, args, disaggregation_mode, server_args, is_mla_backend=False)",
+    )
+    def init_manager(stock: Function, self: Any, *args: Any, **more: Any) -> None:
+        stock(*args, **more)
+        # Each transfer backend has its own method, which its later reader thread calls.
+        handle = self._handle_abort_notification
+
+        def note(msg: list[bytes]) -> Any:
+            notice = conn.AbortNotification.from_zmq(msg) if msg[:1] == [ABORT] else None
+            if notice is not None:
+                rooms, is_local = Rooms.of(self), msg[2:] == [LOCAL_NOTICE]
+                if notice.room not in rooms or (is_local and notice.room in self.request_status):
+                    rooms.note(notice.room, is_local)
+            return handle(msg)
+
+        self._handle_abort_notification = note
 
     @wrap(
         conn.CommonKVSender,

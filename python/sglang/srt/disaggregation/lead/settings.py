@@ -23,8 +23,8 @@ _LOOP = "another event loop, or another order of admission"
 
 #: Refused on prefill and on decode: setting -> reason.
 ON_BOTH: dict[str, str] = {
-    "another --disaggregation-transfer-backend than nixl": (
-        "only NIXL's manager on prefill notes that decode computes a request"
+    "another --disaggregation-transfer-backend than nixl, mooncake": (
+        "other managers on prefill have no message that decode computes a request"
     ),
     "--use-ray": "SGLang's schedulers load no plugins there",
     "--optimistic-prefill-attempts above 0": (

@@ -271,7 +271,7 @@ def test_the_extras_ask_for_it() -> None:
     pinned = dict(
         line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line
     )
-    for extra, cuda in ("cuda12", 12), ("cuda13", 13), ("cpu", 12):
+    for extra, cuda in ("cuda12", 12), ("cuda13", 13), ("cpu", 12), ("cpu13", 13):
         found = [Requirement(line) for line in project["optional-dependencies"][extra]]
         nixl = [each for each in found if each.name.startswith("nixl")]
         assert {each.name for each in nixl} == {"nixl", f"nixl-cu{cuda}"}
