@@ -64,6 +64,7 @@ def layout(
             role,
             model,
             sizes,
+            backend=arm.backend,
             stock=arm.variant == "stock",
             radix=role == "decode" and arm.variant in ("radix", "local"),
             ranks=rig.ranks,

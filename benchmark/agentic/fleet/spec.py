@@ -120,6 +120,8 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Environment variables of all servers."""
     venv: str | None = None
     """To measure servers of SGLang 0.5.23: folder of its environment in the repository."""
+    backend: Literal["nixl", "mooncake"] = "nixl"
+    """Transfer backend of a pair."""
     store: Store | None = None
     policy: str = "linear"
     """Policy of our router, or ``none``. A fleet by address uses it only if our router is needed.
