@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 
 from benchmark.harness.fleet import Fleet
-from benchmark.harness.process import ServerFailed
+from benchmark.harness.process import ServerFailed, ServerProcess
 
 EARLY_S = 20.0
 """A server that serves for less than this has ended early."""
@@ -37,19 +37,28 @@ class Restarts:
         """Start the servers that have ended again, and return their names.
 
         Raises:
-            ServerFailed: one did not start, or has ended early ``MAX_EARLY`` times in a row.
+            ServerFailed: one did not become ready, or has ended early ``MAX_EARLY`` times in a row.
         """
         restarted: list[str] = []
         for fleet in self._fleets:
             ended = [name for name, process in fleet.processes.items() if not process.alive]
             for name in ended:
                 self._restart(fleet, name)
-            fleet.wait(ended)
             for name in ended:
-                self._serves_since[name] = self._clock()
-                self._print(f"{name} serves again")
+                self._wait(fleet.processes[name])
             restarted += ended
         return restarted
+
+    def _wait(self, process: ServerProcess) -> None:
+        """Wait until the process is ready, or has ended: then the next call starts it again."""
+        try:
+            process.wait_ready()
+        except ServerFailed:
+            if process.alive:
+                raise
+        else:
+            self._print(f"{process.name} serves again")
+        self._serves_since[process.name] = self._clock()
 
     def _restart(self, fleet: Fleet, name: str) -> None:
         failure = fleet.processes[name].failure()

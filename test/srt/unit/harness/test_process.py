@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -221,6 +222,34 @@ def test_a_server_that_ends_again_and_again_is_not_started_again(tmp_path: Path)
         with pytest.raises(ServerFailed, match="store: it ended 3 times in a row") as failed:
             restarted("store")
         assert failed.value.log == tmp_path / "logs" / "store.log"
+
+
+# A server of files that ends at once if the file of its first argument exists.
+FRAGILE = """
+import pathlib, runpy, sys
+if pathlib.Path(sys.argv.pop(1)).exists():
+    sys.exit("broken")
+runpy.run_module("http.server", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_server_that_ends_while_it_starts_is_started_again(tmp_path: Path) -> None:
+    """Guards against `make serve` ending because a server was killed a second time."""
+    (server,), broken = file_servers(tmp_path, "prefill"), tmp_path / "broken"
+    python, _, *rest = server.command
+    server = replace(server, command=(python, "-c", FRAGILE, str(broken), *rest))
+    shown = io.StringIO()
+    with Fleet([server], tmp_path / "logs") as fleet:
+        restarts = Restarts([fleet], Console(file=shown, width=300))
+        kill(fleet, "prefill")
+        broken.touch()
+        restarts.restart_ended()
+        assert not fleet.processes["prefill"].alive and "serves again" not in shown.getvalue()
+        broken.unlink()
+        restarts.restart_ended()
+        assert fleet.processes["prefill"].alive and "serves again" in shown.getvalue()
+    assert "it ended with status 1. Starting it again" in shown.getvalue()
 
 
 def test_every_engine_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
