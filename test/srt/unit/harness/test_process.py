@@ -202,7 +202,7 @@ def test_a_killed_server_is_started_again(
 @pytest.mark.slow
 def test_a_server_that_ends_again_and_again_is_not_started_again(tmp_path: Path) -> None:
     """Guards against `make serve` restarting for ever a server that cannot serve; one that has
-    served begins anew, and each server of each fleet has its own count."""
+    served starts from zero, and each server of each fleet has its own count."""
     now = 0.0
     store = Fleet(file_servers(tmp_path, "store"), tmp_path / "logs", start_s=20)
     pair = Fleet(file_servers(tmp_path, "prefill"), tmp_path / "logs", start_s=20)
