@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmark.demo.restarts import Restarts
 from benchmark.harness import metrics, servers
 from benchmark.harness.fleet import Fleet, Pair, PairConfig
 from benchmark.harness.servers import Sizes
@@ -72,7 +73,7 @@ def serve(model: Path, port: int, out: Path, console: Console, whole: bool = Fal
     """Serve until interrupted. ``whole``: with a store behind both servers.
 
     Raises:
-        ServerFailed: a server did not start.
+        ServerFailed: a server did not start, or ends again and again.
     """
     console.print("Starting prefill, decode and load balancer (about a minute)...")
     name = ("--served-model-name", model.name, *CHAT)
@@ -88,11 +89,13 @@ def serve(model: Path, port: int, out: Path, console: Console, whole: bool = Fal
         decode_args=(*name, *local, "--decode-log-interval", "1"),
     )
     with ExitStack() as stack:
+        fleets: list[Fleet] = []
         if whole:
             master, about = servers.store()
-            stack.enter_context(Fleet([master], out / "serve"))
+            fleets.append(stack.enter_context(Fleet([master], out / "serve")))
             config = with_store(config, about)
         pair = stack.enter_context(Pair(config, out / "serve"))
+        restarts = Restarts([*fleets, pair], console)
         parts = "decode radix cache and local turns" + ", over a store" * whole
         console.print(f"Serving, with {parts}.")
         for heading, fields in REQUESTS:
@@ -106,7 +109,7 @@ def serve(model: Path, port: int, out: Path, console: Console, whole: bool = Fal
         before = pair.metrics()
         printed, is_new = told(before, before), False
         while True:
-            is_new = bool(restart_ended(pair, console)) or is_new
+            is_new = bool(restarts.restart_ended()) or is_new
             with suppress(OSError, HTTPException):  # a server is ending: the next turn starts it
                 now = pair.metrics()
                 before = now if is_new else before  # a new server counts from zero
@@ -126,24 +129,6 @@ def curl(url: str, model: str, fields: Mapping[str, object]) -> str:
         f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
         f"-d '{json.dumps(body)}'"
     )
-
-
-def restart_ended(fleet: Fleet, console: Console) -> list[str]:
-    """Start the servers of ``fleet`` that have ended again, and return their names.
-
-    Raises:
-        ServerFailed: one did not start.
-    """
-    ended = [name for name, process in fleet.processes.items() if not process.alive]
-    for name in ended:
-        failure = fleet.processes[name].failure()
-        log = fleet.restart(name)
-        text = f"{name}: {failure.diagnosis}. Starting it again (log of the ended one: {log})"
-        console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False, soft_wrap=True)
-    fleet.wait(ended)
-    for name in ended:
-        console.print(f"{time.strftime('%H:%M:%S')} {name} serves again", highlight=False)
-    return ended
 
 
 def with_store(config: PairConfig, about: Mapping[str, object]) -> PairConfig:

@@ -77,15 +77,16 @@ def convert(argv: list[str]) -> int:
     records = converting.records(log.calls, tokenize, pace, args.answer_tokens)
     by_time = sorted(records, key=lambda record: record.timestamp)
     print(f"{write(args.file, by_time)} requests")
-    print(*left_out(log.skipped), sep="\n", end="\n" * bool(log.skipped), file=sys.stderr)
+    counted = args.tokenizer is not None
+    invented = converting.invented(log.calls, pace, args.answer_tokens, counted=counted)
+    for text in (*left_out(log.skipped), *invented):
+        print(text, file=sys.stderr)
     if log.other_parts:
         print(f"{log.other_parts} parts of messages that are no text (images) count as nothing")
     pairs = zip(log.calls, records, strict=True)
     if known := [(c.prompt_tokens, r.input_length) for c, r in pairs if c.prompt_tokens]:
         logged, counted = map(sum, zip(*known, strict=True))
         print(f"prompt tokens as logged, over those counted here: {logged / counted:.2f}")
-    if not args.tokenizer:
-        print("tokens are estimated by bytes: --tokenizer counts them")
     return 0
 
 
@@ -157,6 +158,9 @@ def sample(argv: list[str]) -> int:
     for name, share in keeps.items():
         print(f"{name}: keeps {share:.1%} of the share of blocks that sessions share")
     print(f"window: {plan.window_s:g} s from {window.start_s:g} s on; seed {plan.seed}")
+    if window.dropped:
+        cap = f"--max-single-turn-ratio {plan.max_single_turn:g}"
+        print(f"{window.dropped:,} sessions of a single turn were dropped by {cap}")
     if args.out:
         print(f"{args.out}: {window.requests} requests")
     if args.json:

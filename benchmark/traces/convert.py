@@ -103,6 +103,33 @@ def records(
     return made
 
 
+def invented(
+    calls: Sequence[Call], pace: Pace, answer_tokens: int | None, *, counted: bool
+) -> list[str]:
+    """Return a line for each field of the trace that the log does not have, with the number of
+    requests and the option that sets it. ``counted``: a tokenizer has counted the tokens."""
+    begun = sum(call.time_s is None and not call.turn for call in calls)
+    later = sum(call.time_s is None and bool(call.turn) for call in calls)
+    unlogged = [call for call in calls if not call.answer_tokens]
+    unknown = sum(call.answer is None for call in unlogged)
+    by_field = [
+        (begun, f"timestamp, sessions begin at random: --sessions-per-s {pace.sessions_per_s:g}"),
+        (later, f"timestamp, after the turn before: --turn-s {pace.turn_s:g}"),
+        (unknown, f"output_length: --answer-tokens {answer_tokens}"),
+    ]
+    if not counted:
+        estimated = f"{TOKEN_BYTES} bytes are a token; --tokenizer counts"
+        by_field += [
+            (len(calls), f"input_length, {estimated}"),
+            (len(unlogged) - unknown, f"output_length, {estimated}"),
+        ]
+    return [
+        f"invented for {count:,} of {len(calls):,} requests: {text}"
+        for count, text in by_field
+        if count
+    ]
+
+
 def _times(calls: Sequence[Call], pace: Pace) -> Iterator[float]:
     """Yield a time for each call: its own; that of its session's earlier turn and ``turn_s``; or,
     if no session has a time, a random one."""

@@ -97,6 +97,8 @@ class Selection:
     start_s: float
     """Time in the trace that becomes 0, seconds."""
     requests: int
+    dropped: int = 0
+    """Sessions of a single turn that were dropped to limit their share."""
 
 
 def session_key(record: Record) -> int:
@@ -232,6 +234,7 @@ def window_and_thin(trace_survey: Survey, plan: Plan) -> Selection:
         )
     inside = inside.assign(draw=draws(inside["family"].to_numpy(), plan.seed))
     inside = inside[inside["draw"] < plan.ratio]
+    kept = len(inside)
     if plan.max_single_turn < 1:
         several = inside[inside["turns"] > 1]
         # The small addition prevents that an exact integer is rounded down.
@@ -244,7 +247,8 @@ def window_and_thin(trace_survey: Survey, plan: Plan) -> Selection:
             f"--sample-ratio {plan.ratio:g} with --max-single-turn-ratio "
             f"{plan.max_single_turn:g} leaves no session of the window"
         )
-    return Selection(frozenset(inside.index), start, int(inside["turns"].sum()))
+    dropped = kept - len(inside)
+    return Selection(frozenset(inside.index), start, int(inside["turns"].sum()), dropped)
 
 
 def random_requests(trace_survey: Survey, requests: int, seed: int) -> Selection:

@@ -58,8 +58,8 @@ def made(args: argparse.Namespace) -> Estimate:
         ValueError: arguments contradict each other; the message names the flags.
     """
     shape = shapes.load(args.model, args.kv_dtype)
-    if shape.kv_heads > args.tp and shape.kv_heads % args.tp:
-        raise ValueError(f"--tp {args.tp} does not divide {shape.kv_heads} KV heads")
+    if not shape.mla and max(shape.kv_heads, args.tp) % min(shape.kv_heads, args.tp):
+        raise ValueError(f"--tp {args.tp} and {shape.kv_heads} KV heads: one must divide the other")
     rank_bytes = shape.on_rank(args.tp).token_bytes
     pool = args.pool_tokens or math.floor(args.pool_gib * GIB / rank_bytes)
     if args.trace:
@@ -119,7 +119,9 @@ def _parser() -> argparse.ArgumentParser:
         "--tp",
         type=_whole(1),
         default=1,
-        help="tensor parallel ranks of a server; 1 with attention data parallelism",
+        help="tensor parallel ranks of a server. With attention data parallelism: --tp-size / "
+        "--dp-size, and count each data parallel rank as a server: number of servers, network, "
+        "speeds and running requests",
     )
     pool = parser.add_mutually_exclusive_group(required=True)
     pool.add_argument("--pool-gib", type=_number(), help="KV pool of one decode rank, GiB")

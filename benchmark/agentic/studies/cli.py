@@ -209,7 +209,7 @@ def _planned(args: argparse.Namespace, words: str) -> tuple[Plan, Run]:
         shown["source"] = f"{args.trace.name}, as AIPerf reads {args.format}"
     else:
         trace = prepare(study.trace, fleet)
-        _check_window(study, len(trace.records))
+        _check_window(study, trace)
         shown = _described(trace)
     file = trace.source if trace and study.trace.file else None
     public = msgspec.structs.replace(study.trace, file=file)
@@ -227,17 +227,18 @@ def _planned(args: argparse.Namespace, words: str) -> tuple[Plan, Run]:
     return Plan(study, arms, fleet, trace, out, program), done
 
 
-def _check_window(study: Study, requests: int) -> None:
+def _check_window(study: Study, trace: Trace) -> None:
     """Raise ValueError if no request of a trace would count, because a trace is not repeated."""
-    load = study.load
+    load, requests = study.load, len(trace.records)
     if load.window is None or not load.sessions:
         return
     warm_up = max(load.window.warm_up, 2 * max(load.sessions))
     if warm_up >= requests:
-        raise ValueError(
+        text = (
             f"the trace has {requests} requests, and the warm-up of {max(load.sessions)} sessions "
             f"at once takes {warm_up}: --sessions of fewer, or a longer --trace"
         )
+        raise ValueError("; ".join([text, *trace.notes]))
 
 
 def _check_made(study: Study, fleet: FleetFile) -> None:

@@ -37,7 +37,7 @@ class Trace:
     """Requests that are too long for the fleet."""
     classes: Classes
     notes: tuple[str, ...] = ()
-    """Messages for the user: skipped lines, and too few requests."""
+    """Messages for the user: skipped lines, dropped sessions, and too few requests."""
 
     def at(self, load: LoadSpec, level: float) -> list[Record]:
         """Return the records of a level: at its speed, if the load sets one."""
@@ -61,9 +61,9 @@ def prepare(spec: TraceSpec, fleet: FleetFile) -> Trace:
         whole = list(generate(spec.generated, SEED, shape))
     else:
         whole = list(annotate(read(path, skipped if spec.skip_invalid else None)))
-    sampled, ratio = whole, 1.0
+    sampled, ratio, dropped = whole, 1.0, 0
     if spec.requests:
-        sampled, ratio = sample(whole, spec, spec.requests)
+        sampled, ratio, dropped = sample(whole, spec, spec.requests)
     sized, max_tokens = [_sized(record, fleet) for record in sampled], limit(fleet)
     records = [r for r in sized if r.input_length + r.output_length <= max_tokens]
     if not records:
@@ -71,6 +71,11 @@ def prepare(spec: TraceSpec, fleet: FleetFile) -> Trace:
     described = describe(survey(sampled))
     classes = Classes().scaled(fleet.block_tokens)
     notes = left_out(skipped)
+    if dropped and path is not None:
+        notes.append(
+            f"{dropped:,} sampled sessions of a single turn were dropped: the study's "
+            f"`trace: {{max_single_turn: {spec.max_single_turn:g}}}` is their maximum share"
+        )
     if spec.requests and len(records) != spec.requests:
         notes.append(
             f"{len(records)} requests are sent instead of about {spec.requests}: "
@@ -88,24 +93,29 @@ def limit(fleet: FleetFile) -> int:
     return pool // 2 if pool else 1 << 60
 
 
-def sample(whole: Sequence[Record], spec: TraceSpec, requests: int) -> tuple[list[Record], float]:
-    """Return about ``requests`` requests in whole sessions, and the share of sessions kept.
+def sample(
+    whole: Sequence[Record], spec: TraceSpec, requests: int
+) -> tuple[list[Record], float, int]:
+    """Return about ``requests`` requests in whole sessions, the share of sessions kept, and the
+    number of sessions that were dropped because they have a single turn.
 
     Raises:
-        ValueError: ``requests`` is too small for one whole session.
+        ValueError: ``requests`` is too small for one whole session, or each has a single turn.
     """
     plan = Plan(max_single_turn=spec.max_single_turn, seed=SEED)
     trace_survey = survey(whole)
-    everything = window_and_thin(trace_survey, dataclasses.replace(plan, ratio=1.0))
-    ratio = min(1.0, requests / everything.requests)
     try:
+        everything = window_and_thin(trace_survey, dataclasses.replace(plan, ratio=1.0))
+        ratio = min(1.0, requests / everything.requests)
         selection = window_and_thin(trace_survey, dataclasses.replace(plan, ratio=ratio))
     except ValueError as error:
         raise ValueError(
             f"about {requests} requests of {len(whole):,} contain no whole session: use more "
-            "(`--requests`, or the study's `trace: {requests: null}` for the whole trace)"
+            "(`--requests`, or the study's `trace: {requests: null}` for the whole trace), or "
+            "admit more sessions of a single turn (the study's "
+            f"`trace: {{max_single_turn: {spec.max_single_turn:g}}}`)"
         ) from error
-    return list(chosen(whole, selection)), ratio
+    return list(chosen(whole, selection)), ratio, selection.dropped
 
 
 def _sized(record: Record, fleet: FleetFile) -> Record:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from component.decode.decoder import Decoder
-from component.decode.stages import bring_to, fail_room
+from component.decode.stages import FROM_PREFILL, HERE, bring_to, fail_room, options
 from component.decode.steps import PROMPT, admit, finish, ids, land, serve, tick
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.delta.decode.request import Explanation
@@ -205,6 +205,22 @@ def test_the_event_log_has_local_turns(decoder: Answered, events: Any) -> None:
     assert (taken["room"], ended["room"]) == (short.bootstrap_room,) * 2
     assert (ended["finish"], ended["error"]) == ("length", "")
     assert ended["explanation"] == decoder.explained(short)
+
+
+@pytest.mark.parametrize(
+    ("stage", "decoder"),
+    [(stage, options(stage)) for stage in (*FROM_PREFILL, *HERE)],
+    indirect=["decoder"],
+)
+def test_the_event_log_has_the_end_of_aborted_requests(
+    decoder: Answered, events: Any, stage: str
+) -> None:
+    """Guards against a client's disconnect that looks like a lost request."""
+    req = bring_to(decoder, stage)
+    decoder.abort(req.rid)
+    finish(decoder)
+    (ended,) = (line for line in events() if line["type"] == "ended" and line["rid"] == req.rid)
+    assert ended["finish"] == "abort"
 
 
 # ---- spans ----

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shlex
 from itertools import islice
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from benchmark.agentic.fleet import spec
 from benchmark.agentic.fleet.spec import Arm, Rig
 from benchmark.agentic.load.sessions import Made, made_sessions
+from benchmark.agentic.report.numbers import AGAINST, ratio
 from benchmark.agentic.studies import cli
 from benchmark.agentic.studies.spec import LoadSpec, Study, find
 from unit.documents import pages
@@ -83,6 +86,33 @@ def test_requests_fit_the_pool_and_the_model(name: str) -> None:
 def test_a_study_is_sent_by_arrival_rate_too(capsys: pytest.CaptureFixture[str]) -> None:
     text = dry_run(capsys, "throughput_8gpu", "--rate", "2", "4.5", "--rounds", "3")
     assert "Sessions, 5 arms, 3 rounds: 30 loads, at most about" in text
+
+
+def smallest_ratio(study: Study, rounds: int) -> float:
+    """Return the ratio of two arms that just gets a verdict, if the logarithms of the rounds'
+    ratios have a standard deviation of 0.05."""
+    arms, loads = len(study.arms), len(study.load.sessions or study.load.speed)
+    comparisons = arms - 1 if study.grid else math.comb(arms, 2) * loads
+    spread = np.array([-1.0, 1.0] + [0.0] * (rounds - 2))
+    logs = 0.05 * spread / spread.std(ddof=1)
+    found = ratio(np.exp(logs), 1 - 0.05 / (len(AGAINST) * comparisons))
+    return found.high
+
+
+def test_the_page_says_what_the_rounds_can_show(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards hours of eight GPUs for a page without a verdict."""
+    page = (pages.ROOT / "benchmark/agentic/README.md").read_text()
+    rows = re.findall(
+        r"^\| `(\w+_8gpu)` \| (\d+) \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", page, re.M
+    )
+    assert {name for name, *_ in rows} == {*STUDIES, "replay_8gpu"}
+    for name, rounds, limit, *ratios in rows:
+        study = spec.load(find(name), Study)
+        assert study.rounds == int(rounds)
+        numbers = (study.rounds, 5, 8)
+        assert [f"{smallest_ratio(study, n):.2f}" for n in numbers] == ratios
+        if name in STUDIES:
+            assert f"at most about {limit} in all" in dry_run(capsys, name)
 
 
 def test_a_machine_with_fewer_gpus_is_refused_by_arm(
@@ -162,6 +192,41 @@ def test_sessions_begin_at_the_rate_of_their_requests() -> None:
 def test_a_rate_that_no_load_has_is_refused(load: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Study("a", "b", {"x": Arm("x")}, LoadSpec(**load))
+
+
+def test_dropped_sessions_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against a study of a tenth of a user's trace, and against an error that names options
+    of another command: sessions of a single turn are most of many logs."""
+    trace = tmp_path / "trace.jsonl"
+    sent = {"input_length": 600, "output_length": 8}
+    lines = [
+        {"timestamp": 100 * n, **sent, "session_id": f"s{n}", "turn": 0, "hash_ids": [n, n + 99]}
+        for n in range(40)
+    ]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    words = [
+        "linear_lmetric",
+        "--trace",
+        str(trace),
+        "--dry-run",
+        "--requests",
+        "40",
+        "--sessions",
+        "4",
+    ]
+    assert cli.run(words) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "(the study's `trace: {max_single_turn: 0.3}`)" in error and "--max" not in error
+    several = [{**line, "turn": 1, "timestamp": line["timestamp"] + 5000} for line in lines[:20]]
+    trace.write_text("\n".join(map(json.dumps, [*lines, *several])))
+    assert cli.run(words) == 0
+    named = (
+        "12 sampled sessions of a single turn were dropped: the study's `trace: {max_single_turn"
+    )
+    assert named in " ".join(capsys.readouterr().out.split())
+    assert cli.run([*words, "32"]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "the trace has 48 requests" in error and named in error
 
 
 def test_a_trace_is_not_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,10 @@ KNOWN = {
     MASTER: pages.flags(list(servers.store()[0].command)),
 }
 COMPOSE = ("docker-compose.yaml", "docker-compose-whole.yaml")
+COMPOSE_RDMA = "docker-compose-rdma.yaml"
 KUBERNETES = ("kubernetes.yaml", "kubernetes-whole.yaml")
+KUBERNETES_RDMA = "kubernetes-rdma.yaml"
+"""A patch of the servers in ``KUBERNETES``."""
 GROUPS = "kubernetes-lws.yaml"
 """Instead of the first of ``KUBERNETES``: each server is a group of two pods."""
 PARTS = pytest.mark.parametrize("parts", [1, 2], ids=["pair", "whole"])
@@ -152,6 +155,43 @@ def test_kubernetes_accepts_the_files(name: str) -> None:
         kubernetes_validate.validate(wrong, versions[-1].rpartition(".")[0], strict=True)
 
 
+def patched(value: Any, patch: Any) -> Any:
+    """Return ``value`` after a strategic merge patch: objects by key, and lists of objects by the
+    name of each, as Kubernetes merges containers and their variables."""
+    if isinstance(patch, dict):
+        merged = {key: patched((value or {}).get(key), patch[key]) for key in patch}
+        return {**(value or {}), **merged}
+    if isinstance(patch, list) and isinstance(patch[0], dict):
+        before, after = ({item["name"]: item for item in items or ()} for items in (value, patch))
+        return list(patched(before, after).values())
+    return patch
+
+
+@pytest.mark.parametrize("names", [KUBERNETES[:1], KUBERNETES], ids=["pair", "whole"])
+def test_rdma_in_pods(names: tuple[str, ...]) -> None:
+    """Guards against a patch that Kubernetes refuses, or that replaces more than it adds: the same
+    container with devices and locked memory."""
+    patch = yaml.safe_load((EXAMPLES / KUBERNETES_RDMA).read_text())
+    versions = kubernetes_validate.utils.all_versions()
+    servers = [o for o in documents(*names) if o["metadata"]["name"] in ("prefill", "decode")]
+    sets = [object_ for object_ in servers if object_["kind"] == "StatefulSet"]
+    assert len(sets) == 2
+    for object_ in sets:
+        with_rdma = patched(object_, patch)
+        for version in (versions[0], versions[-1]):
+            kubernetes_validate.validate(with_rdma, version.rpartition(".")[0], strict=True)
+        (before,) = object_["spec"]["template"]["spec"]["containers"]
+        (after,) = with_rdma["spec"]["template"]["spec"]["containers"]
+        assert after.pop("securityContext") == {"capabilities": {"add": ["IPC_LOCK"]}}
+        limits = after["resources"].pop("limits")
+        (added,) = limits.keys() - before["resources"]["limits"].keys()
+        assert added.startswith("rdma/") and "nvidia.com/gpu" in limits
+        variables = {variable["name"] for variable in after.pop("env")}
+        assert variables == {"UCX_NET_DEVICES", *(v["name"] for v in before.get("env", ()))}
+        same = {key: before[key] for key in before if key not in ("env", "resources")}
+        assert after == {**same, "resources": {}}
+
+
 def test_scraped_pods_have_the_port() -> None:
     """Guards against a monitor that selects no pods. No package has a schema of the Prometheus
     operator's kind."""
@@ -206,7 +246,7 @@ def test_probes_name_ports_and_wait_for_a_token() -> None:
 @pytest.mark.parametrize(
     ("schema", "file"),
     [
-        *(("compose-spec", f"examples/{name}") for name in COMPOSE),
+        *(("compose-spec", f"examples/{name}") for name in (*COMPOSE, COMPOSE_RDMA)),
         ("github-workflows", ".github/workflows/ci.yml"),
         ("github-workflows", ".github/workflows/nightly.yml"),
     ],
@@ -284,6 +324,19 @@ def test_compose() -> None:
         probe = service["healthcheck"]
         assert f":{value(stock[name], '--port')}/" in probe["test"][-1]
         assert int(probe["timeout"].removesuffix("s")) > 20, "/health answers after 1 to 20 s"
+
+
+def test_compose_with_rdma() -> None:
+    """Guards against a file that changes servers instead of giving them devices."""
+    alone, rdma = (
+        yaml.safe_load((EXAMPLES / name).read_text())["services"]
+        for name in (COMPOSE[0], COMPOSE_RDMA)
+    )
+    assert rdma.keys() == alone.keys() - {"router"}
+    for name, service in rdma.items():
+        assert service.keys() & alone[name].keys() == set(), "Compose would merge or replace it"
+        assert service["devices"] == ["/dev/infiniband"] and service["cap_add"] == ["IPC_LOCK"]
+        assert service["ulimits"] == {"memlock": -1} and alone[name]["network_mode"] == "host"
 
 
 def test_kubernetes_servers_with_a_store() -> None:

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from benchmark.demo.serve import restart_ended
+from benchmark.demo.restarts import EARLY_S, MAX_EARLY, Restarts
 from benchmark.harness import checks, ports, process
 from benchmark.harness.fleet import Fleet
 from benchmark.harness.ports import allocate_ports
@@ -141,11 +142,8 @@ BROKEN = (sys.executable, "-c", "raise SystemExit('no such model')")
 def test_one_failed_server_ends_all(tmp_path: Path) -> None:
     """A server that cannot start ends the others, also those that wait to be ready, and no load
     balancer is started in vain."""
-    (tmp_path / "health").touch()  # a file server answers the readiness check
-    (port,) = allocate_ports(1)
-    serve = (http.server.__file__, str(port), "--bind", "127.0.0.1", "-d", str(tmp_path))
     layout = [
-        ServerConfig("prefill", port, (sys.executable, *serve)),
+        *file_servers(tmp_path, "prefill"),
         ServerConfig("decode", 1, BROKEN),
         ServerConfig("router", 1, BROKEN),
     ]
@@ -154,6 +152,24 @@ def test_one_failed_server_ends_all(tmp_path: Path) -> None:
         pass
     assert set(fleet.processes) == {"prefill", "decode"}
     assert not any(process.alive for process in fleet.processes.values())
+
+
+def file_servers(folder: Path, *roles: str) -> list[ServerConfig]:
+    """Return servers of files, which answer the readiness check of engines and stores."""
+    (folder / "health").touch()
+    (folder / "metrics").touch()
+    layout = []
+    for role, port in zip(roles, allocate_ports(len(roles)), strict=True):
+        serve = (http.server.__file__, str(port), "--bind", "127.0.0.1", "-d", str(folder))
+        layout.append(ServerConfig(role, port, (sys.executable, *serve)))
+    return layout
+
+
+def kill(fleet: Fleet, name: str) -> None:
+    """Kill a server, and wait for its end."""
+    process = fleet.processes[name]
+    os.kill(process.pid, signal.SIGKILL)
+    until(lambda: not process.alive)
 
 
 @pytest.mark.slow
@@ -166,20 +182,14 @@ def test_a_killed_server_is_started_again(
     vmstat = tmp_path / "vmstat"
     monkeypatch.setattr(process, "VMSTAT", vmstat)
     vmstat.write_text("pgfault 7\noom_kill 3\n")
-    (tmp_path / "health").touch()
-    layout = []
-    for role, port in zip(("prefill", "decode"), allocate_ports(2), strict=True):
-        serve = (http.server.__file__, str(port), "--bind", "127.0.0.1", "-d", str(tmp_path))
-        layout.append(ServerConfig(role, port, (sys.executable, *serve)))
     shown = io.StringIO()
-    console = Console(file=shown, width=300)
-    with Fleet(layout, tmp_path / "logs") as fleet:
-        assert restart_ended(fleet, console) == []
+    with Fleet(file_servers(tmp_path, "prefill", "decode"), tmp_path / "logs") as fleet:
+        restarts = Restarts([fleet], Console(file=shown, width=300))
+        assert restarts.restart_ended() == []
         before = dict(fleet.processes)
-        os.kill(before["prefill"].pid, signal.SIGKILL)
-        until(lambda: not before["prefill"].alive)
+        kill(fleet, "prefill")
         vmstat.write_text(f"pgfault 7\noom_kill {3 + kills}\n")
-        assert restart_ended(fleet, console) == ["prefill"]
+        assert restarts.restart_ended() == ["prefill"]
         assert fleet.processes["prefill"].alive
         assert fleet.processes["decode"] is before["decode"]
         log = tmp_path / "logs" / "prefill.ended.log"
@@ -187,6 +197,59 @@ def test_a_killed_server_is_started_again(
     why = "; since it started, the kernel killed 2 processes for lack of memory" if kills else ""
     assert f"prefill: it ended by signal 9{why}. Starting it again" in shown.getvalue()
     assert str(log) in shown.getvalue() and "prefill serves again" in shown.getvalue()
+
+
+@pytest.mark.slow
+def test_a_server_that_ends_again_and_again_is_not_started_again(tmp_path: Path) -> None:
+    """Guards against `make serve` restarting for ever a server that cannot serve; one that has
+    served starts from zero, and each server of each fleet has its own count."""
+    now = 0.0
+    store = Fleet(file_servers(tmp_path, "store"), tmp_path / "logs", start_s=20)
+    pair = Fleet(file_servers(tmp_path, "prefill"), tmp_path / "logs", start_s=20)
+    with store, pair:
+        restarts = Restarts([store, pair], Console(file=io.StringIO()), lambda: now)
+
+        def restarted(*names: str) -> bool:
+            fleets = {"store": store, "prefill": pair}
+            for name in names:
+                kill(fleets[name], name)
+            return restarts.restart_ended() == list(names)
+
+        assert all(restarted("store") for _ in range(MAX_EARLY - 1))
+        now += EARLY_S
+        assert restarted("store", "prefill"), "both have served"
+        assert all(restarted("store") for _ in range(MAX_EARLY - 1))
+        with pytest.raises(ServerFailed, match="store: it ended 3 times in a row") as failed:
+            restarted("store")
+        assert failed.value.log == tmp_path / "logs" / "store.log"
+
+
+# A server of files that ends at once if the file of its first argument exists.
+FRAGILE = """
+import pathlib, runpy, sys
+if pathlib.Path(sys.argv.pop(1)).exists():
+    sys.exit("broken")
+runpy.run_module("http.server", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_server_that_ends_while_it_starts_is_started_again(tmp_path: Path) -> None:
+    """Guards against `make serve` ending because a server was killed a second time."""
+    (server,), broken = file_servers(tmp_path, "prefill"), tmp_path / "broken"
+    python, _, *rest = server.command
+    server = replace(server, command=(python, "-c", FRAGILE, str(broken), *rest))
+    shown = io.StringIO()
+    with Fleet([server], tmp_path / "logs") as fleet:
+        restarts = Restarts([fleet], Console(file=shown, width=300))
+        kill(fleet, "prefill")
+        broken.touch()
+        restarts.restart_ended()
+        assert not fleet.processes["prefill"].alive and "serves again" not in shown.getvalue()
+        broken.unlink()
+        restarts.restart_ended()
+        assert fleet.processes["prefill"].alive and "serves again" in shown.getvalue()
+    assert "it ended with status 1. Starting it again" in shown.getvalue()
 
 
 def test_every_engine_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

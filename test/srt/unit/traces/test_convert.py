@@ -120,6 +120,41 @@ def test_batch_files_are_joined(tmp_path: Path) -> None:
     assert [record.output_length for record in records] == [33, 33]
 
 
+def test_invented_fields_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against numbers of a study that are taken for measured ones: a line says for how many
+    requests which option has set a field."""
+
+    def invented(log: str, *words: str) -> list[str]:
+        converted(tmp_path, log, *words)
+        errors = capsys.readouterr().err.splitlines()
+        return [line.removeprefix("invented for ") for line in errors]
+
+    by_bytes = "4 bytes are a token; --tokenizer counts"
+    assert invented(lines({"messages": HISTORY}, {"messages": HISTORY}), "--turn-s", "3") == [
+        "2 of 4 requests: timestamp, sessions begin at random: --sessions-per-s 1",
+        "2 of 4 requests: timestamp, after the turn before: --turn-s 3",
+        f"4 of 4 requests: input_length, {by_bytes}",
+        f"4 of 4 requests: output_length, {by_bytes}",
+    ]
+    logged = {"time": 5, "messages": [user("one")], "response": {"usage": {"completion_tokens": 7}}}
+    unlogged = {"time": 6, "messages": [user("two")]}
+    assert invented(lines(logged, unlogged), "--answer-tokens", "33") == [
+        "1 of 2 requests: output_length: --answer-tokens 33",
+        f"2 of 2 requests: input_length, {by_bytes}",
+    ]
+    write_tokenizer(tmp_path)
+    assert invented(lines(logged), "--tokenizer", str(tmp_path)) == []
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer that counts words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "one": 1, "two": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(folder / "tokenizer.json"))
+
+
 def test_tools_and_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Tools are the first part of a prompt, text parts are joined, and images are counted as
     missing."""
@@ -134,11 +169,7 @@ def test_tools_and_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_tokenizer_counts(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = Tokenizer(models.WordLevel({"[UNK]": 0, "one": 1, "two": 2}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.save(str(tmp_path / "tokenizer.json"))
+    write_tokenizer(tmp_path)
     call = {"messages": [user("one two one two")], "response": "two one"}
     (record,) = converted(tmp_path, lines(call), "--tokenizer", str(tmp_path))
     assert (record.input_length, record.output_length) == (5, 2), "the role is a word"

@@ -109,6 +109,8 @@ def test_cap_of_single_turns(surveyed: Survey) -> None:
         several = int((turns > 1).sum())
         assert {int(key) for key in turns[turns > 1].index} <= kept.sessions
         assert len(kept.sessions) == several + int(several * cap / (1 - cap))
+        assert kept.dropped == len(turns) - len(kept.sessions) > 0
+    assert window_and_thin(surveyed, everything).dropped == 0
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,10 @@ def test_terms_by_hand() -> None:
     assert values["wire time saved a turn"] == "1.3 ms"
     assert values["longest gap, aggregated"] == "30.0 ms"
     assert estimate(ranks=2).token_bytes == 2048, "one head is copied to both ranks"
+    latent = Shape("latents", layers=4, kv_heads=1, head_dim=128, mla=True, index_bytes=16)
+    assert latent.token_bytes == 1088 == latent.on_rank(4).token_bytes
+    copied = Estimate(latent, WORK, 20_000, ranks=4)
+    assert copied.token_bytes == 4 * 1088, "each rank receives the latents and the index"
 
 
 def test_histories_that_do_not_fit_are_not_hit() -> None:

@@ -37,7 +37,8 @@ def test_a_trace_gives_the_lengths(tmp_path: Path, capsys: pytest.CaptureFixture
     ("words", "named"),
     [
         (["--model", "nope"], "no model 'nope'"),
-        (["--tp", "3"], "--tp 3 does not divide 8 KV heads"),
+        (["--tp", "3"], "--tp 3 and 8 KV heads: one must divide the other"),
+        (["--tp", "12"], "--tp 12 and 8 KV heads: one must divide the other"),
         (RATES[:2], "--network-gb-s and --prefill-tokens-per-s together"),
         (["--prefix", "900000"], "raise --pool-gib, or lower --prefix or --turns"),
         (["--trace", "no-such-file"], "no-such-file"),

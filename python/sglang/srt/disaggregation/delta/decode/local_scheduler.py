@@ -249,7 +249,7 @@ class LocalTurnsScheduler(Scheduler):
 
     def _drop_aborted(self) -> None:
         """Release aborted turns that no launched chunk uses."""
-        from sglang.srt.managers.io_struct import AbortReq
+        from sglang.srt.disaggregation.utils import prepare_abort
         from sglang.srt.mem_cache.common import release_kv_cache
 
         turns = self.local_turns
@@ -258,7 +258,8 @@ class LocalTurnsScheduler(Scheduler):
         for turn in gone:
             turns.queue.remove(turn)
             release_kv_cache(turn.req, self.tree_cache, is_insert=False)
-            self.send_to_tokenizer.send_output(AbortReq(rid=turn.req.rid), turn.req)
+            prepare_abort(turn.req, turn.req.to_finish.message)
+            self.stream_output([turn.req], turn.req.return_logprob)
 
     @override
     def is_fully_idle(self, for_health_check: bool = False) -> bool:

@@ -104,23 +104,23 @@ class DisaggScheduler(FlushingScheduler, NamespacedScheduler):
 
     @override
     def abort_request(self, recv_req: AbortReq) -> None:
-        # End waiting requests that sent tokens before they were retracted. SGLang would notify the
-        # tokenizer directly. The notice can overtake tokens in the detokenizer, and these would
-        # make the tokenizer wait for the request for ever. So send the end after the tokens.
+        # End waiting requests like running ones. SGLang would notify the tokenizer directly. The
+        # notice can overtake tokens that a retracted request has sent, and these would make the
+        # tokenizer wait for the request for ever; the event log would have no end of it.
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
         from sglang.srt.mem_cache.common import release_kv_cache
 
         queue, wanted = self.disagg_decode_prealloc_queue, named_by(recv_req)
         retracted = [req for req in queue.retracted_queue if wanted(req)]
-        resumed = [req for req in self.waiting_queue if wanted(req) and req.send_token_offset]
+        waiting = [req for req in self.waiting_queue if wanted(req)]
         queue.retracted_queue = [req for req in queue.retracted_queue if not wanted(req)]
         for req in retracted:
             req.__dict__.pop("kv_cache_cpu", None)
             record_of(req).drop_copies()
-        self.waiting_queue = [req for req in self.waiting_queue if req not in resumed]
-        for req in resumed:
+        self.waiting_queue = [req for req in self.waiting_queue if not wanted(req)]
+        for req in waiting:
             release_kv_cache(req, self.tree_cache)
-        for req in (*retracted, *resumed):
+        for req in (*retracted, *waiting):
             req.finished_reason = FINISH_ABORT()
             self.stream_output([req], req.return_logprob)
         super().abort_request(recv_req)
