@@ -14,6 +14,12 @@ WORKS = {
     """,
     "test_speculation.py and test_lead_with_a_draft_model": """
         speculative_draft_model_path speculative_num_steps speculative_num_draft_tokens
+        speculative_use_rejection_sampling speculative_draft_window_size speculative_draft_sink_size
+        speculative_adaptive speculative_adaptive_config speculative_token_map
+    """,
+    "test_adapters.py": """
+        enable_lora lora_paths lora_backend max_loras_per_batch max_loaded_loras
+        enable_lora_overlap_loading
     """,
     "e2e/test_pairs.py": "tp_size host port log_level",
 }
@@ -39,6 +45,13 @@ CANNOT_MATTER = {
     "Determines how tokens are streamed, for batches of either kind.": """
         stream_interval incremental_streaming_output
     """,
+    "Loads adapters, or computes with them within a batch; SGLang's check counts them.": """
+        max_lora_rank lora_target_modules lora_eviction_policy max_lora_chunk_size
+        experts_shared_outer_loras lora_use_virtual_experts lora_strict_loading
+    """,
+    "Read for prefill batches alone, which a decode server has none of.": (
+        "lora_drain_wait_threshold"
+    ),
     "Logs, measures or watches.": """
         log_level_http log_requests log_requests_level log_requests_format log_requests_target
         uvicorn_access_log_exclude_prefixes crash_dump_folder show_time_cost enable_metrics
@@ -155,6 +168,7 @@ CANNOT_MATTER = {
     """,
     "Determines how SGLang verifies drafts; a request joins the batch like one from prefill.": """
         speculative_accept_threshold_single speculative_accept_threshold_acc
+        speculative_use_block_verification
         speculative_attention_mode
         speculative_draft_kv_cache_dtype speculative_boundary_reduction
     """,
@@ -187,17 +201,14 @@ CANNOT_MATTER = {
         shared_experts_tp_size ep_join_rank_offset elastic_ep_initial_size max_ep_size
         elastic_ep_scale_timeout kv_canary_real_data kv_canary_sweep_interval deepep_v2_mode
         deepep_mode fuseep_mode deepep_dispatcher_output_dtype deepep_config enable_waterfill
-        flashinfer_a2a_dispatch_type tbo_token_distribution_threshold max_lora_rank
-        lora_target_modules max_loaded_loras max_loras_per_batch lora_eviction_policy lora_backend
-        max_lora_chunk_size experts_shared_outer_loras lora_use_virtual_experts lora_strict_loading
-        lora_drain_wait_threshold enable_lora_overlap_loading uno_lora_path
+        flashinfer_a2a_dispatch_type tbo_token_distribution_threshold uno_lora_path
         dllm_algorithm_config dllm_fdfo decoupled_spec_bind_endpoint
         decoupled_spec_connect_endpoints decoupled_spec_rank encoder_only encoder_transfer_backend
         encoder_urls encoder_bootstrap_port encoder_register_urls
         enable_adaptive_dispatch_to_encoder pdmux_config_path sm_group_num watermark_config
         watermark_key watermark_key_b watermark_context_window watermark_mixing_probability
         watermark_max_probability watermark_default_enabled watermark_enforce_all
-        aux_hidden_state_capture return_aux_hidden_state_layer_ids speculative_adaptive_config
+        aux_hidden_state_capture return_aux_hidden_state_layer_ids
         speculative_dflash_block_size speculative_dspark_block_size
         speculative_dspark_sps_table_path speculative_dspark_confidence_sts_path
         speculative_dspark_align_verify_tokens_to_graph_tier speculative_ngram_min_bfs_breadth

@@ -8,12 +8,13 @@ is forked after SGLang has been imported:
 
 ``mode``, "decode" (the default) or "prefill", selects the fixture. ``env`` is set before SGLang
 loads its plugins, as it does in each of its processes. ``model`` is the name of the model's fixture
-("model" by default). With the arguments ``environment.DRAFTS`` the model is its own draft model.
+("model" by default). "@NAME" in an argument stands for the folder that the fixture NAME makes.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any  # Any: arguments of a mark
 import pytest
 
 from current import forked
-from current.environment import OWN_DRAFT, RELEASE, environment
+from current.environment import HEADS, MODEL, RELEASE, environment
 
 if TYPE_CHECKING:
     from current.decode import Decode
@@ -32,7 +33,7 @@ HERE = Path(__file__).parent
 IS_INSTALLED = metadata.version("sglang") == RELEASE
 collect_ignore_glob = [] if IS_INSTALLED else ["test_*.py"]
 if IS_INSTALLED:
-    os.environ.update(environment())
+    os.environ.update(environment(None, MODEL, *HEADS))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -91,6 +92,50 @@ def arithmetic(request: pytest.FixtureRequest) -> str:
     return str(untied.build(request.config.cache.mkdir("untied")))
 
 
+@pytest.fixture(scope="session")
+def eagle3(request: pytest.FixtureRequest, model: str) -> str:
+    """The folder of an EAGLE3 head of random weights for ``model``."""
+    from models import heads
+
+    return str(heads.eagle3(request.config.cache.mkdir("eagle3"), model))
+
+
+@pytest.fixture(scope="session")
+def deepseek(request: pytest.FixtureRequest) -> str:
+    """The folder of a random DeepSeek V3 with an MTP head."""
+    return _family(request, "deepseek_v3_nextn")
+
+
+@pytest.fixture(scope="session")
+def glm(request: pytest.FixtureRequest) -> str:
+    """The folder of a random GLM-4.5 with an MTP head."""
+    return _family(request, "glm4_moe_nextn")
+
+
+def _family(request: pytest.FixtureRequest, family: str) -> str:
+    from models import families
+
+    return str(families.build(request.config.cache.mkdir(family), family))
+
+
+@pytest.fixture(scope="session")
+def adapter1(request: pytest.FixtureRequest, model: str) -> str:
+    """The folder of a LoRA adapter of random weights for ``model``."""
+    return _adapter(request, model, 1)
+
+
+@pytest.fixture(scope="session")
+def adapter2(request: pytest.FixtureRequest, model: str) -> str:
+    """Another one."""
+    return _adapter(request, model, 2)
+
+
+def _adapter(request: pytest.FixtureRequest, model: str, seed: int) -> str:
+    from models import random_lora
+
+    return str(random_lora.build(request.config.cache.mkdir(f"adapter{seed}"), model, seed))
+
+
 @pytest.fixture
 def served(request: pytest.FixtureRequest) -> Any:
     """The only server of this process, created for its first test."""
@@ -99,6 +144,11 @@ def served(request: pytest.FixtureRequest) -> Any:
     arguments, options = _mark(request)
     model: str = request.getfixturevalue(options.get("model", "model"))
     os.environ.update(options.get("env", {}))
+
+    def named(found: re.Match[str]) -> str:
+        value: str = request.getfixturevalue(found[1])
+        return value
+
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -106,7 +156,7 @@ def served(request: pytest.FixtureRequest) -> Any:
     from current.prefill import Prefill
 
     server_class = {"decode": Decode, "prefill": Prefill}[options.get("mode", "decode")]
-    arguments = tuple(model if argument == OWN_DRAFT else argument for argument in arguments)
+    arguments = tuple(re.sub("@(.+)", named, argument) for argument in arguments)
     _SERVERS.append(server_class(model, *arguments, tokens=options.get("tokens", 8000)))
     return _SERVERS[0]
 

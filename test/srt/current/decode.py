@@ -74,6 +74,16 @@ def _receivers(backend: Any, kind: Any) -> Any:
     return type("Room", (Room, found), {}) if kind == KVClassType.RECEIVER else found
 
 
+def _key(req: Any) -> tuple[Any, ...]:
+    return req.extra_key, *req.origin_input_ids
+
+
+def _buffers_of(pool: Any) -> list[torch.Tensor]:
+    if hasattr(pool, "kv_buffer"):  # MLA
+        return list(pool.kv_buffer)
+    return [*pool.k_buffer, *pool.v_buffer]
+
+
 class Decode(Server):
     """One rank of a decode server. Call ``learn`` for each prompt before using it."""
 
@@ -85,8 +95,8 @@ class Decode(Server):
         self.manager = self.prealloc.kv_manager
         self.manager._heartbeat_shutdown.set()  # because no server would answer
         self.bring_prefill()
-        #: Learned prompts -> first token, and keys and values of each layer.
-        self._known: dict[tuple[int, ...], tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
+        #: Learned prompts with their namespace -> first token, and the KV of each layer.
+        self._known: dict[tuple[Any, ...], tuple[int, list[torch.Tensor]]] = {}
 
     def bring_prefill(self) -> None:
         """Make prefill reachable (again)."""
@@ -111,39 +121,41 @@ class Decode(Server):
         """Report the loss of prefill, as SGLang's heartbeat does."""
         self.manager._handle_node_failure(f"{HOST}:{PORT}")
 
-    def learn(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
+    def learn(self, prompts: Sequence[Sequence[int]], new: int, **more: Any) -> list[list[int]]:
         """Return the answers of ``new`` tokens that an aggregated server gives to ``prompts``.
 
-        Afterwards these prompts can be delivered. The tree is empty before and after.
+        Afterwards these prompts can be delivered. The tree is empty before and after. ``more``: see
+        ``ask``.
         """
         self.in_mode(DisaggregationMode.NULL)
-        rids = [self.ask(prompt, new + PAGE) for prompt in prompts]
+        rids = [self.ask(prompt, new + PAGE, **more) for prompt in prompts]
         self.step()
         self.until(lambda: self.ended(*rids) and self.is_idle())
         answers = [self.output(rid) for rid in rids]
-        for prompt, answer in zip(prompts, answers, strict=True):
-            kv = self.call(lambda p=prompt, a=answer: self._kv([*p, *a], len(p)))
-            self._known[tuple(prompt)] = answer[0], kv
+        for rid, answer in zip(rids, answers, strict=True):
+            req = self.requests[rid]
+            self._known[_key(req)] = answer[0], self.call(lambda r=req: self._kv(r))
         self.in_mode(self.mode)
         self.flush()
         return [answer[:new] for answer in answers]
 
-    def _kv(self, text: Sequence[int], tokens: int) -> Any:
-        """Return the KV of the first ``tokens`` of ``text``, a page longer and in the tree."""
-        scheduler = self.scheduler
-        key = RadixKey(token_ids=array("q", text))
-        match = scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key))
-        slots = scheduler.tree_cache.path_device_indices(match.last_device_node)[:tokens]
+    def _kv(self, req: Any) -> list[torch.Tensor]:
+        """Return the KV of the prompt of an ended request, which is in the tree."""
+        tree, text = self.scheduler.tree_cache, [*req.origin_input_ids, *req.output_ids]
+        key = RadixKey(token_ids=array("q", text), extra_key=req.extra_key)
+        match = tree.match_prefix(MatchPrefixParams(key=key))
+        tokens = len(req.origin_input_ids)
+        slots = tree.path_device_indices(match.last_device_node)[:tokens]
         assert len(slots) == tokens, "the tree lacks a part of the text"
-        return [(keys[slots].clone(), values[slots].clone()) for keys, values in self._layers()]
+        return [buffer[slots].clone() for buffer in self._buffers()]
 
-    def _layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the keys and values of each layer, with a draft model's layers last."""
+    def _buffers(self) -> list[torch.Tensor]:
+        """Return the buffers of each layer's KV, with a draft model's layers last."""
         scheduler = self.scheduler
         pools = [scheduler.token_to_kv_pool_allocator.get_kvcache()]
         if not scheduler.spec_algorithm.is_none():
             pools.append(scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool)
-        return [layer for pool in pools for layer in zip(pool.k_buffer, pool.v_buffer, strict=True)]
+        return [buffer for pool in pools for buffer in _buffers_of(pool)]
 
     def room(self, rid: str) -> Room:
         """Return the receiver of a request, even if SGLang has released it."""
@@ -164,12 +176,12 @@ class Decode(Server):
     def _write(self, req: Any) -> None:
         room = Room.rooms[req.bootstrap_room]
         assert room.announced is not None, f"{req.rid} was not announced"
-        first, layers = self._known[tuple(req.origin_input_ids)]
+        first, kv = self._known[_key(req)]
         prefix, pages = room.announced["prefix"], torch.as_tensor(room.announced["pages"])
         slots = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()
         slots = slots[: len(req.origin_input_ids) - prefix].long()
-        for (keys, values), (k_buffer, v_buffer) in zip(layers, self._layers(), strict=True):
-            k_buffer[slots], v_buffer[slots] = keys[prefix:], values[prefix:]
+        for tokens, buffer in zip(kv, self._buffers(), strict=True):
+            buffer[slots] = tokens[prefix:]
         buffers = self.scheduler.disagg_metadata_buffers
         buffers.output_ids[room.announced["slot"]][0] = first
         buffers.cached_tokens[room.announced["slot"]][:] = 0

@@ -10,23 +10,30 @@ RELEASE = "0.5.23"
 MODEL = "qwen3"
 #: Arguments for Mooncake as the transfer backend.
 MOONCAKE = ("--disaggregation-transfer-backend", "mooncake")
-#: Placeholder for the model's folder, which is known when a test runs.
-OWN_DRAFT = "the model"
-#: Arguments for EAGLE with chains of three drafts.
-DRAFTS = (
-    *("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", OWN_DRAFT),
-    *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
-    *("--speculative-num-draft-tokens", "4"),
-)
+#: SGLang's files for the models with a head, and for the heads.
+HEADS = (*("llama_eagle3", "deepseek_v2", "deepseek_nextn", "glm4_moe", "glm4_moe_nextn"),)
 
 
-def environment(package: Path | None = None, model: str = MODEL) -> dict[str, str]:
-    """Return variables to set before SGLang is imported: one thread, no network, one model, no
+def drafting(head: str, algorithm: str = "EAGLE", *, topk: int = 1) -> tuple[str, ...]:
+    """Return arguments for drafts of three steps. ``head``: the draft model, as "@FIXTURE"."""
+    return (
+        *("--speculative-algorithm", algorithm, "--speculative-draft-model-path", head),
+        *("--speculative-num-steps", "3", "--speculative-eagle-topk", str(topk)),
+        *("--speculative-num-draft-tokens", "4"),
+    )
+
+
+#: Arguments for EAGLE with chains of three drafts. The model is its own draft model.
+DRAFTS = drafting("@model")
+
+
+def environment(package: Path | None = None, *models: str) -> dict[str, str]:
+    """Return variables to set before SGLang is imported: one thread, no network, few models, no
     waiting for GPU events.
 
     Args:
         package: SGLang's folder; None for the one of this environment.
-        model: the only file of SGLang's models that is imported.
+        models: the only files of SGLang's models that are imported; by default ``MODEL``.
     """
     return {
         "OMP_NUM_THREADS": "1",
@@ -34,13 +41,13 @@ def environment(package: Path | None = None, model: str = MODEL) -> dict[str, st
         "UCX_TLS": "tcp,self",
         "MC_FORCE_TCP": "1",
         "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
-        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(package, model)),
+        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(package, models or (MODEL,))),
     }
 
 
-def _other_models(package: Path | None, model: str) -> list[str]:
+def _other_models(package: Path | None, models: tuple[str, ...]) -> list[str]:
     # List the folder, because the variables must be set before SGLang is imported.
     spec = None if package else find_spec("sglang")
     folders = [package] if package else spec and spec.submodule_search_locations
     paths = [path for folder in folders or () for path in Path(folder, "srt/models").glob("*.py")]
-    return sorted(path.stem for path in paths if path.stem not in (model, "__init__"))
+    return sorted(path.stem for path in paths if path.stem not in (*models, "__init__"))

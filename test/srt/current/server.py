@@ -74,6 +74,8 @@ class Server:
 
     def _make(self, arguments: list[str]) -> Any:
         args = prepare_server_args(arguments)
+        args.resolve_once()
+        args.check_server_args()
         ranks = SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
         publish(args, role="scheduler", ranks=ranks)
         scheduler = Stepped(args, PortArgs.init_new(args))

@@ -199,14 +199,28 @@ def qwen3_moe(weights: Weights) -> Config:
     return _sparse("Qwen3MoeForCausalLM", "qwen3_moe", "num_experts", **steps)
 
 
-def glm4_moe(weights: Weights) -> Config:
+def glm4_moe(weights: Weights, **more: Any) -> Config:
     """GLM-4.5: biases, a dense layer, an expert that all tokens use."""
     weights.model(partial(weights.heads, norms="head", biases="qkv"), weights.later_experts)
     attention = {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5}
     routing = {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
     groups = {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0}
-    more = attention | routing | groups
+    more = attention | routing | groups | more
     return _sparse("Glm4MoeForCausalLM", "glm4_moe", "n_routed_experts", **more)
+
+
+def glm4_moe_nextn(weights: Weights) -> Config:
+    """GLM-4.5 with a head that drafts (MTP)."""
+    config = glm4_moe(weights, num_nextn_predict_layers=1)
+    _head(weights, partial(weights.heads, norms="head", biases="qkv"))
+    return config
+
+
+def _head(weights: Weights, attention: Add) -> None:
+    """Add a head that drafts, which is one more layer."""
+    norms = ("input_layernorm", "post_attention_layernorm", "enorm", "hnorm", "shared_head.norm")
+    weights.layer(LAYERS, attention, weights.later_experts, dict.fromkeys(norms, 1.0))
+    weights.matrix(f"model.layers.{LAYERS}.eh_proj", HIDDEN, 2 * HIDDEN)
 
 
 def minimax_m2(weights: Weights) -> Config:
@@ -275,12 +289,9 @@ def deepseek_v3(weights: Weights, **more: Any) -> Config:
 
 
 def deepseek_v3_nextn(weights: Weights) -> Config:
-    """DeepSeek V3 with a head that drafts (MTP), which is one more layer."""
+    """DeepSeek V3 with a head that drafts (MTP)."""
     config = deepseek_v3(weights, num_nextn_predict_layers=1)
-    layer = f"model.layers.{LAYERS}"
-    norms = ("input_layernorm", "post_attention_layernorm", "enorm", "hnorm", "shared_head.norm")
-    weights.layer(LAYERS, weights.mla, weights.later_experts, dict.fromkeys(norms, 1.0))
-    weights.matrix(f"{layer}.eh_proj", HIDDEN, 2 * HIDDEN)
+    _head(weights, weights.mla)
     return config
 
 
@@ -394,7 +405,7 @@ def nemotron_h(weights: Weights) -> Config:
 FAMILIES = {
     make.__name__: make
     for make in (
-        *(llama, qwen3_moe, glm4_moe, minimax_m2, gemma2, gpt_oss),
+        *(llama, qwen3_moe, glm4_moe, glm4_moe_nextn, minimax_m2, gemma2, gpt_oss),
         *(deepseek_v3, deepseek_v3_nextn, deepseek_v32),
         *(qwen3_next, falcon_h1, nemotron_h),
     )

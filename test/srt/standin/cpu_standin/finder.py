@@ -57,7 +57,7 @@ EDITS = {
     "sglang.srt.utils.common": ("attention:without_triton",),
 }
 
-#: The modules that are edited on SGLang 0.5.23 alone, most of them for speculation.
+#: The modules that are edited on SGLang 0.5.23 alone, most of them for speculation and LoRA.
 ADDED_ON_0_5_23 = dict.fromkeys(
     (
         "sglang.kernels.ops.kvcache.cache_move",
@@ -72,11 +72,13 @@ ADDED_ON_0_5_23 = dict.fromkeys(
 ) | {
     "sglang.srt.disaggregation.mooncake.conn": ("edits:page_numbers_without_event",),
     "sglang.srt.layers.attention.torch_native_backend": ("attention:edit",),
+    "sglang.srt.lora.layers": ("edits:without_pinning_of_adapters",),
 }
 
 #: That release has CPU forms of the rest: of ``EDITS`` it needs these.
 EDITED_ON_0_5_23 = (
     *("torch", "nixl.", "nixl_cu12.", "nixl_cu13.", "sglang.srt.entrypoints.engine"),
+    "sglang.srt.lora.backend.torch_backend",
     "sglang.srt.models.deepseek_common.attention_backend_handler",
     "sglang.srt.speculative.draft_utils",
 )

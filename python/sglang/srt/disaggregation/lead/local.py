@@ -18,7 +18,7 @@ from typing import Any  # Any: SGLang's objects
 
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
-from sglang.srt.disaggregation.lead import explain
+from sglang.srt.disaggregation.lead import adapters, explain
 from sglang.srt.disaggregation.lead.prefill_exit import ReleasingServers, release_room
 from sglang.srt.disaggregation.policy.choice import (
     Decision,
@@ -175,6 +175,8 @@ class QueuedTurns(Chunks):
                 leave(entry, "itl")  # requests began to run since the choice, or chunks are slower
                 continue
             entry.waiting_for_input = False  # SGLang sets it again in each step
+            if not adapters.fits(self._scheduler, req):
+                continue
             left = self.next_chunk(decision.tokens) if left is None else left
             rows = queue.req_to_token_pool.available_size() - len(entries)
             if left < page or min(self.places, rows) <= 0:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any  # Any: SGLang's objects
 
 from sglang.srt.disaggregation.delta.observability import STATS
+from sglang.srt.disaggregation.lead import adapters
 from sglang.srt.disaggregation.lead.attach import Function, Wraps
 from sglang.srt.disaggregation.lead.local import QueuedTurns, limits
 
@@ -101,6 +102,12 @@ def install(wrap: Wraps) -> None:
         stock(batch, result)
         if batch.forward_mode.is_extend():
             turns.processed()
+
+    @scheduler("can_schedule_lora_req", "(self, req, running_loras)")
+    def can_schedule_lora_req(
+        stock: Function, turns: QueuedTurns, self: Any, req: Any, running_loras: Any
+    ) -> Any:
+        return stock(req, running_loras | adapters.of(turns.reqs))
 
     @scheduler("_collect_inflight_batches", "(self)")
     def _collect_inflight_batches(stock: Function, turns: QueuedTurns, self: Any) -> Any:

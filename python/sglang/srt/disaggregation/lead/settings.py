@@ -39,7 +39,6 @@ ON_BOTH: dict[str, str] = {
         ),
         "ranks would have to agree across stages, replicas or groups",
     ),
-    **dict.fromkeys(("--enable-lora", "--lora-paths"), "a local turn would need its adapter"),
     **dict.fromkeys(
         (
             *("--enable-hisparse", "--enable-kv-cache-sharding", "--dcp-size above 1"),
@@ -105,17 +104,12 @@ ON_DECODE: dict[str, str] = {
         ),
         _LOOP,
     ),
-    **dict.fromkeys(
-        (
-            "another --speculative-algorithm than EAGLE",
-            *("--speculative-eagle-topk above 1", "--enable-multi-layer-eagle"),
-            *("--speculative-adaptive", "--speculative-use-rejection-sampling"),
-            *("--speculative-use-block-verification", "--speculative-token-map"),
-            *("--speculative-draft-window-size", "--speculative-draft-sink-size"),
-            "another --speculative-moe-a2a-backend than none",
-        ),
-        "what a request's first draft starts from has another form, or was not run",
+    "--speculative-algorithm DSPARK": "it runs on no CPU, and was not run",
+    "--speculative-eagle-topk above 1": "a tree of drafts was not run",
+    "--enable-multi-layer-eagle": (
+        "models with several draft layers have windows or recurrent states, and were not run"
     ),
+    "another --speculative-moe-a2a-backend than none": "a chunk was not run as such a batch",
     **dict.fromkeys(
         (
             *("--enable-watermark", "--enable-custom-logit-processor"),
