@@ -108,13 +108,14 @@ class Decode(Server):
         """Report the loss of prefill, as SGLang's heartbeat does."""
         self.manager._handle_node_failure(f"{HOST}:{PORT}")
 
-    def learn(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
+    def learn(self, prompts: Sequence[Sequence[int]], new: int, **more: Any) -> list[list[int]]:
         """Return the answers of ``new`` tokens that an aggregated server gives to ``prompts``.
 
-        Afterwards these prompts can be delivered. The tree is empty before and after.
+        Afterwards these prompts can be delivered. The tree is empty before and after. ``more``: of
+        ``ask``.
         """
         self.in_mode(DisaggregationMode.NULL)
-        rids = [self.ask(prompt, new + PAGE) for prompt in prompts]
+        rids = [self.ask(prompt, new + PAGE, **more) for prompt in prompts]
         self.step()
         self.until(lambda: self.ended(*rids) and self.is_idle())
         answers = [self.output(rid) for rid in rids]

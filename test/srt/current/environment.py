@@ -17,10 +17,16 @@ DRAFTS = (
     *("--speculative-num-draft-tokens", "4"),
 )
 
+#: Settings that are independent of each other, for one server.
+TOGETHER = (
+    *("--enable-priority-scheduling", "--retraction-policy", "priority"),
+    *("--radix-eviction-policy", "lfu", "--disaggregation-decode-polling-interval", "3"),
+    *("--enable-mixed-chunk", "--enable-single-batch-overlap", "--enable-custom-logit-processor"),
+)
+
 
 def environment(package: Path | None = None, model: str = MODEL) -> dict[str, str]:
-    """Return variables to set before SGLang is imported: one thread, no network, one model, no
-    waiting for GPU events.
+    """Return variables to set before SGLang is imported: one thread, no network, one model.
 
     Args:
         package: SGLang's folder; None for the one of this environment.
@@ -30,7 +36,6 @@ def environment(package: Path | None = None, model: str = MODEL) -> dict[str, st
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "UCX_TLS": "tcp,self",
-        "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(package, model)),
     }
 
