@@ -13,6 +13,13 @@ MOONCAKE = ("--disaggregation-transfer-backend", "mooncake")
 #: SGLang's files for the models with a head, and for the heads.
 HEADS = (*("llama_eagle3", "deepseek_v2", "deepseek_nextn", "glm4_moe", "glm4_moe_nextn"),)
 
+#: Settings that are independent of each other, for one server.
+TOGETHER = (
+    *("--enable-priority-scheduling", "--retraction-policy", "priority"),
+    *("--radix-eviction-policy", "lfu", "--disaggregation-decode-polling-interval", "3"),
+    *("--enable-mixed-chunk", "--enable-single-batch-overlap", "--enable-custom-logit-processor"),
+)
+
 
 def drafting(head: str, algorithm: str = "EAGLE", *, topk: int = 1) -> tuple[str, ...]:
     """Return arguments for drafts of three steps. ``head``: the draft model, as "@FIXTURE"."""
@@ -40,7 +47,6 @@ def environment(package: Path | None = None, *models: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "UCX_TLS": "tcp,self",
         "MC_FORCE_TCP": "1",
-        "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(package, models or (MODEL,))),
     }
 

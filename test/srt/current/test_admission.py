@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from current.environment import DRAFTS
+from current.environment import DRAFTS, TOGETHER
 from current.texts import text
 
 if TYPE_CHECKING:
@@ -99,6 +99,11 @@ def test_the_tokens_of_a_speculative_step_count(decode: Decode) -> None:
         pytest.param(
             2, marks=pytest.mark.server(*SMALL, *DRAFTS, tokens=640, env=REMAINING), id="drafts"
         ),
+        pytest.param(
+            2,
+            marks=pytest.mark.server(*SMALL, *TOGETHER, tokens=640, env=REMAINING),
+            id="settings",
+        ),
     ],
 )
 def test_the_pool_balances_after_each_step(decode: Decode, rounds: int) -> None:
@@ -107,6 +112,7 @@ def test_the_pool_balances_after_each_step(decode: Decode, rounds: int) -> None:
     prefixes = [text(160, 1), text(208, 2)]
     prompts = [text(20 + 9 * i, 10 + i, prefixes[i % 2]) for i in range(6)]
     answers = {tuple(prompt): decode.learn([prompt], 60)[0] for prompt in prompts}
+    has_priorities = decode.scheduler.enable_priority_scheduling
     whole = retracted = 0
     for seed in range(rounds):
         rng = random.Random(seed)
@@ -119,7 +125,8 @@ def test_the_pool_balances_after_each_step(decode: Decode, rounds: int) -> None:
                     decode.fail(rid)
             if left and rng.random() < 0.3:
                 left -= 1
-                rids.append(decode.ask(rng.choice(prompts), rng.randint(2, 60)))
+                more = {"priority": left % 3} if has_priorities else {}
+                rids.append(decode.ask(rng.choice(prompts), rng.randint(2, 60), **more))
             if rids and rng.random() < 0.02:
                 decode.abort(rng.choice(rids))
             for entry, *_ in decode.transfer._deferred_releases:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from current.decode import Decode
-from current.environment import DRAFTS, MOONCAKE
+from current.environment import DRAFTS, MOONCAKE, TOGETHER
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.delta.observability import Telemetry
 from sglang.srt.managers import io_struct
@@ -41,6 +41,7 @@ EACH = [
     pytest.param(marks=pytest.mark.server(*MOONCAKE, env=ADMITTED), id="overlap, mooncake"),
     pytest.param(marks=pytest.mark.server(PLAIN, *DRAFTS, env=LOCAL), id="plain, drafts"),
     pytest.param(marks=pytest.mark.server(*ONE, *DRAFTS, env=LOCAL), id="page 1, drafts"),
+    pytest.param(marks=pytest.mark.server(*TOGETHER, env=ADMITTED), id="overlap, settings"),
 ]
 each = pytest.mark.parametrize((), EACH)
 loops = pytest.mark.parametrize((), [*EACH[:2], *EACH[4:6]])

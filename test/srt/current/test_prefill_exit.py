@@ -76,3 +76,30 @@ def test_the_number_of_a_released_room_can_be_used_again(prefill: Prefill) -> No
     prefill.abort(again)
     prefill.step(3)
     assert prefill.ended(again)
+
+
+@pytest.mark.server(mode="prefill", env=LEAD)
+def test_a_cached_prefix_that_is_being_sent_stays_until_its_forward_has_ended(
+    prefill: Prefill,
+) -> None:
+    """Guards against a notice that frees pages of a request in a batch. Decode sends no notice once
+    it has announced pages, so that only a wrong one arrives then; it ends the request as SGLang's
+    own abort does."""
+    first = prefill.ask(PROMPT, 4, bootstrap_room=ROOM + 3)
+    prefill.step()
+    prefill.announce(first)
+    prefill.until(lambda: any(chunk.is_last_chunk for chunk in prefill.sent))
+    prefill.transferred(first)
+    prefill.until(lambda: prefill.ended(first))
+    prefill.sent.clear()
+    rid = prefill.ask([*PROMPT, *range(50)], 4, bootstrap_room=ROOM + 4)
+    prefill.step()
+    prefill.announce(rid)
+    prefill.until(lambda: bool(prefill.sent))
+    (early,) = prefill.sent
+    assert not early.is_last_chunk and len(early.prefill_kv_indices) == len(PROMPT) // 16
+    prefill.hear([ABORT, str(ROOM + 4).encode(), LOCAL_NOTICE])
+    assert not prefill.ended(rid) and prefill.balance()["locked"] >= len(PROMPT) // 16 * 16
+    prefill.until(lambda: prefill.ended(rid))
+    assert prefill.sent[-1].is_last_chunk, "its forward has ended"
+    assert prefill.requests[rid].finished_reason.to_json()["type"] == "abort"

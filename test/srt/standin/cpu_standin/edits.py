@@ -31,14 +31,15 @@ class Instead:
 
 
 def torch_without_cuda(torch: Any) -> None:
-    """Refuse where torch sees a device; else make waiting for the device a no-op, and
-    ``torch.compile`` return what it is given.
+    """Refuse where torch sees a device; else make waiting for the device a no-op, events those of
+    the CPU, and ``torch.compile`` return what it is given.
 
-    SGLang synchronizes around the CPU copy of a retracted request's KV on every device, and says
-    which streams use a tensor where speculation overlaps with scheduling. It decorates a few small
-    functions with ``torch.compile``: on a CPU that would cost more than it gives. Each process
-    imports inductor at start (over a third of its start-up), and the first request waits for a C++
-    compiler, which a fresh machine need not have.
+    SGLang synchronizes around the CPU copy of a retracted request's KV on every device, says which
+    streams use a tensor where speculation overlaps with scheduling, and (0.5.23) records an event
+    before prefill sends a cached prefix. It decorates a few small functions with
+    ``torch.compile``: on a CPU that would cost more than it gives. Each process imports inductor at
+    start (over a third of its start-up), and the first request waits for a C++ compiler, which a
+    fresh machine need not have.
     """
     if torch.cuda.is_available():
         raise StandinRefused("torch sees a CUDA device")
@@ -51,6 +52,7 @@ def torch_without_cuda(torch: Any) -> None:
         return model if model is not None else lambda function: function
 
     torch.cuda.synchronize, torch.Tensor.record_stream, torch.compile = nothing, nothing, compile
+    torch.cuda.Event = torch.cpu.Event
 
 
 def fork_processes(engine: Any) -> None:

@@ -150,18 +150,20 @@ def fake_torch(has_cuda: bool) -> SimpleNamespace:
         raise RuntimeError("no driver")
 
     cuda_part = SimpleNamespace(is_available=lambda: has_cuda, synchronize=synchronize)
-    return SimpleNamespace(cuda=cuda_part, Tensor=type("Tensor", (), {}))
+    cpu_part = SimpleNamespace(Event=object)
+    return SimpleNamespace(cuda=cuda_part, cpu=cpu_part, Tensor=type("Tensor", (), {}))
 
 
 def test_edits_of_torch() -> None:
     """Guards against the error that ends a decode server when it retracts a request, against a
-    request that waits for a C++ compiler, in both forms of the decorator, and against a device that
-    torch reaches without any of the known device nodes."""
+    request that waits for a C++ compiler, in both forms of the decorator, against an event that
+    only a GPU records, and against a device that torch reaches without any of the known nodes."""
     torch = fake_torch(has_cuda=False)
     edits.torch_without_cuda(torch)
     torch.cuda.synchronize()
     torch.cuda.synchronize("cpu")
     torch.Tensor().record_stream("a stream")
+    assert torch.cuda.Event is torch.cpu.Event
 
     def function() -> None: ...
 

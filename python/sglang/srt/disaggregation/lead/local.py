@@ -161,37 +161,36 @@ class QueuedTurns(Chunks):
         """Hide the local turns of the prealloc queue from SGLang, and build a chunk of those that
         may run now."""
         page, left = self.limits.page, 0 if self.unfinished else None
-        ahead, entries = 0, list[Any]()
+        taken = blocked = 0
+        entries = list[Any]()
         for entry in ready(queue):
-            req, decision = entry.req, entry.req.lead_turn
-            if not decision.local:
-                entry.waiting_for_input = lost_reason(entry) is None  # else it ends
-                # SGLang first admits what it could not admit in the last step.
-                prefix = len(req.origin_input_ids) - decision.tokens
-                ahead = ahead or sum(self._needs(queue, req, prefix))
-                continue
-            can_leave = lost_reason(entry) is None
-            if can_leave and not self.fits(decision.tokens):
+            req, can_leave = entry.req, lost_reason(entry) is None
+            if can_leave and req.lead_turn.local and not self.fits(req.lead_turn.tokens):
                 leave(entry, "itl")  # requests began to run since the choice, or chunks are slower
-                continue
-            entry.waiting_for_input = False  # SGLang sets it again in each step
-            if not adapters.fits(self._scheduler, req):
-                continue
-            left = self.next_chunk(decision.tokens) if left is None else left
-            rows = queue.req_to_token_pool.available_size() - len(entries)
-            if left < page or min(self.places, rows) <= 0:
-                left = 0
-                continue
-            need = self._take(queue, req, left, ahead)
-            if not need:
-                if can_leave:
-                    leave(entry, "no_memory")
-                else:
+            if req.lead_turn.local:
+                entry.waiting_for_input = False  # SGLang sets it again in each step
+                if not adapters.fits(self._scheduler, req):
+                    continue
+                left = self.next_chunk(req.lead_turn.tokens) if left is None else left
+                rows = queue.req_to_token_pool.available_size() - len(entries)
+                if left < page or min(self.places, rows) <= 0:
                     left = 0
-                continue
-            entries.append(entry)
-            ahead += need
-            left = left - req.extend_len if req.extend_end == len(req.origin_input_ids) else 0
+                    continue
+                if need := self._take(queue, req, left, taken + blocked):
+                    entries.append(entry)
+                    taken += need
+                    left = (
+                        left - req.extend_len if req.extend_end == len(req.origin_input_ids) else 0
+                    )
+                    continue
+                if not can_leave:
+                    left = 0
+                    continue
+                leave(entry, "no_memory")
+            entry.waiting_for_input = can_leave  # else it ends
+            # Because SGLang admits in order, keep the memory that the first request needs.
+            prefix = len(req.origin_input_ids) - req.lead_turn.tokens
+            blocked = blocked or sum(self._needs(queue, req, prefix))
         if entries:
             self._launch(queue, entries)
 
@@ -330,8 +329,13 @@ def leave(entry: Any, reason: str) -> None:
 
 
 def ready(queue: Any) -> list[Any]:
-    """Return the entries of a prealloc queue that wait for admission."""
-    return [each for each in queue.queue if each.waiting_for_input and not each.req.finished()]
+    """Return the entries of a prealloc queue that wait for admission, in SGLang's order."""
+    scheduler = queue.scheduler
+    entries = [each for each in queue.queue if each.waiting_for_input and not each.req.finished()]
+    if scheduler.enable_priority_scheduling:  # SGLang sorts the queue only afterwards
+        sign = 1 if scheduler.schedule_low_priority_values_first else -1
+        entries.sort(key=lambda entry: entry.priority * sign)
+    return entries
 
 
 def limits(page: int) -> Limits:

@@ -86,10 +86,10 @@ def install(wrap: Wraps) -> None:
         batch = turns.next_batch()
         if batch is not None:
             return NextBatchPlan(batch_to_run=batch, running_batch=running_batch)
-        places = turns.places if turns.reqs else len(self.waiting_queue)
-        held, self.waiting_queue = self.waiting_queue[places:], self.waiting_queue[:places]
+        max_running = self.max_running_requests
+        self.max_running_requests = len(running_batch.reqs) + turns.places
         plan = stock(running_batch=running_batch)
-        self.waiting_queue += held
+        self.max_running_requests = max_running
         if plan.batch_to_run is not None:
             turns.step_launched()
         return plan

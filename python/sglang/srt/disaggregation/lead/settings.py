@@ -87,22 +87,12 @@ ON_DECODE: dict[str, str] = {
     "another --kv-cache-dtype than auto, bf16, bfloat16, fp8_e4m3, fp8_e5m2": (
         "resume copies a part of a request's KV, and no scales"
     ),
-    "another --radix-eviction-policy than lru": "what it can evict was not compared",
     **dict.fromkeys(
         (
             *("another --moe-a2a-backend than none", "--enable-two-batch-overlap"),
-            *("--enable-single-batch-overlap", "--enable-mixed-chunk", "--rl-on-policy-target"),
-            "--enable-deterministic-inference",
+            *("--rl-on-policy-target", "--enable-deterministic-inference"),
         ),
         "a chunk of a prompt was not run as such a batch",
-    ),
-    **dict.fromkeys(
-        (
-            "--enable-priority-scheduling",
-            "--disaggregation-decode-polling-interval above 1",
-            "another --retraction-policy than length",
-        ),
-        _LOOP,
     ),
     "--speculative-algorithm DSPARK": "it runs on no CPU, and was not run",
     "--speculative-eagle-topk above 1": "a tree of drafts was not run",
@@ -112,8 +102,8 @@ ON_DECODE: dict[str, str] = {
     "another --speculative-moe-a2a-backend than none": "a chunk was not run as such a batch",
     **dict.fromkeys(
         (
-            *("--enable-watermark", "--enable-custom-logit-processor"),
-            *("--enable-return-aux-hidden-states", "--enable-strict-thinking"),
+            *("--enable-watermark", "--enable-return-aux-hidden-states"),
+            "--enable-strict-thinking",
         ),
         "what the server adds to a token was not run for the first token of a local turn",
     ),
