@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from http.client import HTTPException
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 
@@ -70,7 +71,7 @@ Values = Mapping[str, float]
 
 
 def serve(model: Path, port: int, out: Path, console: Console, whole: bool = False) -> int:
-    """Serve until interrupted. ``whole``: with a store behind both servers.
+    """Serve until interrupted, which is no error. ``whole``: with a store behind both servers.
 
     Raises:
         ServerFailed: a server did not start, or ends again and again.
@@ -106,19 +107,26 @@ def serve(model: Path, port: int, out: Path, console: Console, whole: bool = Fal
             f"Logs: {out / 'serve'}\nCtrl-C stops it.\n",
             highlight=False,
         )
-        before = pair.metrics()
-        printed, is_new = told(before, before), False
-        while True:
-            is_new = bool(restarts.restart_ended()) or is_new
-            with suppress(OSError, HTTPException):  # a server is ending: the next turn starts it
-                now = pair.metrics()
-                before = now if is_new else before  # a new server counts from zero
-                is_new = False
-                line = told(before, now)
-                if line != printed:
-                    console.print(f"{time.strftime('%H:%M:%S')} {line}", highlight=False)
-                printed = line
-            time.sleep(LINES_S)
+        with suppress(KeyboardInterrupt):
+            _watch(pair, restarts, console)
+    return 0
+
+
+def _watch(pair: Pair, restarts: Restarts, console: Console) -> NoReturn:
+    """Start ended servers again, and print the counters when they change."""
+    before = pair.metrics()
+    printed, is_new = told(before, before), False
+    while True:
+        is_new = bool(restarts.restart_ended()) or is_new
+        with suppress(OSError, HTTPException):  # a server is ending: the next turn starts it
+            now = pair.metrics()
+            before = now if is_new else before  # a new server counts from zero
+            is_new = False
+            line = told(before, now)
+            if line != printed:
+                console.print(f"{time.strftime('%H:%M:%S')} {line}", highlight=False)
+            printed = line
+        time.sleep(LINES_S)
 
 
 def curl(url: str, model: str, fields: Mapping[str, object]) -> str:

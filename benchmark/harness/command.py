@@ -25,7 +25,8 @@ def status(run: Callable[[], int], console: Console) -> int:
     try:
         return run()
     except ServerFailed as failure:
-        console.print(f"[red]{failure.name}: {failure.diagnosis}[/] (log: {failure.log})")
+        text = f"[red]{failure.name}: {escape(failure.diagnosis)}[/] (log: {failure.log})"
+        console.print(text, soft_wrap=True)
         return 1
     except RunFailed as failure:
         console.print(f"[red]{escape(str(failure))}[/]", soft_wrap=True)

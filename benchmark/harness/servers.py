@@ -186,6 +186,8 @@ def router(engines: Sequence[ServerConfig], *, port: int | None = None) -> Serve
         command += ["--decode", server.url]
     command += ["--host", HOST, "--port", str(port or free), "--prometheus-port", str(metrics_port)]
     command += ["--policy", "round_robin", "--worker-startup-check-interval", "1"]
+    # Otherwise a server that was killed gets no request for a minute after it serves again.
+    command += ["--cb-timeout-duration-secs", "10"]
     return ServerConfig("router", port or free, tuple(command))
 
 

@@ -65,7 +65,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
         yield running
     finally:
         running.process.send_signal(signal.SIGINT)
-        running.process.wait(60)
+        assert running.process.wait(60) == 0, "Ctrl-C is no error"
 
 
 def choice(url: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,11 @@ def test_help_needs_no_engine_and_writes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
-        (ServerFailed("decode", "no port", Path("decode.log"), ""), 1, "decode: no port"),
+        (
+            ServerFailed("decode", "[a] b", Path("decode.log"), ""),
+            1,
+            "decode: [a] b (log: decode.log)",
+        ),
         (RunFailed("the warm-up [1] failed"), 1, "the warm-up [1] failed"),
         (ValueError("--seconds must be above 0"), 2, "--seconds must be above 0"),
         (FileNotFoundError(2, "No such file", "trace"), 2, "No such file"),
