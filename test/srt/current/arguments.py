@@ -22,6 +22,13 @@ WORKS = {
         enable_lora_overlap_loading
     """,
     "e2e/test_pairs.py": "tp_size host port log_level",
+    "test_settings.py": """
+        enable_priority_scheduling schedule_low_priority_values_first default_priority_value
+        retraction_policy radix_eviction_policy disaggregation_decode_polling_interval
+        enable_mixed_chunk enable_single_batch_overlap enable_custom_logit_processor
+        enable_return_aux_hidden_states
+    """,
+    "test_prefill_exit.py": "optimistic_prefill_attempts",
 }
 
 CANNOT_MATTER = {
@@ -121,7 +128,8 @@ CANNOT_MATTER = {
         enable_aiter_allreduce_fusion disable_aiter_allreduce_fusion_in_prefill
         disable_aiter_allreduce_fusion_in_decode enable_attn_tp_input_scattered
         enable_layernorm_sp enable_megamoe_for_layernorm_sp disable_attn_tp_gather
-        mlx_enable_sampling sampling_mask_max_tokens
+        mlx_enable_sampling sampling_mask_max_tokens enable_deterministic_inference
+        rl_on_policy_target
     """,
     "Determines how experts are computed, without an all-to-all backend between ranks.": """
         ep_size moe_runner_backend flashinfer_mxfp4_moe_precision
@@ -144,16 +152,13 @@ CANNOT_MATTER = {
     "Determines which running requests a full decode server retracts first.": (
         "schedule_conservativeness"
     ),
-    "SGLang sets it itself on decode, and prefill answers a released request without a tree.": (
-        "disable_radix_cache"
-    ),
     "Determines what enters the tree when a request ends; the parts match what the tree holds.": (
         "strip_thinking_cache"
     ),
     "Requests with media or with this kind of output are left to prefill.": """
         enable_multimodal mm_attention_backend enable_broadcast_mm_inputs_process
         enable_prefix_mm_cache mm_enable_dp_encoder mm_process_config mm_processor_worker_num
-        mm_io_worker_num allowed_media_domains media_url_max_file_size_mb
+        mm_io_worker_num language_only allowed_media_domains media_url_max_file_size_mb
         mm_preprocess_cache_size_mb trust_mm_content_hashes limit_mm_data_per_request
         enable_mm_global_cache image_processor_backend mm_global_cache_backend
         disable_fast_image_processor mm_feature_transport language_model_only
@@ -187,9 +192,23 @@ CANNOT_MATTER = {
         max_mamba_cache_size mamba_full_memory_ratio enable_cp_tp_group_sharing
         speculative_dsa_topk_backend
     """,
-    "SGLang reads it nowhere.": "num_continuous_decode_steps",
+    "SGLang reads it nowhere.": """
+        num_continuous_decode_steps decoupled_spec_role decoupled_spec_bind_endpoint
+        decoupled_spec_connect_endpoints decoupled_spec_rank
+    """,
+    "SGLang itself refuses it on decode (test_sglang_itself_refuses).": """
+        dwdp_size ep_join_mode enable_hisparse enable_kv_cache_sharding enable_lmcache
+        enable_page_major_kv_layout enable_watermark moe_dp_size enable_pdmux
+        disaggregation_decode_allocation_policy
+    """,
+    "SGLang itself leaves disaggregation with it.": "dllm_algorithm",
+    "SGLang ends a decode server with it at its first handshake; prefill's exit agrees.": """
+        attn_cp_size enable_prefill_cp
+    """,
+    "Requests without a token to generate are left to prefill.": "is_embedding",
+    "SGLang turns the tree off with it, which is refused.": "enable_mis",
     "Read with a refused setting, or on prefill, which builds its batches as stock does.": """
-        disable_priority_preemption default_priority_value schedule_low_priority_values_first
+        disable_priority_preemption
         priority_scheduling_preemption_threshold prefill_only_disable_kv_cache
         radix_eviction_policy_config
         _radix_eviction_policy_explicitly_set unified_cache_external_linker_backend
@@ -202,8 +221,8 @@ CANNOT_MATTER = {
         elastic_ep_scale_timeout kv_canary_real_data kv_canary_sweep_interval deepep_v2_mode
         deepep_mode fuseep_mode deepep_dispatcher_output_dtype deepep_config enable_waterfill
         flashinfer_a2a_dispatch_type tbo_token_distribution_threshold uno_lora_path
-        dllm_algorithm_config dllm_fdfo decoupled_spec_bind_endpoint
-        decoupled_spec_connect_endpoints decoupled_spec_rank encoder_only encoder_transfer_backend
+        dllm_algorithm_config dllm_fdfo
+        encoder_only encoder_transfer_backend
         encoder_urls encoder_bootstrap_port encoder_register_urls
         enable_adaptive_dispatch_to_encoder pdmux_config_path sm_group_num watermark_config
         watermark_key watermark_key_b watermark_context_window watermark_mixing_probability

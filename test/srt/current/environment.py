@@ -18,6 +18,7 @@ TOGETHER = (
     *("--enable-priority-scheduling", "--retraction-policy", "priority"),
     *("--radix-eviction-policy", "lfu", "--disaggregation-decode-polling-interval", "3"),
     *("--enable-mixed-chunk", "--enable-single-batch-overlap", "--enable-custom-logit-processor"),
+    *("--enable-return-aux-hidden-states", "--speculative-algorithm", "EAGLE3"),
 )
 
 

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 from current import arguments
 from current.decode import Decode
 from current.prefill import Prefill
+from sglang.srt.arg_groups.validation_hook import check_server_args
 from sglang.srt.disaggregation import lead
 from sglang.srt.disaggregation.lead import attach, settings
 from sglang.srt.patchset.__main__ import NAME, PLUGINS
@@ -144,6 +145,40 @@ def test_models_of_other_kinds_are_refused() -> None:
     assert reasons("decode", latent) == reasons("prefill", latent, **backend) == []
 
 
+@pytest.mark.server()
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--dwdp-size 2 --tp-size 2", "requires --disaggregation-mode null or prefill"),
+        ("--elastic-ep-join-mode recover", "requires --elastic-ep-backend"),
+        ("--enable-hisparse", "enable-radix-cache is incompatible with --enable-hisparse"),
+        ("--enable-kv-cache-sharding", "only supported on PD prefill"),
+        ("--enable-lmcache", "colocated prefill/decode scheduling only"),
+        ("--enable-page-major-kv-layout", "without --enable-unified-memory"),
+        ("--enable-watermark --device cuda", "not supported with PD disaggregation"),
+        ("--moe-dp-size 2 --tp-size 2", "attn_cp_size != moe_dp_size"),
+        (
+            "--enable-pdmux --chunked-prefill-size -1 --disable-overlap-schedule",
+            "not compatible with disaggregation mode",
+        ),
+        (
+            "--disaggregation-decode-allocation-policy prefill_complete "
+            "--disaggregation-transfer-backend mooncake",
+            "does not yet support decode radix cache",
+        ),
+    ],
+)
+def test_sglang_itself_refuses(model: str, arguments: str, message: str) -> None:
+    """Guards against a setting without a row that a later release allows on decode."""
+    where = "--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "nixl"
+    radix = "--disaggregation-decode-enable-radix-cache"
+    line = ["--model-path", model, "--device", "cpu", *where, radix, *arguments.split()]
+    with pytest.raises((ValueError, AssertionError, NotImplementedError), match=message):
+        args = prepare_server_args(line)
+        args.resolve_once()
+        check_server_args(args)
+
+
 LOCAL = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "512"}
 
 
@@ -151,7 +186,7 @@ LOCAL = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "512"}
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        (("--optimistic-prefill-attempts", "1"), "--optimistic-prefill-attempts above 0: "),
+        (("--enable-session-radix-cache",), "--enable-session-radix-cache: "),
         (("--use-ray",), "--use-ray: "),
         (("--dp-size", "2", "--tp-size", "2", "--enable-dp-attention"), "--attn-dp-size above 1: "),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any  # Any: answers of SGLang
+
 import pytest
 
 from current.environment import MOONCAKE
@@ -18,6 +20,18 @@ backends = pytest.mark.parametrize(
         pytest.param(marks=pytest.mark.server(*MOONCAKE, mode="prefill", env=LEAD), id="mooncake"),
     ],
 )
+#: Finish reason of an answer without tokens and without an error.
+EMPTY = {"type": "length", "length": 0}
+
+
+def answers(prefill: Prefill, rid: str) -> list[Any]:
+    """Return the finish reason of each answer to a client."""
+    return [
+        reason
+        for output in prefill.outputs
+        for answered, reason in zip(output.rids, output.finished_reasons, strict=True)
+        if answered == rid
+    ]
 
 
 @backends
@@ -37,8 +51,7 @@ def test_prefills_half_ends_with_an_empty_answer_and_no_error(
         prefill.hear(message)
         prefill.step(2)
     assert prefill.ended(rid) and prefill.output(rid) == []
-    assert prefill.requests[rid].finished_reason.to_json() == {"type": "length", "length": 0}
-    assert rid in prefill.outputs[-1].rids
+    assert answers(prefill, rid) == [EMPTY]
     assert prefill.is_idle()
 
 
@@ -56,6 +69,25 @@ def test_a_released_request_ends_its_prefetch_from_a_store(
     prefill.step(2)
     assert prefill.ended(rid)
     assert released == [prefill.requests[rid].cache_request_handle]
+
+
+@pytest.mark.server(
+    *("--optimistic-prefill-attempts", "2", "--chunked-prefill-size", "64"),
+    mode="prefill",
+    env=LEAD,
+)
+@pytest.mark.parametrize("steps", range(1, 8))
+def test_a_request_that_prefill_computes_before_its_room_is_ready_is_released(
+    prefill: Prefill, steps: int
+) -> None:
+    """Guards against an error, a leak or a late answer at each stage of such a request: queued,
+    between two chunks, computed."""
+    rid = prefill.ask(PROMPT, 4, bootstrap_room=ROOM + 10 + steps)
+    prefill.step(steps)
+    prefill.hear([ABORT, str(ROOM + 10 + steps).encode(), LOCAL_NOTICE])
+    prefill.step(4)
+    assert prefill.ended(rid) and not prefill.sent
+    assert answers(prefill, rid) == [EMPTY]
 
 
 @backends

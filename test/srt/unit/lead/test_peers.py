@@ -103,13 +103,16 @@ def test_the_oldest_rooms_are_forgotten() -> None:
 
 def test_one_rank_notifies_one_rank() -> None:
     """Guards against a second message that arrives after the room ended, when its number may be
-    reused."""
+    reused, and against one to a later stage: the first one decides whether a room has failed."""
     sent: list[Any] = []
     for rank in (0, 1):
         receiver: Any = SimpleNamespace(
             kv_mgr=SimpleNamespace(attn_tp_rank=rank),
             bootstrap_room=7,
-            bootstrap_infos=[{"rank_ip": "10.0.0.1"}, {"rank_ip": "10.0.0.2"}],
+            bootstrap_infos=[
+                {"rank_ip": f"10.0.0.{number}", "pp_rank": stage}
+                for number, stage in enumerate((1, 0, 1, 0))
+            ],
             clear=lambda: None,
         )
 

@@ -100,9 +100,10 @@ class ReleasingServers:
 
 def release_room(receiver: Any) -> None:
     """End the request of ``receiver``. Rank 0 notifies one connected prefill rank that decode
-    computes it; prefill's ranks agree on notices of any rank."""
+    computes it; prefill's ranks agree on notices of any rank of their first stage, which answers.
+    """
     message = [ABORT, str(receiver.bootstrap_room).encode("ascii"), LOCAL_NOTICE]
-    for info in receiver.bootstrap_infos[:1]:
+    for info in [info for info in receiver.bootstrap_infos if info["pp_rank"] == 0][:1]:
         if receiver.kv_mgr.attn_tp_rank != 0:
             continue
         try:
@@ -194,8 +195,10 @@ def _end(stock: Function, self: Any, req: Any) -> None:
 
     manager: Any = getattr(req.disagg_kv_sender, "kv_mgr", None)
     room = req.bootstrap_room
-    is_local = bool(manager and Rooms.of(manager).get(room))
-    if not any(all_reduce_flags([is_local], self.attn_tp_cpu_group, ReduceOp.MAX)):
+    is_local = [bool(manager and Rooms.of(manager).get(room))]
+    for group in (self.attn_tp_cpu_group, self.attn_cp_cpu_group):
+        is_local = all_reduce_flags(is_local, group, ReduceOp.MAX)
+    if not any(is_local):
         stock(req)
         return
     Rooms.of(manager).note(room, None)
@@ -208,7 +211,9 @@ def _end(stock: Function, self: Any, req: Any) -> None:
     maybe_release_metadata_buffer(req, self.req_to_metadata_buffer_idx_allocator)
     req.pending_bootstrap = False
     prepare_abort(req, "")  # also without log probabilities
-    req.finished_reason = FINISH_LENGTH(length=0)
+    # SGLang drops chunks in flight, which optimistic prefill has, of an aborted request only.
+    aborted, req.finished_reason = req.finished_reason, FINISH_LENGTH(length=0)
     self.output_streamer.stream_output([req], req.return_logprob)
+    req.finished_reason = aborted
     # End its prefetch from a HiCache store, because no other code will.
     self.tree_cache.finish(req.cache_request_handle, CacheRequestOutcome.ABORT)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.lead.attach import Function, Wraps
 
 _TREE = "KV is also in other places, or stays locked between requests"
-_LOOP = "another event loop, or another order of admission"
 
 #: Refused on prefill and on decode: setting -> reason.
 ON_BOTH: dict[str, str] = {
@@ -27,51 +26,36 @@ ON_BOTH: dict[str, str] = {
         "other managers on prefill have no message that decode computes a request"
     ),
     "--use-ray": "SGLang's schedulers load no plugins there",
-    "--optimistic-prefill-attempts above 0": (
-        "a request that prefill computes before its room is ready cannot be released"
-    ),
+    "--enable-pd-role-switch": "settings are checked for the first role only",
     **dict.fromkeys(
         (
-            *("--pp-size above 1", "--dp-size above 1", "--attn-dp-size above 1"),
-            *("--enable-dp-attention", "--attn-cp-size above 1", "--enable-prefill-cp"),
-            *("--elastic-ep-backend", "--ep-join-mode", "--dwdp-size above 1"),
-            "--moe-dp-size above 1",
+            *("--dp-size above 1", "--attn-dp-size above 1", "--enable-dp-attention"),
+            "--elastic-ep-backend",
         ),
-        "ranks would have to agree across stages, replicas or groups",
+        "ranks would have to agree across replicas or groups",
     ),
-    **dict.fromkeys(
-        (
-            *("--enable-hisparse", "--enable-kv-cache-sharding", "--dcp-size above 1"),
-            *("--enable-unified-memory", "--enable-page-major-kv-layout"),
-        ),
-        "a slot is not a token of this rank's pool, or its copy is not one of tokens",
-    ),
-    **dict.fromkeys(
-        (
-            *("--enable-lmcache", "--enable-flexkv", "--radix-cache-backend"),
-            *("--enable-unified-cache-external-linker", "--enable-streaming-session"),
-            "--enable-session-radix-cache",
-        ),
-        _TREE,
-    ),
-    **dict.fromkeys(
-        (
-            *("--enable-pdmux", "--enable-pd-role-switch", "--dllm-algorithm"),
-            "another --disaggregation-decode-allocation-policy than early",
-            "another --decoupled-spec-role than null",
-        ),
-        _LOOP,
-    ),
-    **dict.fromkeys(("--is-embedding", "--enable-mis"), "there is no token to generate"),
-    "--language-only": "images are computed by another server",
-    "--disaggregation-enable-kv-checksum": "not run with KV that decode computes",
-    "another --kv-canary than none": "not run with KV that decode computes",
+    **dict.fromkeys(("--enable-streaming-session", "--enable-session-radix-cache"), _TREE),
 }
 
 #: Refused on decode: setting -> reason.
 ON_DECODE: dict[str, str] = {
     "no --disaggregation-decode-enable-radix-cache": "the parts match prompts against the tree",
-    "--enable-hierarchical-cache": _TREE,
+    "--disable-radix-cache": (
+        "SGLang turns the tree off, also with --enable-mis or with "
+        "--enable-deterministic-inference and FlashInfer"
+    ),
+    "--pp-size above 1": "SGLang's loop for stages runs no chunks on decode",
+    **dict.fromkeys(
+        ("--dcp-size above 1", "--enable-unified-memory"),
+        "a slot is not a token of this rank's pool",
+    ),
+    **dict.fromkeys(
+        (
+            *("--enable-hierarchical-cache", "--enable-flexkv", "--radix-cache-backend"),
+            "--enable-unified-cache-external-linker",
+        ),
+        _TREE,
+    ),
     **dict.fromkeys(
         (
             "--disaggregation-decode-enable-offload-kvcache",
@@ -84,14 +68,14 @@ ON_DECODE: dict[str, str] = {
     "--disaggregation-decode-retraction-backup none": (
         "admission retracts requests, and without a copy they are lost"
     ),
-    "another --kv-cache-dtype than auto, bf16, bfloat16, fp8_e4m3, fp8_e5m2": (
-        "resume copies a part of a request's KV, and no scales"
+    "another --kv-cache-dtype than auto, bf16, bfloat16, fp8_e4m3, fp8_e5m2, mxfp8": (
+        "SGLang's copy of a retracted request has no scales"
     ),
+    "--enable-strict-thinking": "a grammar of thoughts was not run for a local turn's first token",
+    "another --kv-canary than none": "SGLang's canary needs a GPU and was not run",
+    "--disaggregation-enable-kv-checksum": "SGLang's checksums need a GPU and were not run",
     **dict.fromkeys(
-        (
-            *("another --moe-a2a-backend than none", "--enable-two-batch-overlap"),
-            *("--rl-on-policy-target", "--enable-deterministic-inference"),
-        ),
+        ("another --moe-a2a-backend than none", "--enable-two-batch-overlap"),
         "a chunk of a prompt was not run as such a batch",
     ),
     "--speculative-algorithm DSPARK": "it runs on no CPU, and was not run",
@@ -100,13 +84,6 @@ ON_DECODE: dict[str, str] = {
         "models with several draft layers have windows or recurrent states, and were not run"
     ),
     "another --speculative-moe-a2a-backend than none": "a chunk was not run as such a batch",
-    **dict.fromkeys(
-        (
-            *("--enable-watermark", "--enable-return-aux-hidden-states"),
-            "--enable-strict-thinking",
-        ),
-        "what the server adds to a token was not run for the first token of a local turn",
-    ),
 }
 
 
