@@ -16,6 +16,9 @@ WORKS = {
         speculative_draft_model_path speculative_num_steps speculative_num_draft_tokens
     """,
     "e2e/test_pairs.py": "tp_size host port log_level",
+    "e2e/test_data_parallel.py": "dp_size",
+    "e2e/test_families.py": "attn_dp_size enable_dp_attention ep_size",
+    "test_host_memory.py": "enable_hierarchical_cache enable_session_radix_cache",
 }
 
 CANNOT_MATTER = {
@@ -111,7 +114,7 @@ CANNOT_MATTER = {
         mlx_enable_sampling sampling_mask_max_tokens
     """,
     "Determines how experts are computed, without an all-to-all backend between ranks.": """
-        ep_size moe_runner_backend flashinfer_mxfp4_moe_precision
+        moe_runner_backend flashinfer_mxfp4_moe_precision
         enable_fused_moe_sum_all_reduce enable_w4a4_mxfp4_megamoe ep_num_redundant_experts
         ep_dispatch_algorithm init_expert_location enable_eplb eplb_algorithm
         eplb_rebalance_num_iterations eplb_rebalance_layers_per_chunk
@@ -174,6 +177,9 @@ CANNOT_MATTER = {
         speculative_dsa_topk_backend
     """,
     "SGLang reads it nowhere.": "num_continuous_decode_steps",
+    "SGLang refuses it on decode or without a refused setting (test_parallel_settings.py).": """
+        moe_dp_size ep_join_mode dwdp_size
+    """,
     "Read with a refused setting, or on prefill, which builds its batches as stock does.": """
         disable_priority_preemption default_priority_value schedule_low_priority_values_first
         priority_scheduling_preemption_threshold prefill_only_disable_kv_cache
@@ -186,7 +192,7 @@ CANNOT_MATTER = {
         enable_dense_mlp_attn_tp moe_dense_tp_size enable_shared_experts_attn_tp
         shared_experts_tp_size ep_join_rank_offset elastic_ep_initial_size max_ep_size
         elastic_ep_scale_timeout kv_canary_real_data kv_canary_sweep_interval deepep_v2_mode
-        deepep_mode fuseep_mode deepep_dispatcher_output_dtype deepep_config enable_waterfill
+        fuseep_mode deepep_dispatcher_output_dtype deepep_config enable_waterfill
         flashinfer_a2a_dispatch_type tbo_token_distribution_threshold max_lora_rank
         lora_target_modules max_loaded_loras max_loras_per_batch lora_eviction_policy lora_backend
         max_lora_chunk_size experts_shared_outer_loras lora_use_virtual_experts lora_strict_loading

@@ -153,7 +153,7 @@ LOCAL = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "512"}
     [
         (("--optimistic-prefill-attempts", "1"), "--optimistic-prefill-attempts above 0: "),
         (("--use-ray",), "--use-ray: "),
-        (("--dp-size", "2", "--tp-size", "2", "--enable-dp-attention"), "--attn-dp-size above 1: "),
+        (("--pp-size", "2"), "--pp-size above 1: "),
     ],
 )
 def test_a_server_is_refused_before_it_starts_a_process(

@@ -18,7 +18,7 @@ from sglang.srt.patchset.table import LEAD
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.lead.attach import Function, Wraps
 
-_TREE = "KV is also in other places, or stays locked between requests"
+_HOST_POOL = "without HiCache SGLang never unlocks what it copies to the host pool"
 _LOOP = "another event loop, or another order of admission"
 
 #: Refused on prefill and on decode: setting -> reason.
@@ -31,14 +31,10 @@ ON_BOTH: dict[str, str] = {
         "a request that prefill computes before its room is ready cannot be released"
     ),
     **dict.fromkeys(
-        (
-            *("--pp-size above 1", "--dp-size above 1", "--attn-dp-size above 1"),
-            *("--enable-dp-attention", "--attn-cp-size above 1", "--enable-prefill-cp"),
-            *("--elastic-ep-backend", "--ep-join-mode", "--dwdp-size above 1"),
-            "--moe-dp-size above 1",
-        ),
-        "ranks would have to agree across stages, replicas or groups",
+        ("--pp-size above 1", "--attn-cp-size above 1", "--enable-prefill-cp"),
+        "ranks would have to agree across stages or groups",
     ),
+    "--elastic-ep-backend": "ranks may leave and join, and all of them must agree",
     **dict.fromkeys(("--enable-lora", "--lora-paths"), "a local turn would need its adapter"),
     **dict.fromkeys(
         (
@@ -50,10 +46,9 @@ ON_BOTH: dict[str, str] = {
     **dict.fromkeys(
         (
             *("--enable-lmcache", "--enable-flexkv", "--radix-cache-backend"),
-            *("--enable-unified-cache-external-linker", "--enable-streaming-session"),
-            "--enable-session-radix-cache",
+            "--enable-unified-cache-external-linker",
         ),
-        _TREE,
+        "KV is also in other places",
     ),
     **dict.fromkeys(
         (
@@ -72,18 +67,21 @@ ON_BOTH: dict[str, str] = {
 #: Refused on decode: setting -> reason.
 ON_DECODE: dict[str, str] = {
     "no --disaggregation-decode-enable-radix-cache": "the parts match prompts against the tree",
-    "--enable-hierarchical-cache": _TREE,
+    "--enable-streaming-session": (
+        "a session keeps memory between its requests, which admission does not count"
+    ),
+    "--disaggregation-decode-enable-offload-kvcache": (
+        "SGLang stores answers only, so the store would lack the prompts of local turns"
+    ),
     **dict.fromkeys(
         (
-            "--disaggregation-decode-enable-offload-kvcache",
-            "another --disaggregation-decode-host-receive-threshold than 1.0, 1",
             "--disaggregation-decode-retraction-backup host_pool",
-            "SGLANG_DISAGG_STAGING_BUFFER=1",
+            "another --disaggregation-decode-host-receive-threshold than 1.0, 1",
         ),
-        "KV waits in host memory, which the parts neither count nor read in part",
+        _HOST_POOL,
     ),
     "--disaggregation-decode-retraction-backup none": (
-        "admission retracts requests, and without a copy they are lost"
+        "a retracted request fails, and admission retracts more of them"
     ),
     "another --kv-cache-dtype than auto, bf16, bfloat16, fp8_e4m3, fp8_e5m2": (
         "resume copies a part of a request's KV, and no scales"
@@ -91,11 +89,19 @@ ON_DECODE: dict[str, str] = {
     "another --radix-eviction-policy than lru": "what it can evict was not compared",
     **dict.fromkeys(
         (
-            *("another --moe-a2a-backend than none", "--enable-two-batch-overlap"),
-            *("--enable-single-batch-overlap", "--enable-mixed-chunk", "--rl-on-policy-target"),
-            "--enable-deterministic-inference",
+            *("--enable-two-batch-overlap", "--enable-single-batch-overlap"),
+            *("--enable-mixed-chunk", "--rl-on-policy-target", "--enable-deterministic-inference"),
         ),
         "a chunk of a prompt was not run as such a batch",
+    ),
+    "another --moe-a2a-backend than none, deepep": (
+        "SGLang runs only decode steps with it (mooncake, nixl, pplx), or it was not run"
+    ),
+    "--deepep-mode low_latency": (
+        "its buffers are made for decode steps, and a chunk of a prompt does not fit"
+    ),
+    "SGLANG_SCHEDULER_SKIP_ALL_GATHER=1": (
+        "data parallel ranks then do not learn that one of them runs a chunk"
     ),
     **dict.fromkeys(
         (
