@@ -177,8 +177,8 @@ CANNOT_MATTER = {
         speculative_dsa_topk_backend
     """,
     "SGLang reads it nowhere.": "num_continuous_decode_steps",
-    "SGLang refuses it on decode or without a refused setting (test_parallel_settings.py).": """
-        moe_dp_size ep_join_mode dwdp_size
+    "SGLang refuses it on decode, or without a refused setting (test_parallel_settings.py).": """
+        moe_dp_size ep_join_mode dwdp_size disaggregation_decode_host_receive_threshold
     """,
     "Read with a refused setting, or on prefill, which builds its batches as stock does.": """
         disable_priority_preemption default_priority_value schedule_low_priority_values_first

@@ -1,4 +1,4 @@
-"""Settings of parallel ranks that SGLang itself refuses, and reasons of those that are refused."""
+"""Settings that SGLang itself refuses, and reasons of refused ones: ranks and host memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any  # Any: a dispatcher of SGLang
 
 import pytest
 
+from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.server_args import prepare_server_args
 
 PAIR = ("--disaggregation-transfer-backend", "nixl", "--device", "cpu", "--tp-size", "2")
@@ -27,6 +28,17 @@ def test_sglang_refuses(model: str, mode: str, arguments: tuple[str, ...]) -> No
     command_line = ["--model-path", model, "--disaggregation-mode", mode, *PAIR, *arguments]
     with pytest.raises(AssertionError):
         prepare_server_args(command_line).resolve_once()
+
+
+@pytest.mark.server()
+def test_receiving_in_host_memory_needs_a_refused_setting(model: str) -> None:
+    """Guards against KV that waits in host memory, which the parts do not count: SGLang sets a
+    backup that is refused. No transfer backend of this release supports it."""
+    command_line = ["--model-path", model, "--disaggregation-mode", "decode", *PAIR]
+    threshold = ["--disaggregation-decode-host-receive-threshold", "0.5"]
+    args = prepare_server_args([*command_line, *threshold])
+    args.resolve_once()
+    assert resolved_view(args).disaggregation_decode_retraction_backup == "host_pool"
 
 
 @pytest.mark.server()

@@ -18,7 +18,6 @@ from sglang.srt.patchset.table import LEAD
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.lead.attach import Function, Wraps
 
-_HOST_POOL = "without HiCache SGLang never unlocks what it copies to the host pool"
 _LOOP = "another event loop, or another order of admission"
 
 #: Refused on prefill and on decode: setting -> reason.
@@ -73,12 +72,8 @@ ON_DECODE: dict[str, str] = {
     "--disaggregation-decode-enable-offload-kvcache": (
         "SGLang stores answers only, so the store would lack the prompts of local turns"
     ),
-    **dict.fromkeys(
-        (
-            "--disaggregation-decode-retraction-backup host_pool",
-            "another --disaggregation-decode-host-receive-threshold than 1.0, 1",
-        ),
-        _HOST_POOL,
+    "--disaggregation-decode-retraction-backup host_pool": (
+        "without HiCache SGLang never unlocks what it copies to the host pool"
     ),
     "--disaggregation-decode-retraction-backup none": (
         "a retracted request fails, and admission retracts more of them"
