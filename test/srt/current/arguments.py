@@ -29,6 +29,9 @@ WORKS = {
         enable_return_aux_hidden_states
     """,
     "test_prefill_exit.py": "optimistic_prefill_attempts",
+    "e2e/test_data_parallel.py": "dp_size",
+    "e2e/test_families.py": "attn_dp_size enable_dp_attention ep_size",
+    "test_host_memory.py": "enable_hierarchical_cache enable_session_radix_cache",
 }
 
 CANNOT_MATTER = {
@@ -132,7 +135,7 @@ CANNOT_MATTER = {
         rl_on_policy_target
     """,
     "Determines how experts are computed, without an all-to-all backend between ranks.": """
-        ep_size moe_runner_backend flashinfer_mxfp4_moe_precision
+        moe_runner_backend flashinfer_mxfp4_moe_precision
         enable_fused_moe_sum_all_reduce enable_w4a4_mxfp4_megamoe ep_num_redundant_experts
         ep_dispatch_algorithm init_expert_location enable_eplb eplb_algorithm
         eplb_rebalance_num_iterations eplb_rebalance_layers_per_chunk
@@ -207,6 +210,9 @@ CANNOT_MATTER = {
     """,
     "Requests without a token to generate are left to prefill.": "is_embedding",
     "SGLang turns the tree off with it, which is refused.": "enable_mis",
+    "SGLang refuses it on decode, or without a refused setting (test_parallel_settings.py).": (
+        "disaggregation_decode_host_receive_threshold"
+    ),
     "Read with a refused setting, or on prefill, which builds its batches as stock does.": """
         disable_priority_preemption
         priority_scheduling_preemption_threshold prefill_only_disable_kv_cache
@@ -219,7 +225,7 @@ CANNOT_MATTER = {
         enable_dense_mlp_attn_tp moe_dense_tp_size enable_shared_experts_attn_tp
         shared_experts_tp_size ep_join_rank_offset elastic_ep_initial_size max_ep_size
         elastic_ep_scale_timeout kv_canary_real_data kv_canary_sweep_interval deepep_v2_mode
-        deepep_mode fuseep_mode deepep_dispatcher_output_dtype deepep_config enable_waterfill
+        fuseep_mode deepep_dispatcher_output_dtype deepep_config enable_waterfill
         flashinfer_a2a_dispatch_type tbo_token_distribution_threshold uno_lora_path
         dllm_algorithm_config dllm_fdfo
         encoder_only encoder_transfer_backend

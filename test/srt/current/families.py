@@ -14,5 +14,11 @@ RUNS: tuple[Run, ...] = (
     Run("deepseek_v3", parts=BOTH, nightly=False),
     Run("deepseek_v3", parts=(*BOTH, "retract"), nightly=False),
     Run("deepseek_v3", parts=BOTH, setup=("prefill_tp2", "decode_tp2"), nightly=False),
+    Run(
+        "deepseek_v3",
+        parts=(*BOTH, "retract"),
+        setup=("prefill_dp", "decode_dp", "ep"),
+        nightly=False,
+    ),
     Run("qwen3_moe", parts=BOTH, nightly=False),
 )

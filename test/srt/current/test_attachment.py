@@ -118,7 +118,7 @@ def test_each_argument_of_this_release_has_a_verdict() -> None:
 def test_each_row_is_refused_on_its_side(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """Guards against a server that starts with an untested setting (other pools, other batches, a
     prefill server that releases no rooms), and against a row that refuses every server."""
-    assert reasons(mode) == reasons(mode, disaggregation_decode_host_receive_threshold=1) == []
+    assert reasons(mode) == []
     for setting, why in (settings.ON_BOTH | settings.ON_DECODE).items():
         with monkeypatch.context() as patch:
             if setting.startswith("SGLANG_"):
@@ -188,7 +188,7 @@ LOCAL = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "512"}
     [
         (("--enable-session-radix-cache",), "--enable-session-radix-cache: "),
         (("--use-ray",), "--use-ray: "),
-        (("--dp-size", "2", "--tp-size", "2", "--enable-dp-attention"), "--attn-dp-size above 1: "),
+        (("--pp-size", "2"), "--pp-size above 1: "),
     ],
 )
 def test_a_server_is_refused_before_it_starts_a_process(

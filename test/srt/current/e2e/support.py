@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import requests
 
@@ -14,6 +15,7 @@ from benchmark.harness.fleet import Aggregated, Pair, PairConfig
 from benchmark.harness.models import token_range
 from benchmark.harness.servers import Sizes
 from current.environment import MODEL, environment
+from e2e.support import dp_attention
 from sglang.srt.patchset.metric import INFO, KEY
 
 PAGE = 16
@@ -83,6 +85,7 @@ def play(
     settings: Mapping[str, str],
     *,
     ranks: int = 1,
+    data_parallel: Literal["", "attention", "servers"] = "",
     arguments: tuple[str, ...] = (),
     decode_env: Mapping[str, str] | None = None,
     backend: str = "nixl",
@@ -92,11 +95,19 @@ def play(
 
     Args:
         settings: variables of the lead; without any, both servers are stock.
-        ranks: number of ranks of each server.
+        ranks: number of tensor parallel ranks of each server.
+        data_parallel: run two data parallel ranks: of attention, or each a server of its own.
         arguments: of both servers.
         decode_env: more variables of the decode server.
         backend: transfer backend.
     """
+    own: dict[str, str] = {}
+    parallel: list[tuple[str, ...]] = [(), ()]
+    if data_parallel == "attention":
+        parallel = [dp_attention(), dp_attention()]
+    elif data_parallel:
+        parallel = [("--dp-size", "2")] * 2
+        own = {"SGLANG_CPU_OMP_THREADS_BIND": f"0|{1 % (os.cpu_count() or 1)}"}
     config = PairConfig(
         talks.model,
         backend=backend,
@@ -106,10 +117,10 @@ def play(
         decode_sizes=SIZES,
         prefill_tp=ranks,
         decode_tp=ranks,
-        prefill_args=arguments,
-        decode_args=arguments,
+        prefill_args=(*arguments, *parallel[0]),
+        decode_args=(*arguments, *parallel[1]),
         skip_warmup=True,
-        env=variables(talks.architecture, **settings),
+        env=variables(talks.architecture, **settings, **own),
         decode_env=decode_env or {},
     )
     with Pair(config, logs) as pair:
@@ -118,7 +129,8 @@ def play(
             assert pair.generate(prompts, NEW) == answers, f"turn {turn}"
         pair.check()
         for url in (pair.prefill_url, pair.decode_url):
-            assert reported_groups(url) == (["lead", "lead"] if settings else []), url
+            reports = (3 if data_parallel else 2) if settings else 0
+            assert reported_groups(url) == ["lead"] * reports, url
         return metrics.page(pair.decode_url)
 
 

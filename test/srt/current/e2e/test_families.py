@@ -38,17 +38,25 @@ def talks_of_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
 def test_answers(talks_of_family: Callable[[str], Talks], tmp_path: Path, run: Run) -> None:
     """Guards against latents or expert-routed KV that are wrong behind a prefix from decode's tree,
-    in a chunk that decode computes, or in the copy of a retracted request."""
-    talks = talks_of_family(run.family)
+    in a chunk that decode computes, or in the copy of a retracted request; and (data parallel
+    attention) against a rank that misses a step in which the other one computes a chunk, or whose
+    chunk reaches experts with tokens of the other one."""
+    talks, is_parallel = talks_of_family(run.family), "decode_dp" in run.setup
     page = play(
         talks,
         tmp_path,
         LEAD | TOKENS,
-        ranks=2 if "decode_tp2" in run.setup else 1,
+        ranks=2 if "decode_tp2" in run.setup or is_parallel else 1,
+        data_parallel="attention" if is_parallel else "",
+        arguments=("--ep-size", "2") if "ep" in run.setup else (),
         decode_env=RETRACTS if "retract" in run.parts else {},
     )
     count, counts = len(talks.prompts[0]), turns(page)
-    assert counts.get(("local", "short"), 0) >= 2 * count, counts
+    if is_parallel:  # some later turns reach the rank without their session
+        ranks = metrics.by_labels(page, metrics.TURNS, "where", "dp_rank")
+        assert ranks["local", "0"] and ranks["local", "1"], ranks
+    else:
+        assert counts.get(("local", "short"), 0) >= 2 * count, counts
     # First turns may be remote for different reasons.
     assert sum(counts[key] for key in counts if key[0] == "remote") >= count, counts
     assert any(metrics.by_labels(page, RETRACTED).values()) == ("retract" in run.parts)

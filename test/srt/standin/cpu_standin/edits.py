@@ -9,6 +9,7 @@ same.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -132,6 +133,18 @@ def without_pinning_of_host_pools(module: Any) -> None:
         base.__init__ = _never_pinned(base.__init__)
 
 
+def without_registering_of_host_pools(module: Any) -> None:
+    """Construct the host pools of SGLang 0.5.23 in ordinary memory."""
+    module._cuda_host_register = lambda buffer, granularity: None
+
+
+def copy_pages_in_torch(module: Any) -> None:
+    """Copy KV between the host pool and the pool of tokens, which SGLang 0.5.23 does on GPUs."""
+    for name, value in vars(importlib.import_module("sgl_kernel.kvcacheio")).items():
+        if name.startswith("transfer_kv"):
+            setattr(module, name, value)
+
+
 def _never_pinned(construct: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(construct)
     if "pin_memory" not in signature.parameters:
@@ -188,7 +201,7 @@ def pad_batches(module: Any) -> None:
 
 
 def copy_rows_in_torch(module: Any) -> None:
-    module.memcpy_triton = copy_rows
+    module.memcpy_triton = module.memcpy_func = copy_rows  # the latter on SGLang 0.5.23
 
 
 def exchange_by_gloo(module: Any) -> None:
@@ -202,8 +215,19 @@ def exchange_by_gloo(module: Any) -> None:
         whole = group.all_reduce(input.clone())
         output.copy_(whole.tensor_split(group.world_size)[group.rank_in_group])
 
+    def exchange(output: Any, input: Any, group_name: str) -> None:  # SGLang 0.5.23
+        groups[group_name]()._all_to_all_single(output, input)
+
     module.reg_all_gather_into_tensor = gather
+    module.reg_all_to_all_single = exchange
     module.reg_reduce_scatter_tensor = reduce_scatter
+    if hasattr(coordinator := module.GroupCoordinator, "_deterministic_reduce_scatterv"):
+        coordinator.reduce_scatterv = scatter_reduced  # SGLang 0.5.23
+
+
+def scatter_reduced(group: Any, input_: Any, output: Any = None, sizes: Any = None) -> Any:
+    """Replace ``GroupCoordinator.reduce_scatterv`` by SGLang's own form without NCCL."""
+    return group._deterministic_reduce_scatterv(input_, output, sizes)
 
 
 def copy_rows(dst: Any, src: Any, dim: int, offset: Any, sz: Any, offset_src: bool) -> None:

@@ -71,13 +71,16 @@ ADDED_ON_0_5_23 = dict.fromkeys(
     ("speculative:edit",),
 ) | {
     "sglang.srt.disaggregation.mooncake.conn": ("edits:page_numbers_without_event",),
-    "sglang.srt.layers.attention.torch_native_backend": ("attention:edit",),
     "sglang.srt.lora.layers": ("edits:without_pinning_of_adapters",),
+    "sglang.srt.mem_cache.pool_host.common": ("edits:without_registering_of_host_pools",),
+    "sglang.srt.mem_cache.pool_host.mha": ("edits:copy_pages_in_torch",),
 }
 
 #: That release has CPU forms of the rest: of ``EDITS`` it needs these.
 EDITED_ON_0_5_23 = (
     *("torch", "nixl.", "nixl_cu12.", "nixl_cu13.", "sglang.srt.entrypoints.engine"),
+    *("sglang.srt.distributed.parallel_state", "sglang.srt.layers.attention.torch_native_backend"),
+    *("sglang.srt.layers.dp_attention", "sglang.srt.model_executor.forward_batch_info"),
     "sglang.srt.lora.backend.torch_backend",
     "sglang.srt.models.deepseek_common.attention_backend_handler",
     "sglang.srt.speculative.draft_utils",

@@ -149,7 +149,8 @@ class QueuedTurns(Chunks):
     def beside(self) -> int:
         """See ``Chunks``."""
         scheduler = self._scheduler
-        return len(scheduler.running_batch.reqs) + min(len(scheduler.waiting_queue), self.places)
+        waiting = min(len(scheduler.waiting_queue), self.places)
+        return len(scheduler.running_batch.reqs) + waiting + self.others_run
 
     @property
     def delays(self) -> bool:

@@ -84,14 +84,21 @@ def install(wrap: Wraps) -> None:
         turns.hook()
         self.running_batch = running_batch = turns.join(running_batch)
         batch = turns.next_batch()
+        # With data parallel attention all ranks run each step together. SGLang exchanges the sizes
+        # of its batch in ``stock``. Drafts run in steps without a chunk on any rank.
+        if batch is not None or (self.require_mlp_sync and not self.spec_algorithm.is_none()):
+            batch = self.dp_attn_adapter.maybe_prepare_mlp_sync_batch(batch)
         if batch is not None:
-            return NextBatchPlan(batch_to_run=batch, running_batch=running_batch)
-        max_running = self.max_running_requests
-        self.max_running_requests = len(running_batch.reqs) + turns.places
-        plan = stock(running_batch=running_batch)
-        self.max_running_requests = max_running
-        if plan.batch_to_run is not None:
-            turns.step_launched()
+            plan = NextBatchPlan(batch_to_run=batch, running_batch=running_batch)
+        else:
+            max_running = self.max_running_requests
+            self.max_running_requests = len(running_batch.reqs) + turns.places
+            plan = stock(running_batch=running_batch)
+            self.max_running_requests = max_running
+        batch = plan.batch_to_run
+        if batch is not None and not batch.forward_mode.is_extend():
+            turns.stepped(batch)
+        turns.others_run = self.attn_dp_enabled and batch is not None
         return plan
 
     @scheduler("process_batch_result", "(self, batch, result)")

@@ -18,7 +18,6 @@ from sglang.srt.patchset.table import LEAD
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.lead.attach import Function, Wraps
 
-_TREE = "KV is also in other places, or stays locked between requests"
 
 #: Refused on prefill and on decode: setting -> reason.
 ON_BOTH: dict[str, str] = {
@@ -27,14 +26,7 @@ ON_BOTH: dict[str, str] = {
     ),
     "--use-ray": "SGLang's schedulers load no plugins there",
     "--enable-pd-role-switch": "settings are checked for the first role only",
-    **dict.fromkeys(
-        (
-            *("--dp-size above 1", "--attn-dp-size above 1", "--enable-dp-attention"),
-            "--elastic-ep-backend",
-        ),
-        "ranks would have to agree across replicas or groups",
-    ),
-    **dict.fromkeys(("--enable-streaming-session", "--enable-session-radix-cache"), _TREE),
+    "--elastic-ep-backend": "ranks may leave and join, and all of them must agree",
 }
 
 #: Refused on decode: setting -> reason.
@@ -50,23 +42,20 @@ ON_DECODE: dict[str, str] = {
         "a slot is not a token of this rank's pool",
     ),
     **dict.fromkeys(
-        (
-            *("--enable-hierarchical-cache", "--enable-flexkv", "--radix-cache-backend"),
-            "--enable-unified-cache-external-linker",
-        ),
-        _TREE,
+        ("--enable-flexkv", "--radix-cache-backend", "--enable-unified-cache-external-linker"),
+        "KV is also in other places",
     ),
-    **dict.fromkeys(
-        (
-            "--disaggregation-decode-enable-offload-kvcache",
-            "another --disaggregation-decode-host-receive-threshold than 1.0, 1",
-            "--disaggregation-decode-retraction-backup host_pool",
-            "SGLANG_DISAGG_STAGING_BUFFER=1",
-        ),
-        "KV waits in host memory, which the parts neither count nor read in part",
+    "--enable-streaming-session": (
+        "a session keeps memory between its requests, which admission does not count"
+    ),
+    "--disaggregation-decode-enable-offload-kvcache": (
+        "SGLang stores answers only, so the store would lack the prompts of local turns"
+    ),
+    "--disaggregation-decode-retraction-backup host_pool": (
+        "without HiCache SGLang never unlocks what it copies to the host pool"
     ),
     "--disaggregation-decode-retraction-backup none": (
-        "admission retracts requests, and without a copy they are lost"
+        "a retracted request fails, and admission retracts more of them"
     ),
     "another --kv-cache-dtype than auto, bf16, bfloat16, fp8_e4m3, fp8_e5m2, mxfp8": (
         "SGLang's copy of a retracted request has no scales"
@@ -74,9 +63,15 @@ ON_DECODE: dict[str, str] = {
     "--enable-strict-thinking": "a grammar of thoughts was not run for a local turn's first token",
     "another --kv-canary than none": "SGLang's canary needs a GPU and was not run",
     "--disaggregation-enable-kv-checksum": "SGLang's checksums need a GPU and were not run",
-    **dict.fromkeys(
-        ("another --moe-a2a-backend than none", "--enable-two-batch-overlap"),
-        "a chunk of a prompt was not run as such a batch",
+    "--enable-two-batch-overlap": "a chunk of a prompt was not run as such a batch",
+    "another --moe-a2a-backend than none, deepep": (
+        "SGLang runs only decode steps with it (mooncake, nixl, pplx), or it was not run"
+    ),
+    "--deepep-mode low_latency": (
+        "its buffers are made for decode steps, and a chunk of a prompt does not fit"
+    ),
+    "SGLANG_SCHEDULER_SKIP_ALL_GATHER=1": (
+        "data parallel ranks then do not learn that one of them runs a chunk"
     ),
     "--speculative-algorithm DSPARK": "it runs on no CPU, and was not run",
     "--speculative-eagle-topk above 1": "a tree of drafts was not run",

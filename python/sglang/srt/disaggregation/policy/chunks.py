@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any  # Any: SGLang's requests, batches, results and scheduler
 
 from sglang.srt.disaggregation.policy.chunk_times import (
+    NOT_MEASURED,
+    OTHERS_CHUNK,
     VOTES,
     Measured,
     StepTimes,
@@ -35,6 +37,9 @@ class Chunks(ABC):
         self.measured = Measured(limits.max_itl)
         self.pace = Pace(limits)
         self.times = StepTimes(self.measured, blocking)
+        #: True if other data parallel ranks may run requests, which a chunk here would delay: they
+        #: ran a batch in the last step, or this rank ran a chunk in it and cannot tell.
+        self.others_run = False
 
     @property
     @abstractmethod
@@ -67,10 +72,16 @@ class Chunks(ABC):
         self.pace.chunk(tokens, self.beside)
         self.times.launched(tokens, self._clock())
 
-    def step_launched(self, tokens: int = 0) -> None:
-        """Note the launch of a decode step, or of one that is not measured as such (``tokens``: see
-        ``StepTimes.launched``)."""
-        self.pace.step()
+    def stepped(self, batch: Any) -> None:
+        """Note that ``batch`` is about to run: a decode step, or with data parallel attention an
+        empty batch while other ranks run. A chunk of another rank delays requests here as one of
+        this rank does, so no chunk follows in the next step."""
+        if batch.is_extend_in_batch:
+            self.pace.others_chunk()
+            tokens = OTHERS_CHUNK
+        else:
+            self.pace.step()
+            tokens = 0 if batch.forward_mode.is_decode() else NOT_MEASURED
         self.times.launched(tokens, self._clock())
 
     def hook(self) -> None:

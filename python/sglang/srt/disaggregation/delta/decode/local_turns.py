@@ -44,7 +44,6 @@ from sglang.srt.disaggregation.policy.choice import (
     prefill_only_reason,
     record_choice,
 )
-from sglang.srt.disaggregation.policy.chunk_times import NOT_MEASURED, OTHERS_CHUNK
 from sglang.srt.disaggregation.policy.chunks import Chunks, own_first_drafts
 from sglang.srt.disaggregation.policy.memory import page_floor
 from sglang.srt.disaggregation.policy.pace import Limits
@@ -105,9 +104,6 @@ class LocalTurns(Chunks):
         #: Computed batches; their requests have a first token and wait for a place.
         self.computed: list[ScheduleBatch] = []
         self._yields: Sequence[int] = ()
-        #: True if other data parallel ranks may run requests, which a chunk here would delay: they
-        #: ran a batch in the last step, or this rank ran a chunk in it and cannot tell.
-        self.others_run = False
 
     @property
     def is_busy(self) -> bool:
@@ -229,16 +225,6 @@ class LocalTurns(Chunks):
         self.queue = self.queue[len(turns) - (batch.chunked_req is not None) :]
         self.launched.append((batch, turns))
         self.chunk_launched(batch.extend_num_tokens)
-
-    def stepped(self, batch: ScheduleBatch) -> None:
-        """Note that ``batch`` is about to run: a decode step, or with data parallel attention an
-        empty batch while other ranks run. A chunk of another rank delays requests here as one of
-        this rank does, so no chunk follows in the next step."""
-        if batch.is_extend_in_batch:
-            self.pace.others_chunk()
-            self.times.launched(OTHERS_CHUNK, self._clock())
-        else:
-            self.step_launched(0 if batch.forward_mode.is_decode() else NOT_MEASURED)
 
     @property
     def beside(self) -> int:
