@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any  # Any: arguments of a mark
 import pytest
 
 from current import forked
-from current.environment import OWN_DRAFT, RELEASE, environment
+from current.environment import FAMILIES, MODEL, OWN_DRAFT, RELEASE, environment
 
 if TYPE_CHECKING:
     from current.decode import Decode
@@ -32,7 +32,7 @@ HERE = Path(__file__).parent
 IS_INSTALLED = metadata.version("sglang") == RELEASE
 collect_ignore_glob = [] if IS_INSTALLED else ["test_*.py"]
 if IS_INSTALLED:
-    os.environ.update(environment())
+    os.environ.update(environment(models=(MODEL, *FAMILIES)))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -89,6 +89,14 @@ def arithmetic(request: pytest.FixtureRequest) -> str:
     from models import untied
 
     return str(untied.build(request.config.cache.mkdir("untied")))
+
+
+@pytest.fixture(scope="session")
+def gpt_oss(request: pytest.FixtureRequest) -> str:
+    """The folder of a random model with windows, which have a pool of their own."""
+    from models import families
+
+    return str(families.build(request.config.cache.mkdir("gpt_oss"), "gpt_oss"))
 
 
 @pytest.fixture

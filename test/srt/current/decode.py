@@ -8,7 +8,6 @@ in :meth:`Decode.learn`.
 from __future__ import annotations
 
 import threading
-from array import array
 from collections.abc import Sequence
 from typing import Any  # Any: objects of SGLang
 
@@ -21,8 +20,6 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.disaggregation.nixl.conn import NixlKVReceiver
 from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType, get_kv_class
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
 
 class Room(NixlKVReceiver):
@@ -82,8 +79,8 @@ class Decode(Server):
         self.manager = self.prealloc.kv_manager
         self.manager._heartbeat_shutdown.set()  # because no server would answer
         self.bring_prefill()
-        #: Learned prompts -> first token, and keys and values of each layer.
-        self._known: dict[tuple[int, ...], tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
+        #: Learned prompts -> first token, and the rows of their tokens in each buffer.
+        self._known: dict[tuple[int, ...], tuple[int, list[torch.Tensor]]] = {}
 
     def bring_prefill(self) -> None:
         """Make prefill reachable (again)."""
@@ -116,31 +113,39 @@ class Decode(Server):
         self.in_mode(DisaggregationMode.NULL)
         rids = [self.ask(prompt, new + PAGE) for prompt in prompts]
         self.step()
+        # Copy the KV as soon as it is complete, because a window moves on with each later token.
+        self.until(lambda: all([self._is_copied(*each) for each in zip(rids, prompts)]))
         self.until(lambda: self.ended(*rids) and self.is_idle())
         answers = [self.output(rid) for rid in rids]
-        for prompt, answer in zip(prompts, answers, strict=True):
-            kv = self.call(lambda p=prompt, a=answer: self._kv([*p, *a], len(p)))
-            self._known[tuple(prompt)] = answer[0], kv
         self.in_mode(self.mode)
         self.flush()
         return [answer[:new] for answer in answers]
 
-    def _kv(self, text: Sequence[int], tokens: int) -> Any:
-        """Return the KV of the first ``tokens`` of ``text``, a page longer and in the tree."""
-        scheduler = self.scheduler
-        key = RadixKey(token_ids=array("q", text))
-        match = scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key))
-        slots = scheduler.tree_cache.path_device_indices(match.last_device_node)[:tokens]
-        assert len(slots) == tokens, "the tree lacks a part of the text"
-        return [(keys[slots].clone(), values[slots].clone()) for keys, values in self._layers()]
+    def _is_copied(self, rid: str, prompt: Sequence[int]) -> bool:
+        """Return True if the prompt's KV is known. Copy it when it is complete."""
+        if self.output(rid) and tuple(prompt) not in self._known:
+            row = self.requests[rid].kv.req_pool_idx
+            slots = self.scheduler.req_to_token_pool.req_to_token[row, : len(prompt)].long()
+            copies = [buffer[rows].clone() for buffer, rows in self._buffers(slots)]
+            self._known[tuple(prompt)] = self.output(rid)[0], copies
+        return tuple(prompt) in self._known
 
-    def _layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the keys and values of each layer, with a draft model's layers last."""
-        scheduler = self.scheduler
-        pools = [scheduler.token_to_kv_pool_allocator.get_kvcache()]
-        if not scheduler.spec_algorithm.is_none():
-            pools.append(scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool)
-        return [layer for pool in pools for layer in zip(pool.k_buffer, pool.v_buffer, strict=True)]
+    def _buffers(self, slots: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each buffer of KV, with a draft model's last, and the rows of ``slots`` in it. Row
+        0 is that of a token outside of a window."""
+        allocator = self.scheduler.token_to_kv_pool_allocator
+        pools = [(allocator.get_kvcache(), slots)]
+        if not self.scheduler.spec_algorithm.is_none():
+            draft = self.scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool
+            pools.append((draft, slots))
+        if hasattr(allocator, "full_to_swa_index_mapping"):
+            pool, windows = pools[0][0], allocator.full_to_swa_index_mapping[slots]
+            pools[:1] = [(pool.full_kv_pool, slots), (pool.swa_kv_pool, windows)]
+        return [
+            (buffer, rows)
+            for pool, rows in pools
+            for buffer in (*pool.k_buffer, *pool.v_buffer)
+        ]
 
     def room(self, rid: str) -> Room:
         """Return the receiver of a request, even if SGLang has released it."""
@@ -161,12 +166,12 @@ class Decode(Server):
     def _write(self, req: Any) -> None:
         room = Room.rooms[req.bootstrap_room]
         assert room.announced is not None, f"{req.rid} was not announced"
-        first, layers = self._known[tuple(req.origin_input_ids)]
+        first, known = self._known[tuple(req.origin_input_ids)]
         prefix, pages = room.announced["prefix"], torch.as_tensor(room.announced["pages"])
         slots = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()
         slots = slots[: len(req.origin_input_ids) - prefix].long()
-        for (keys, values), (k_buffer, v_buffer) in zip(layers, self._layers(), strict=True):
-            k_buffer[slots], v_buffer[slots] = keys[prefix:], values[prefix:]
+        for kv, (buffer, rows) in zip(known, self._buffers(slots), strict=True):
+            buffer[rows[rows > 0]] = kv[prefix:][rows > 0]
         buffers = self.scheduler.disagg_metadata_buffers
         buffers.output_ids[room.announced["slot"]][0] = first
         buffers.cached_tokens[room.announced["slot"]][:] = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +11,11 @@ RELEASE = "0.5.23"
 MODEL = "qwen3"
 #: Placeholder for the model's folder, which is known when a test runs.
 OWN_DRAFT = "the model"
+#: SGLang's files for the families of ``models.families`` in scenes.
+FAMILIES = ("gpt_oss",)
+#: SGLang refuses the name ``torch_native``; the stand-in replaces Triton by it. The other runner of
+#: experts lays its weights out differently.
+GPT_OSS = ("--attention-backend", "triton", "--moe-runner-backend", "triton")
 #: Arguments for EAGLE with chains of three drafts.
 DRAFTS = (
     *("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", OWN_DRAFT),
@@ -18,26 +24,28 @@ DRAFTS = (
 )
 
 
-def environment(package: Path | None = None, model: str = MODEL) -> dict[str, str]:
-    """Return variables to set before SGLang is imported: one thread, no network, one model, no
+def environment(
+    package: Path | None = None, models: Collection[str] = (MODEL,)
+) -> dict[str, str]:
+    """Return variables to set before SGLang is imported: one thread, no network, few models, no
     waiting for GPU events.
 
     Args:
         package: SGLang's folder; None for the one of this environment.
-        model: the only file of SGLang's models that is imported.
+        models: the only files of SGLang's models that are imported.
     """
     return {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "UCX_TLS": "tcp,self",
         "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
-        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(package, model)),
+        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(package, models)),
     }
 
 
-def _other_models(package: Path | None, model: str) -> list[str]:
+def _other_models(package: Path | None, models: Collection[str]) -> list[str]:
     # List the folder, because the variables must be set before SGLang is imported.
     spec = None if package else find_spec("sglang")
     folders = [package] if package else spec and spec.submodule_search_locations
     paths = [path for folder in folders or () for path in Path(folder, "srt/models").glob("*.py")]
-    return sorted(path.stem for path in paths if path.stem not in (model, "__init__"))
+    return sorted(path.stem for path in paths if path.stem not in (*models, "__init__"))

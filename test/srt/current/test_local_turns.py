@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from current.decode import Decode
-from current.environment import DRAFTS
+from current.environment import DRAFTS, GPT_OSS
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.delta.observability import Telemetry
 from sglang.srt.managers import io_struct
@@ -40,9 +40,13 @@ EACH = [
     pytest.param(marks=pytest.mark.server(*DRAFTS, env=ADMITTED), id="overlap, drafts"),
     pytest.param(marks=pytest.mark.server(PLAIN, *DRAFTS, env=LOCAL), id="plain, drafts"),
     pytest.param(marks=pytest.mark.server(*ONE, *DRAFTS, env=LOCAL), id="page 1, drafts"),
+    pytest.param(marks=pytest.mark.server(*GPT_OSS, model="gpt_oss", env=ADMITTED), id="windows"),
+    pytest.param(
+        marks=pytest.mark.server(*GPT_OSS, *ONE, model="gpt_oss", env=LOCAL), id="windows, page 1"
+    ),
 ]
 each = pytest.mark.parametrize((), EACH)
-loops = pytest.mark.parametrize((), [*EACH[:2], *EACH[4:6]])
+loops = pytest.mark.parametrize((), [*EACH[:2], *EACH[4:6], EACH[8]])
 short = pytest.mark.server(env=SHORT)
 
 

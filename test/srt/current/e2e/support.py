@@ -74,7 +74,7 @@ def talks_of(model: Path, logs: Path, architecture: str = MODEL) -> Talks:
 
 def variables(architecture: str = MODEL, **more: str) -> dict[str, str]:
     """Return the variables of each server."""
-    return {**environment(model=architecture), **more}
+    return {**environment(models=(architecture,)), **more}
 
 
 def play(

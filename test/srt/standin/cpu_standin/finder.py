@@ -74,8 +74,10 @@ ADDED_ON_0_5_23 = dict.fromkeys(
 #: That release has CPU forms of the rest: of ``EDITS`` it needs these.
 EDITED_ON_0_5_23 = (
     *("torch", "nixl.", "nixl_cu12.", "nixl_cu13.", "sglang.srt.entrypoints.engine"),
+    "sglang.srt.layers.attention.attention_registry",
     "sglang.srt.models.deepseek_common.attention_backend_handler",
     "sglang.srt.speculative.draft_utils",
+    "sglang.srt.utils.common",
 )
 
 #: Packages made of names only, all submodules included. ``sgl_kernel`` is shadowed where it is

@@ -162,6 +162,7 @@ class QueuedTurns(Chunks):
         may run now."""
         page, left = self.limits.page, 0 if self.unfinished else None
         ahead, entries = 0, list[Any]()
+        room = queue.token_to_kv_pool_allocator.create_prefill_budget(queue.tree_cache)
         for entry in ready(queue):
             req, decision = entry.req, entry.req.lead_turn
             if not decision.local:
@@ -180,7 +181,7 @@ class QueuedTurns(Chunks):
             if left < page or min(self.places, rows) <= 0:
                 left = 0
                 continue
-            need = self._take(queue, req, left, ahead)
+            need = self._take(queue, req, left, ahead, room)
             if not need:
                 if can_leave:
                     leave(entry, "no_memory")
@@ -206,19 +207,24 @@ class QueuedTurns(Chunks):
         running = self._scheduler.running_batch.reqs
         return sum(len(req.origin_input_ids) + len(req.output_ids) for req in running)
 
-    def _take(self, queue: Any, req: Any, left: int, ahead: int) -> int:
+    def _take(self, queue: Any, req: Any, left: int, ahead: int, room: Any) -> int:
         """Lock the prefix of ``req`` and set the end of its first chunk, if it fits beside
-        ``ahead`` tokens. Return the tokens that it allocates, or 0."""
+        ``ahead`` tokens and into ``room``, SGLang's ``PrefillBudget``. Return the tokens that it
+        allocates, or 0."""
         from sglang.srt.mem_cache.common import match_kv_cache
 
         tree, length = queue.tree_cache, len(req.origin_input_ids)
         match = match_kv_cache(req, tree, req.origin_input_ids, max_prefix_len=length - 1)
         req.lock = tree.lock(match.last_device_node)
         need, reserve = self._needs(queue, req, req.prefix_len)
-        if need + reserve + ahead > queue._allocatable_token_budgets(self._retractable):
+        fits = need + reserve + ahead <= queue._allocatable_token_budgets(self._retractable)
+        # A later chunk also needs the window before it.
+        chunk = self.limits.chunk + (tree.sliding_window_size or 0) + 2 * tree.page_size
+        if not (fits and has_room(room, need, reserve, chunk)):
             tree.unlock(req.lock)
             req.lock = None
             return 0
+        room.reserve(need, reserve, chunk_limit=chunk)
         req.kv.cache_protected_len = req.prefix_len
         req.extend_end = end_of_chunk(req.prefix_len, length, left, tree.page_size)
         self._chosen.append(req)
@@ -266,11 +272,11 @@ class QueuedTurns(Chunks):
             self._agree([])  # the largest chunk changes with each one, also without arrivals
         chunk = self.next_chunk(length - done)
         end = end_of_chunk(done, length, chunk, tree.page_size)
-        free = scheduler.token_to_kv_pool_allocator.available_size() + tree.evictable_size()
+        room = scheduler.token_to_kv_pool_allocator.create_prefill_budget(tree)
         # Each other request takes a page in the next decode step, or the pages of its drafts.
         step = page_ceil(get_alloc_len_per_decode(), tree.page_size)
         step *= len(scheduler.running_batch.reqs) + 1
-        if not chunk or end - done + step > free:
+        if not chunk or not has_room(room, end - done + step):
             return None
         checkpoint_kv_cache(req, tree)
         req.extend_end = end
@@ -390,6 +396,15 @@ def end_of_chunk(start: int, length: int, left: int, page: int) -> int:
     """Return the end of a chunk with room for ``left`` tokens that computes a prompt of ``length``
     from ``start``: the prompt's end, or whole pages."""
     return length if length - start <= left else (start + left) // page * page
+
+
+def has_room(room: Any, tokens: int, reserve: int = 0, chunk: int | None = None) -> bool:
+    """Return True if ``tokens`` and ``reserve`` more fit into each pool of KV. ``room``: SGLang's
+    ``PrefillBudget``. ``chunk``: the most tokens of them that a pool of windows holds at once."""
+    fits = room.can_allocate_prefill(
+        paged_input=tokens, extend_input_len=tokens, max_new_tokens=reserve, chunk_limit=chunk
+    )
+    return bool(fits)
 
 
 def end_aborted(scheduler: Any, req: Any) -> None:

@@ -126,7 +126,7 @@ ON_DECODE: dict[str, str] = {
 }
 
 
-WINDOWS = "a model with sliding windows (SWA)"
+WINDOWS = "a model of DeepSeek V4"
 STATES = "a model with Mamba states"
 SPARSE = "a model with sparse attention (DSA and others)"
 OTHER_POOLS = "it has pools of other kinds beside the KV"
@@ -186,7 +186,7 @@ def _kinds(config: Any) -> dict[str, bool]:
 
     is_sparse = is_deepseek_dsa(config.hf_config) or is_minimax_sparse(config.hf_config)
     return {
-        WINDOWS: bool(config.is_hybrid_swa),
+        WINDOWS: bool(config.is_hybrid_swa) and config.is_deepseek_v4_arch,
         STATES: mambaish_config(config) is not None,
         SPARSE: is_sparse,
     }
