@@ -99,6 +99,14 @@ def gpt_oss(request: pytest.FixtureRequest) -> str:
     return str(families.build(request.config.cache.mkdir("gpt_oss"), "gpt_oss"))
 
 
+@pytest.fixture(scope="session")
+def deepseek_v32(request: pytest.FixtureRequest) -> str:
+    """The folder of a random model with sparse attention, which has an index beside the KV."""
+    from models import families
+
+    return str(families.build(request.config.cache.mkdir("deepseek_v32"), "deepseek_v32"))
+
+
 @pytest.fixture
 def served(request: pytest.FixtureRequest) -> Any:
     """The only server of this process, created for its first test."""

@@ -77,6 +77,7 @@ class Decode(Server):
         self.prealloc = self.scheduler.disagg_decode_prealloc_queue
         self.transfer = self.scheduler.disagg_decode_transfer_queue
         self.manager = self.prealloc.kv_manager
+        self.page: int = self.scheduler.tree_cache.page_size
         self.manager._heartbeat_shutdown.set()  # because no server would answer
         self.bring_prefill()
         #: Learned prompts -> first token, and the rows of their tokens in each buffer.
@@ -89,7 +90,7 @@ class Decode(Server):
             attn_cp_size=1,
             dp_size=1,
             pp_size=1,
-            page_size=PAGE,
+            page_size=self.page,
             kv_cache_dtype="auto",
             follow_bootstrap_room=True,
             target_tp_rank=0,
@@ -114,7 +115,8 @@ class Decode(Server):
         rids = [self.ask(prompt, new + PAGE) for prompt in prompts]
         self.step()
         # Copy the KV as soon as it is complete, because a window moves on with each later token.
-        self.until(lambda: all([self._is_copied(*each) for each in zip(rids, prompts)]))
+        pairs = list(zip(rids, prompts, strict=True))
+        self.until(lambda: not [each for each in pairs if not self._is_copied(*each)])
         self.until(lambda: self.ended(*rids) and self.is_idle())
         answers = [self.output(rid) for rid in rids]
         self.in_mode(self.mode)
@@ -126,13 +128,13 @@ class Decode(Server):
         if self.output(rid) and tuple(prompt) not in self._known:
             row = self.requests[rid].kv.req_pool_idx
             slots = self.scheduler.req_to_token_pool.req_to_token[row, : len(prompt)].long()
-            copies = [buffer[rows].clone() for buffer, rows in self._buffers(slots)]
+            copies = [buffer[rows].clone() for buffer, rows, _ in self._buffers(slots)]
             self._known[tuple(prompt)] = self.output(rid)[0], copies
         return tuple(prompt) in self._known
 
-    def _buffers(self, slots: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each buffer of KV, with a draft model's last, and the rows of ``slots`` in it. Row
-        0 is that of a token outside of a window."""
+    def _buffers(self, slots: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+        """Return each buffer of KV, with a draft model's last, the rows of ``slots`` in it, and the
+        tokens of a row. Row 0 is that of a token outside of a window."""
         allocator = self.scheduler.token_to_kv_pool_allocator
         pools = [(allocator.get_kvcache(), slots)]
         if not self.scheduler.spec_algorithm.is_none():
@@ -141,11 +143,13 @@ class Decode(Server):
         if hasattr(allocator, "full_to_swa_index_mapping"):
             pool, windows = pools[0][0], allocator.full_to_swa_index_mapping[slots]
             pools[:1] = [(pool.full_kv_pool, slots), (pool.swa_kv_pool, windows)]
-        return [
-            (buffer, rows)
-            for pool, rows in pools
-            for buffer in (*pool.k_buffer, *pool.v_buffer)
-        ]
+        page, found = self.page, []
+        for pool, rows in pools:
+            tokens = pool.kv_buffer if hasattr(pool, "kv_buffer") else pool.k_buffer + pool.v_buffer
+            found += [(buffer, rows, 1) for buffer in tokens]
+            indices = getattr(pool, "index_k_with_scale_buffer", ())
+            found += [(buffer, rows[::page] // page, page) for buffer in indices]
+        return found
 
     def room(self, rid: str) -> Room:
         """Return the receiver of a request, even if SGLang has released it."""
@@ -168,10 +172,10 @@ class Decode(Server):
         assert room.announced is not None, f"{req.rid} was not announced"
         first, known = self._known[tuple(req.origin_input_ids)]
         prefix, pages = room.announced["prefix"], torch.as_tensor(room.announced["pages"])
-        slots = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()
+        slots = (pages[:, None] * self.page + torch.arange(self.page)).flatten()
         slots = slots[: len(req.origin_input_ids) - prefix].long()
-        for kv, (buffer, rows) in zip(known, self._buffers(slots), strict=True):
-            buffer[rows[rows > 0]] = kv[prefix:][rows > 0]
+        for kv, (buffer, rows, tokens) in zip(known, self._buffers(slots), strict=True):
+            buffer[rows[rows > 0]] = kv[prefix // tokens :][rows > 0]
         buffers = self.scheduler.disagg_metadata_buffers
         buffers.output_ids[room.announced["slot"]][0] = first
         buffers.cached_tokens[room.announced["slot"]][:] = 0

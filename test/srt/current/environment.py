@@ -12,7 +12,7 @@ MODEL = "qwen3"
 #: Placeholder for the model's folder, which is known when a test runs.
 OWN_DRAFT = "the model"
 #: SGLang's files for the families of ``models.families`` in scenes.
-FAMILIES = ("gpt_oss",)
+FAMILIES = ("gpt_oss", "deepseek_v2")
 #: SGLang refuses the name ``torch_native``; the stand-in replaces Triton by it. The other runner of
 #: experts lays its weights out differently.
 GPT_OSS = ("--attention-backend", "triton", "--moe-runner-backend", "triton")
@@ -24,9 +24,7 @@ DRAFTS = (
 )
 
 
-def environment(
-    package: Path | None = None, models: Collection[str] = (MODEL,)
-) -> dict[str, str]:
+def environment(package: Path | None = None, models: Collection[str] = (MODEL,)) -> dict[str, str]:
     """Return variables to set before SGLang is imported: one thread, no network, few models, no
     waiting for GPU events.
 

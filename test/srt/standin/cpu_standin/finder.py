@@ -69,12 +69,17 @@ ADDED_ON_0_5_23 = dict.fromkeys(
         "sglang.srt.mem_cache.allocation",
     ),
     ("speculative:edit",),
-) | {"sglang.srt.layers.attention.torch_native_backend": ("attention:edit",)}
+) | {
+    "sglang.srt.arg_groups.model_hook": ("sparse_index:without_device_later",),
+    "sglang.srt.layers.attention.dsa.dsa_indexer": ("sparse_index:edit",),
+    "sglang.srt.layers.attention.torch_native_backend": ("attention:edit",),
+}
 
 #: That release has CPU forms of the rest: of ``EDITS`` it needs these.
 EDITED_ON_0_5_23 = (
     *("torch", "nixl.", "nixl_cu12.", "nixl_cu13.", "sglang.srt.entrypoints.engine"),
     "sglang.srt.layers.attention.attention_registry",
+    "sglang.srt.layers.attention.linear.gdn_backend",
     "sglang.srt.models.deepseek_common.attention_backend_handler",
     "sglang.srt.speculative.draft_utils",
     "sglang.srt.utils.common",

@@ -128,7 +128,7 @@ ON_DECODE: dict[str, str] = {
 
 WINDOWS = "a model of DeepSeek V4"
 STATES = "a model with Mamba states"
-SPARSE = "a model with sparse attention (DSA and others)"
+SPARSE = "a model with sparse attention of MiniMax M3 or with pooled keys of its index"
 OTHER_POOLS = "it has pools of other kinds beside the KV"
 
 
@@ -182,11 +182,11 @@ def _chunks_of_prefixes_fail(args: Any, config: Any) -> bool:
 def _kinds(config: Any) -> dict[str, bool]:
     """Return each refused kind of model with True if ``config`` is of it."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.configs.model_config import is_deepseek_dsa, is_minimax_sparse
+    from sglang.srt.configs.model_config import get_dsa_index_kpool_compress, is_minimax_sparse
 
-    is_sparse = is_deepseek_dsa(config.hf_config) or is_minimax_sparse(config.hf_config)
+    model = config.hf_config
     return {
         WINDOWS: bool(config.is_hybrid_swa) and config.is_deepseek_v4_arch,
         STATES: mambaish_config(config) is not None,
-        SPARSE: is_sparse,
+        SPARSE: is_minimax_sparse(model) or bool(get_dsa_index_kpool_compress(model)),
     }
