@@ -100,6 +100,14 @@ def gpt_oss(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
+def falcon_h1(request: pytest.FixtureRequest) -> str:
+    """The folder of a random model with recurrent states beside the KV."""
+    from models import families
+
+    return str(families.build(request.config.cache.mkdir("falcon_h1"), "falcon_h1"))
+
+
+@pytest.fixture(scope="session")
 def deepseek_v32(request: pytest.FixtureRequest) -> str:
     """The folder of a random model with sparse attention, which has an index beside the KV."""
     from models import families

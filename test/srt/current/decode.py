@@ -129,8 +129,16 @@ class Decode(Server):
             row = self.requests[rid].kv.req_pool_idx
             slots = self.scheduler.req_to_token_pool.req_to_token[row, : len(prompt)].long()
             copies = [buffer[rows].clone() for buffer, rows, _ in self._buffers(slots)]
+            copies += [state.clone() for state in self._states(self.requests[rid])]
             self._known[tuple(prompt)] = self.output(rid)[0], copies
         return tuple(prompt) in self._known
+
+    def _states(self, req: Any) -> list[torch.Tensor]:
+        """Return the recurrent states of a request in its slot, if the model has any."""
+        if not req.kv.holds_mamba:
+            return []
+        states = self.scheduler.req_to_token_pool.mamba_pool.mamba_cache
+        return [part[:, req.kv.mamba_pool_idx] for part in (*states.conv, states.temporal)]
 
     def _buffers(self, slots: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
         """Return each buffer of KV, with a draft model's last, the rows of ``slots`` in it, and the
@@ -143,6 +151,7 @@ class Decode(Server):
         if hasattr(allocator, "full_to_swa_index_mapping"):
             pool, windows = pools[0][0], allocator.full_to_swa_index_mapping[slots]
             pools[:1] = [(pool.full_kv_pool, slots), (pool.swa_kv_pool, windows)]
+        pools[0] = (getattr(pools[0][0], "full_kv_pool", pools[0][0]), pools[0][1])
         page, found = self.page, []
         for pool, rows in pools:
             tokens = pool.kv_buffer if hasattr(pool, "kv_buffer") else pool.k_buffer + pool.v_buffer
@@ -174,8 +183,11 @@ class Decode(Server):
         prefix, pages = room.announced["prefix"], torch.as_tensor(room.announced["pages"])
         slots = (pages[:, None] * self.page + torch.arange(self.page)).flatten()
         slots = slots[: len(req.origin_input_ids) - prefix].long()
-        for kv, (buffer, rows, tokens) in zip(known, self._buffers(slots), strict=True):
+        buffers = self._buffers(slots)
+        for kv, (buffer, rows, tokens) in zip(known, buffers, strict=False):
             buffer[rows[rows > 0]] = kv[prefix // tokens :][rows > 0]
+        for state, copy in zip(self._states(req), known[len(buffers) :], strict=True):
+            state.copy_(copy)
         buffers = self.scheduler.disagg_metadata_buffers
         buffers.output_ids[room.announced["slot"]][0] = first
         buffers.cached_tokens[room.announced["slot"]][:] = 0

@@ -12,10 +12,15 @@ MODEL = "qwen3"
 #: Placeholder for the model's folder, which is known when a test runs.
 OWN_DRAFT = "the model"
 #: SGLang's files for the families of ``models.families`` in scenes.
-FAMILIES = ("gpt_oss", "deepseek_v2")
+FAMILIES = ("gpt_oss", "deepseek_v2", "falcon_h1")
 #: SGLang refuses the name ``torch_native``; the stand-in replaces Triton by it. The other runner of
 #: experts lays its weights out differently.
 GPT_OSS = ("--attention-backend", "triton", "--moe-runner-backend", "triton")
+#: For states of a fixed size. Without the last argument they take gigabytes.
+FALCON_H1 = (
+    *("--page-size", "1", "--mamba-radix-cache-strategy", "no_buffer"),
+    *("--disable-overlap-schedule", "--max-mamba-cache-size", "60"),
+)
 #: Arguments for EAGLE with chains of three drafts.
 DRAFTS = (
     *("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", OWN_DRAFT),

@@ -195,6 +195,10 @@ class Server:
             counts["tokens"] = allocator.full_available_size() + tree.full_evictable_size()
             counts["windows"] = allocator.swa_available_size() + tree.swa_evictable_size()
             counts["locked windows"] = tree.swa_protected_size()
+        if tree.supports_mamba():
+            states = scheduler.req_to_token_pool.mamba_allocator.available_size()
+            counts["states"] = states + tree.mamba_evictable_size()
+            counts["locked states"] = tree.mamba_protected_size()
         if self.mode is not DisaggregationMode.NULL:
             counts["metadata"] = scheduler.req_to_metadata_buffer_idx_allocator.available_size()
         return counts

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from current.decode import Decode
-from current.environment import DRAFTS, GPT_OSS
+from current.environment import DRAFTS, FALCON_H1, GPT_OSS
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.delta.observability import Telemetry
 from sglang.srt.managers import io_struct
@@ -48,9 +48,15 @@ EACH = [
         marks=pytest.mark.server("--page-size", "64", model="deepseek_v32", env=ADMITTED),
         id="sparse",
     ),
+    pytest.param(
+        marks=pytest.mark.server(
+            *FALCON_H1, model="falcon_h1", env=ADMITTED | {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
+        ),
+        id="states",
+    ),
 ]
 each = pytest.mark.parametrize((), EACH)
-loops = pytest.mark.parametrize((), [*EACH[:2], *EACH[4:6], EACH[8]])
+loops = pytest.mark.parametrize((), [*EACH[:2], *EACH[4:6], EACH[8], EACH[11]])
 short = pytest.mark.server(env=SHORT)
 
 

@@ -80,7 +80,9 @@ EDITED_ON_0_5_23 = (
     *("torch", "nixl.", "nixl_cu12.", "nixl_cu13.", "sglang.srt.entrypoints.engine"),
     "sglang.srt.layers.attention.attention_registry",
     "sglang.srt.layers.attention.linear.gdn_backend",
+    "sglang.srt.layers.attention.mamba.",
     "sglang.srt.models.deepseek_common.attention_backend_handler",
+    "sglang.srt.models.minimax_m2",
     "sglang.srt.speculative.draft_utils",
     "sglang.srt.utils.common",
 )

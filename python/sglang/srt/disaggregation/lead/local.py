@@ -211,10 +211,14 @@ class QueuedTurns(Chunks):
         """Lock the prefix of ``req`` and set the end of its first chunk, if it fits beside
         ``ahead`` tokens and into ``room``, SGLang's ``PrefillBudget``. Return the tokens that it
         allocates, or 0."""
-        from sglang.srt.mem_cache.common import match_kv_cache
+        from sglang.srt.mem_cache.allocation import ensure_mamba_capacity
+        from sglang.srt.mem_cache.common import match_kv_cache, release_kv_cache
 
-        tree, length = queue.tree_cache, len(req.origin_input_ids)
-        match = match_kv_cache(req, tree, req.origin_input_ids, max_prefix_len=length - 1)
+        tree, prompt, length = queue.tree_cache, req.origin_input_ids, len(req.origin_input_ids)
+        copies = tree.supports_mamba()  # the recurrent state behind the prefix
+        if not ensure_mamba_capacity(queue.req_to_token_pool, [req], tree):
+            return 0
+        match = match_kv_cache(req, tree, prompt, cow_mamba=copies, max_prefix_len=length - 1)
         req.lock = tree.lock(match.last_device_node)
         need, reserve = self._needs(queue, req, req.prefix_len)
         fits = need + reserve + ahead <= queue._allocatable_token_budgets(self._retractable)
@@ -222,7 +226,9 @@ class QueuedTurns(Chunks):
         chunk = self.limits.chunk + (tree.sliding_window_size or 0) + 2 * tree.page_size
         if not (fits and has_room(room, need, reserve, chunk)):
             tree.unlock(req.lock)
-            req.lock = None
+            if copies:
+                release_kv_cache(req, tree, checkpoint=False)
+            req.lock, req.kv = None, type(req.kv)()
             return 0
         room.reserve(need, reserve, chunk_limit=chunk)
         req.kv.cache_protected_len = req.prefix_len
