@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from benchmark.harness.models import REPOSITORY
 from benchmark.harness.report import markdown
@@ -39,8 +39,8 @@ class Family:
     kv: str
     one_pool: bool = False
     """True: served with ``--disable-hybrid-swa-memory`` on both servers."""
-    beside: str = ""
-    """The kind of pool beside the KV, as ``lead.settings`` names it."""
+    beside: Literal["", "index", "states", "windows"] = ""
+    """The kind of pool beside the KV."""
 
     def has(self, run: Run) -> bool:
         """True if ``run`` serves such a model."""
@@ -57,7 +57,7 @@ FAMILIES = (
         ("deepseek_v32",),
         "DeepSeek V3.2 and GLM-5",
         "latent and index (DSA), experts",
-        beside=settings.SPARSE,
+        beside="index",
     ),
     Family(("qwen3_moe",), "Qwen3-MoE", "heads, experts"),
     Family(("glm4_moe",), "GLM-4.5", "heads, experts"),
@@ -74,19 +74,19 @@ FAMILIES = (
         ("gpt_oss",),
         "gpt-oss",
         "heads, a second pool for windows, experts",
-        beside=settings.WINDOWS,
+        beside="windows",
     ),
     Family(
         ("qwen3_next",),
         "Qwen3-Next",
         "heads, recurrent states (gated delta nets), experts",
-        beside=settings.STATES,
+        beside="states",
     ),
     Family(
         ("falcon_h1", "nemotron_h"),
         "Falcon-H1 and Nemotron-H",
         "heads, recurrent states (Mamba2)",
-        beside=settings.STATES,
+        beside="states",
     ),
 )
 
@@ -151,9 +151,9 @@ def _arguments(*parts: Args) -> Any:
 
 def _config(family: Family) -> Any:
     """Return the part of ``ModelConfig`` that the checks read."""
-    kinds = {settings.STATES: "mamba2_cache_params", settings.SPARSE: "index_topk"}
+    kinds = {"states": "mamba2_cache_params", "index": "index_topk"}
     has = {kinds[family.beside]: 2048} if family.beside in kinds else {}
-    hf_config, has_window_pool = type("HfConfig", (), has)(), family.beside == settings.WINDOWS
+    hf_config, has_window_pool = type("HfConfig", (), has)(), family.beside == "windows"
     return SimpleNamespace(model_path="MODEL", is_hybrid_swa=has_window_pool, hf_config=hf_config)
 
 
@@ -170,8 +170,8 @@ def refused_here(family: Family, *parts: Args) -> str | None:
 
 def refused_there(family: Family, *parts: Args) -> str | None:
     """Return the error of a server of 0.5.23 with the group ``lead``, or None."""
-    if family.beside:
-        return f"0.5.23: {family.beside}: {settings.OTHER_POOLS}."
+    if family.beside == "states":
+        return f"0.5.23: {settings.STATES}: {settings.OTHER_POOLS}."
     args = _arguments(*parts)
     for setting, why in (settings.ON_BOTH | settings.ON_DECODE).items():
         if settings.is_given(args, setting):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any  # Any: arguments of a mark
 import pytest
 
 from current import forked
-from current.environment import HEADS, MODEL, RELEASE, environment
+from current.environment import MODELS, RELEASE, environment
 
 if TYPE_CHECKING:
     from current.decode import Decode
@@ -33,7 +33,7 @@ HERE = Path(__file__).parent
 IS_INSTALLED = metadata.version("sglang") == RELEASE
 collect_ignore_glob = [] if IS_INSTALLED else ["test_*.py"]
 if IS_INSTALLED:
-    os.environ.update(environment(None, MODEL, *HEADS))
+    os.environ.update(environment(None, *MODELS))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -134,6 +134,24 @@ def _adapter(request: pytest.FixtureRequest, model: str, seed: int) -> str:
     from models import random_lora
 
     return str(random_lora.build(request.config.cache.mkdir(f"adapter{seed}"), model, seed))
+
+
+@pytest.fixture(scope="session")
+def gpt_oss(request: pytest.FixtureRequest) -> str:
+    """The folder of a random model with windows, which have a pool of their own."""
+    return _family(request, "gpt_oss")
+
+
+@pytest.fixture(scope="session")
+def falcon_h1(request: pytest.FixtureRequest) -> str:
+    """The folder of a random model with recurrent states beside the KV."""
+    return _family(request, "falcon_h1")
+
+
+@pytest.fixture(scope="session")
+def deepseek_v32(request: pytest.FixtureRequest) -> str:
+    """The folder of a random model with sparse attention, which has an index beside the KV."""
+    return _family(request, "deepseek_v32")
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ in :meth:`Decode.learn`.
 from __future__ import annotations
 
 import threading
-from array import array
 from collections.abc import Sequence
 from functools import cache
 from typing import Any  # Any: objects of SGLang
@@ -21,8 +20,6 @@ from sglang.srt.disaggregation import decode as decode_module
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType, get_kv_class
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
 
 class Room(CommonKVReceiver):
@@ -78,12 +75,6 @@ def _key(req: Any) -> tuple[Any, ...]:
     return req.extra_key, *req.origin_input_ids
 
 
-def _buffers_of(pool: Any) -> list[torch.Tensor]:
-    if hasattr(pool, "kv_buffer"):  # MLA
-        return list(pool.kv_buffer)
-    return [*pool.k_buffer, *pool.v_buffer]
-
-
 class Decode(Server):
     """One rank of a decode server. Call ``learn`` for each prompt before using it."""
 
@@ -93,9 +84,10 @@ class Decode(Server):
         self.prealloc = self.scheduler.disagg_decode_prealloc_queue
         self.transfer = self.scheduler.disagg_decode_transfer_queue
         self.manager = self.prealloc.kv_manager
+        self.page: int = self.scheduler.tree_cache.page_size
         self.manager._heartbeat_shutdown.set()  # because no server would answer
         self.bring_prefill()
-        #: Learned prompts with their namespace -> first token, and the KV of each layer.
+        #: Learned prompts with their namespace -> first token, and their rows in each buffer.
         self._known: dict[tuple[Any, ...], tuple[int, list[torch.Tensor]]] = {}
 
     def bring_prefill(self) -> None:
@@ -105,7 +97,7 @@ class Decode(Server):
             attn_cp_size=1,
             dp_size=1,
             pp_size=1,
-            page_size=PAGE,
+            page_size=self.page,
             kv_cache_dtype="auto",
             follow_bootstrap_room=True,
             target_tp_rank=0,
@@ -130,32 +122,50 @@ class Decode(Server):
         self.in_mode(DisaggregationMode.NULL)
         rids = [self.ask(prompt, new + PAGE, **more) for prompt in prompts]
         self.step()
+        # Copy the KV as soon as it is complete, because a window moves on with each later token.
+        self.until(lambda: not [rid for rid in rids if not self._is_copied(self.requests[rid])])
         self.until(lambda: self.ended(*rids) and self.is_idle())
         answers = [self.output(rid) for rid in rids]
-        for rid, answer in zip(rids, answers, strict=True):
-            req = self.requests[rid]
-            self._known[_key(req)] = answer[0], self.call(lambda r=req: self._kv(r))
         self.in_mode(self.mode)
         self.flush()
         return [answer[:new] for answer in answers]
 
-    def _kv(self, req: Any) -> list[torch.Tensor]:
-        """Return the KV of the prompt of an ended request, which is in the tree."""
-        tree, text = self.scheduler.tree_cache, [*req.origin_input_ids, *req.output_ids]
-        key = RadixKey(token_ids=array("q", text), extra_key=req.extra_key)
-        match = tree.match_prefix(MatchPrefixParams(key=key))
-        tokens = len(req.origin_input_ids)
-        slots = tree.path_device_indices(match.last_device_node)[:tokens]
-        assert len(slots) == tokens, "the tree lacks a part of the text"
-        return [buffer[slots].clone() for buffer in self._buffers()]
+    def _is_copied(self, req: Any) -> bool:
+        """Return True if the KV of a prompt is known. Copy it when it is complete."""
+        if req.output_ids and _key(req) not in self._known:
+            row, length = req.kv.req_pool_idx, len(req.origin_input_ids)
+            slots = self.scheduler.req_to_token_pool.req_to_token[row, :length].long()
+            copies = [buffer[rows].clone() for buffer, rows, _ in self._buffers(slots)]
+            copies += [state.clone() for state in self._states(req)]
+            self._known[_key(req)] = req.output_ids[0], copies
+        return _key(req) in self._known
 
-    def _buffers(self) -> list[torch.Tensor]:
-        """Return the buffers of each layer's KV, with a draft model's layers last."""
-        scheduler = self.scheduler
-        pools = [scheduler.token_to_kv_pool_allocator.get_kvcache()]
-        if not scheduler.spec_algorithm.is_none():
-            pools.append(scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool)
-        return [buffer for pool in pools for buffer in _buffers_of(pool)]
+    def _states(self, req: Any) -> list[torch.Tensor]:
+        """Return the recurrent states of a request in its slot, if the model has any."""
+        if not req.kv.holds_mamba:
+            return []
+        states = self.scheduler.req_to_token_pool.mamba_pool.mamba_cache
+        return [part[:, req.kv.mamba_pool_idx] for part in (*states.conv, states.temporal)]
+
+    def _buffers(self, slots: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+        """Return each buffer of KV, with a draft model's last, the rows of ``slots`` in it, and the
+        tokens of a row. Row 0 is that of a token outside of a window."""
+        allocator = self.scheduler.token_to_kv_pool_allocator
+        pools = [(allocator.get_kvcache(), slots)]
+        if not self.scheduler.spec_algorithm.is_none():
+            draft = self.scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool
+            pools.append((draft, slots))
+        if hasattr(allocator, "full_to_swa_index_mapping"):
+            pool, windows = pools[0][0], allocator.full_to_swa_index_mapping[slots]
+            pools[:1] = [(pool.full_kv_pool, slots), (pool.swa_kv_pool, windows)]
+        pools[0] = (getattr(pools[0][0], "full_kv_pool", pools[0][0]), pools[0][1])
+        page, found = self.page, []
+        for pool, rows in pools:
+            tokens = pool.kv_buffer if hasattr(pool, "kv_buffer") else pool.k_buffer + pool.v_buffer
+            found += [(buffer, rows, 1) for buffer in tokens]
+            indices = getattr(pool, "index_k_with_scale_buffer", ())
+            found += [(buffer, rows[::page] // page, page) for buffer in indices]
+        return found
 
     def room(self, rid: str) -> Room:
         """Return the receiver of a request, even if SGLang has released it."""
@@ -176,12 +186,15 @@ class Decode(Server):
     def _write(self, req: Any) -> None:
         room = Room.rooms[req.bootstrap_room]
         assert room.announced is not None, f"{req.rid} was not announced"
-        first, kv = self._known[_key(req)]
+        first, known = self._known[_key(req)]
         prefix, pages = room.announced["prefix"], torch.as_tensor(room.announced["pages"])
-        slots = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()
+        slots = (pages[:, None] * self.page + torch.arange(self.page)).flatten()
         slots = slots[: len(req.origin_input_ids) - prefix].long()
-        for tokens, buffer in zip(kv, self._buffers(), strict=True):
-            buffer[slots] = tokens[prefix:]
+        buffers = self._buffers(slots)
+        for kv, (buffer, rows, tokens) in zip(known, buffers, strict=False):
+            buffer[rows[rows > 0]] = kv[prefix // tokens :][rows > 0]
+        for state, copy in zip(self._states(req), known[len(buffers) :], strict=True):
+            state.copy_(copy)
         buffers = self.scheduler.disagg_metadata_buffers
         buffers.output_ids[room.announced["slot"]][0] = first
         buffers.cached_tokens[room.announced["slot"]][:] = 0

@@ -10,8 +10,19 @@ RELEASE = "0.5.23"
 MODEL = "qwen3"
 #: Arguments for Mooncake as the transfer backend.
 MOONCAKE = ("--disaggregation-transfer-backend", "mooncake")
-#: SGLang's files for the models with a head, and for the heads.
-HEADS = (*("llama_eagle3", "deepseek_v2", "deepseek_nextn", "glm4_moe", "glm4_moe_nextn"),)
+#: SGLang's files for the models of scenes, and for heads.
+MODELS = (
+    *(MODEL, "llama_eagle3", "deepseek_v2", "deepseek_nextn", "glm4_moe", "glm4_moe_nextn"),
+    *("gpt_oss", "falcon_h1"),
+)
+#: SGLang refuses the name ``torch_native``; the stand-in replaces Triton by it. The other runner of
+#: experts lays its weights out differently.
+GPT_OSS = ("--attention-backend", "triton", "--moe-runner-backend", "triton")
+#: For states of a fixed size. Without the last argument they take gigabytes.
+FALCON_H1 = (
+    *("--page-size", "1", "--mamba-radix-cache-strategy", "no_buffer"),
+    *("--disable-overlap-schedule", "--max-mamba-cache-size", "60"),
+)
 
 #: Settings that are independent of each other, for one server.
 TOGETHER = (

@@ -5,10 +5,19 @@
 
 from __future__ import annotations
 
+from current.environment import GPT_OSS
 from e2e.families import BOTH, Run
 
-ARCHITECTURES = {"deepseek_v3": "deepseek_v2", "qwen3_moe": "qwen3_moe"}
+ARCHITECTURES = {
+    "deepseek_v3": "deepseek_v2",
+    "deepseek_v32": "deepseek_v2",
+    **{name: name for name in ("qwen3_moe", "gpt_oss", "llama", "gemma2", "glm4_moe")},
+}
 """Family of ``models.families`` -> SGLang's file for it."""
+ARGUMENTS = {"gpt_oss": GPT_OSS}
+"""More arguments of each server."""
+PAGES = {"deepseek_v32": 64}
+"""Tokens of a page, if not 16: SGLang's index supports only this size."""
 
 RUNS: tuple[Run, ...] = (
     Run("deepseek_v3", parts=BOTH, nightly=False),
@@ -21,4 +30,10 @@ RUNS: tuple[Run, ...] = (
         nightly=False,
     ),
     Run("qwen3_moe", parts=BOTH, nightly=False),
+    Run("gpt_oss", parts=(*BOTH, "retract"), nightly=False),
+    Run("deepseek_v32", 64, parts=(*BOTH, "retract"), nightly=False),
+    Run("gpt_oss", parts=BOTH, setup=("prefill_tp2", "decode_tp2")),
+    Run("llama", parts=BOTH),
+    Run("gemma2", parts=BOTH),
+    Run("glm4_moe", parts=BOTH),
 )

@@ -186,13 +186,21 @@ class Server:
     def balance(self) -> dict[str, int]:
         """Return the tokens that are free or evictable, the locked ones, free rows and free
         metadata slots: equal before and after every test."""
-        scheduler = self.scheduler
-        free = scheduler.token_to_kv_pool_allocator.available_size()
+        scheduler, tree = self.scheduler, self.scheduler.tree_cache
+        allocator = scheduler.token_to_kv_pool_allocator
         counts = {
-            "tokens": free + scheduler.tree_cache.evictable_size(),
-            "locked": scheduler.tree_cache.protected_size(),
+            "tokens": allocator.available_size() + tree.evictable_size(),
+            "locked": tree.protected_size(),
             "rows": scheduler.req_to_token_pool.available_size(),
         }
+        if tree.supports_swa():
+            counts["tokens"] = allocator.full_available_size() + tree.full_evictable_size()
+            counts["windows"] = allocator.swa_available_size() + tree.swa_evictable_size()
+            counts["locked windows"] = tree.swa_protected_size()
+        if tree.supports_mamba():
+            states = scheduler.req_to_token_pool.mamba_allocator.available_size()
+            counts["states"] = states + tree.mamba_evictable_size()
+            counts["locked states"] = tree.mamba_protected_size()
         if self.mode is not DisaggregationMode.NULL:
             counts["metadata"] = scheduler.req_to_metadata_buffer_idx_allocator.available_size()
         return counts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -42,9 +43,19 @@ class Talks(NamedTuple):
     answers: list[list[Ids]]
     architecture: str = MODEL
     """SGLang's file for the model."""
+    page: int = PAGE
+    """Tokens of a page."""
+    arguments: tuple[str, ...] = ()
+    """More arguments of each server."""
 
 
-def talks_of(model: Path, logs: Path, architecture: str = MODEL) -> Talks:
+def talks_of(
+    model: Path,
+    logs: Path,
+    architecture: str = MODEL,
+    page: int = PAGE,
+    arguments: tuple[str, ...] = (),
+) -> Talks:
     """Return four talks of three turns with the answers of an aggregated stock server.
 
     Two talks begin with the same prefix. A fourth list has prompts without a talk; the last is
@@ -54,8 +65,10 @@ def talks_of(model: Path, logs: Path, architecture: str = MODEL) -> Talks:
     begun = rng.choices(tokens, k=200)
     prompts = [[*begun, *rng.choices(tokens, k=100 + 60 * i)] for i in range(2)]
     prompts += [rng.choices(tokens, k=300 + 90 * i) for i in range(2)]
-    talks = Talks(model, [], [], architecture)
-    with Aggregated(model, logs, SIZES, env=variables(architecture)) as server:
+    talks = Talks(model, [], [], architecture, page, arguments)
+    sizes = replace(SIZES, page_size=page)
+    env = variables(architecture)
+    with Aggregated(model, logs, sizes, extra_args=arguments, env=env) as server:
         for _ in range(3):
             talks.prompts.append(prompts)
             talks.answers.append(server.generate(prompts, NEW))
@@ -108,13 +121,14 @@ def play(
     elif data_parallel:
         parallel = [("--dp-size", "2")] * 2
         own = {"SGLANG_CPU_OMP_THREADS_BIND": f"0|{1 % (os.cpu_count() or 1)}"}
+    arguments, sizes = (*talks.arguments, *arguments), replace(SIZES, page_size=talks.page)
     config = PairConfig(
         talks.model,
         backend=backend,
         stock=not settings,
         radix=True,
-        prefill_sizes=SIZES,
-        decode_sizes=SIZES,
+        prefill_sizes=sizes,
+        decode_sizes=sizes,
         prefill_tp=ranks,
         decode_tp=ranks,
         prefill_args=(*arguments, *parallel[0]),

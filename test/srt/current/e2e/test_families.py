@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any  # Any: a parameter of pytest
 
 import pytest
 
 from benchmark.harness import metrics
-from current.e2e.support import LEAD, Talks, play, talks_of, turns
-from current.families import ARCHITECTURES, RUNS
+from current.e2e.support import LEAD, PAGE, Talks, play, talks_of, turns
+from current.families import ARCHITECTURES, ARGUMENTS, PAGES, RUNS
 from e2e.families import Run
 from models.families import build
 
@@ -23,6 +24,11 @@ RETRACTED = "sglang:num_retracted_requests_total"
 RETRACTS = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
 
 
+def marked(run: Run) -> Any:
+    """Return the test's parameter."""
+    return pytest.param(run, id=run.id, marks=[pytest.mark.nightly] if run.nightly else [])
+
+
 @pytest.fixture(scope="module")
 def talks_of_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Talks]:
     """The talks with the model of a family, computed once a family."""
@@ -30,17 +36,19 @@ def talks_of_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
     @cache
     def ask(family: str) -> Talks:
         folder = tmp_path_factory.mktemp(family)
-        return talks_of(build(folder / "model", family), folder, ARCHITECTURES[family])
+        model, page = build(folder / "model", family), PAGES.get(family, PAGE)
+        arguments = ARGUMENTS.get(family, ())
+        return talks_of(model, folder, ARCHITECTURES[family], page, arguments)
 
     return ask
 
 
-@pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
+@pytest.mark.parametrize("run", [marked(run) for run in RUNS])
 def test_answers(talks_of_family: Callable[[str], Talks], tmp_path: Path, run: Run) -> None:
-    """Guards against latents or expert-routed KV that are wrong behind a prefix from decode's tree,
-    in a chunk that decode computes, or in the copy of a retracted request; and (data parallel
-    attention) against a rank that misses a step in which the other one computes a chunk, or whose
-    chunk reaches experts with tokens of the other one."""
+    """Guards against latents, windows, indices or expert-routed KV that are wrong behind a prefix
+    from decode's tree, in a chunk that decode computes, or in the copy of a retracted request; and
+    (data parallel attention) against a rank that misses a step in which the other one computes a
+    chunk, or whose chunk reaches experts with tokens of the other one."""
     talks, is_parallel = talks_of_family(run.family), "decode_dp" in run.setup
     page = play(
         talks,

@@ -89,8 +89,8 @@ def lengths(batch: Any) -> tuple[list[int], list[int]]:
 def edit(module: Any) -> None:
     """After ``torch_native_backend``: the forms that it lacks, in both of its passes."""
     backend, is_later = module.TorchNativeAttnBackend, hasattr(module, "KVWriteLoc")
-    # SGLang 0.5.23 has windows, keeps the pools in the backend, and makes an object of a place.
-    place = module.KVWriteLoc if is_later else lambda slots: slots
+    # SGLang 0.5.23 has windows over one pool, keeps the pools in the backend, and makes an object
+    # of a place. A pool of windows has slots of its own: stock writes to them, and reads others.
 
     def forward(
         self: Any,
@@ -109,11 +109,13 @@ def edit(module: Any) -> None:
         pool, mode = pools.token_to_kv_pool, forward_batch.forward_mode
         window = -1 if layer.sliding_window_size is None else layer.sliding_window_size
         keys = pool.get_key_buffer(layer.layer_id)
+        in_windows = getattr(pool, "layers_mapping", {}).get(layer.layer_id, (0, False))[1]
         if not (
             ahead
             or mode.is_target_verify()
             or mode.name == "DRAFT_EXTEND"
             or (window >= 0 and not is_later)
+            or in_windows
             or layer.logit_cap
             or sinks is not None
             or topk_indices is not None
@@ -121,13 +123,15 @@ def edit(module: Any) -> None:
         ):
             return stock(self, q, k, v, layer, forward_batch, save_kv_cache, **more)
         if save_kv_cache and k is not None:
-            pool.set_kv_buffer(layer, place(forward_batch.out_cache_loc), k, v)
+            place = forward_batch.out_cache_loc
+            if is_later:
+                place = module.KVWriteLoc(place, getattr(self, "swa_out_cache_loc", None))
+            pool.set_kv_buffer(layer, place, k, v)
         lens, counts = lengths(forward_batch)
         table = pools.req_to_token_pool.req_to_token
         requests = zip(forward_batch.req_pool_indices.tolist(), lens, strict=True)
         slots = [table[row, : length + ahead].long() for row, length in requests]
-        if getattr(pool, "layers_mapping", {}).get(layer.layer_id, (0, False))[1]:
-            # The pool of windows has slots of its own.
+        if in_windows:
             slots = [pool.full_to_swa_index_mapping[each] for each in slots]
         out = attend(
             q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),

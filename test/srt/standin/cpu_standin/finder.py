@@ -74,6 +74,8 @@ ADDED_ON_0_5_23 = dict.fromkeys(
     "sglang.srt.lora.layers": ("edits:without_pinning_of_adapters",),
     "sglang.srt.mem_cache.pool_host.common": ("edits:without_registering_of_host_pools",),
     "sglang.srt.mem_cache.pool_host.mha": ("edits:copy_pages_in_torch",),
+    "sglang.srt.arg_groups.model_hook": ("sparse_index:without_device_later",),
+    "sglang.srt.layers.attention.dsa.dsa_indexer": ("sparse_index:edit",),
 }
 
 #: That release has CPU forms of the rest: of ``EDITS`` it needs these.
@@ -82,8 +84,13 @@ EDITED_ON_0_5_23 = (
     *("sglang.srt.distributed.parallel_state", "sglang.srt.layers.attention.torch_native_backend"),
     *("sglang.srt.layers.dp_attention", "sglang.srt.model_executor.forward_batch_info"),
     "sglang.srt.lora.backend.torch_backend",
+    "sglang.srt.layers.attention.attention_registry",
+    "sglang.srt.layers.attention.linear.gdn_backend",
+    "sglang.srt.layers.attention.mamba.",
     "sglang.srt.models.deepseek_common.attention_backend_handler",
+    "sglang.srt.models.minimax_m2",
     "sglang.srt.speculative.draft_utils",
+    "sglang.srt.utils.common",
 )
 
 #: Packages made of names only, all submodules included. ``sgl_kernel`` is shadowed where it is

@@ -34,7 +34,7 @@ def scan_texts(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor, dt_bias: Tensor,
     cu_seqlens: Tensor, initial_states: Tensor | None, out: Tensor, state_dtype: torch.dtype,
     **options: Any,
-) -> Tensor:  # fmt: skip
+) -> Tensor | tuple[None, Tensor, None]:  # fmt: skip
     """Signature of ``mamba_chunk_scan_combined``: returns the state behind each request."""
     bounds = cu_seqlens.tolist()
     shape = len(bounds) - 1, *x.shape[2:], B.shape[-1]
@@ -44,7 +44,9 @@ def scan_texts(
         for t in range(start, end):
             out[0, t], state = _step(state, x[0, t], dt[0, t], A, B[0, t], C[0, t], D, dt_bias)
         states[request] = state
-    return states.to(state_dtype)
+    states = states.to(state_dtype)
+    # SGLang 0.5.23 also takes states within a text, which its tree needs for pages of more tokens.
+    return (None, states, None) if options.get("return_track_states") else states
 
 
 def scan_tokens(

@@ -10,6 +10,7 @@ from typing import Any  # Any: modules that are edited, layers and batches of SG
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from .attention import lengths
 
@@ -59,7 +60,7 @@ def choose(query: Tensor, weights: Tensor, keys: Tensor, most: int) -> Tensor:
 
 
 def edit(module: Any) -> None:
-    """After ``nsa_indexer``."""
+    """After ``nsa_indexer``, in SGLang 0.5.23 ``dsa_indexer``."""
 
     def forward(
         self: Any,
@@ -72,7 +73,8 @@ def edit(module: Any) -> None:
     ) -> Tensor | None:
         """Write the keys of the batch, and return positions in each request's text: [tokens,
         ``index_topk``]."""
-        pool, dim, rope = forward_batch.token_to_kv_pool, self.head_dim, self.rope_head_dim
+        pools, dim, rope = pools_of(forward_batch), self.head_dim, self.rope_head_dim
+        pool = pools.token_to_kv_pool
         query = self.wq_b(q_lora)[0].view(-1, self.n_heads, dim)
         key = self.k_norm(self.wk(x)[0])[:, None]
         turned = self.rotary_emb(
@@ -86,18 +88,21 @@ def edit(module: Any) -> None:
         pages.write(forward_batch.out_cache_loc.long(), key[:, 0])
         if not return_indices:
             return None
-        weights = self.weights_proj(x.float())[0].float() * self.n_heads**-0.5 * self.softmax_scale
+        weights = linear(x.float(), self.weights_proj.weight.float())
+        weights *= self.n_heads**-0.5 * self.softmax_scale
         chosen, start = torch.full((len(x), self.index_topk), -1, dtype=torch.int32), 0
-        table, requests = (
-            forward_batch.req_to_token_pool.req_to_token,
-            forward_batch.req_pool_indices,
-        )
+        table, requests = pools.req_to_token_pool.req_to_token, forward_batch.req_pool_indices
         for row, length, count in zip(requests.tolist(), *lengths(forward_batch), strict=True):
             keys, part = pages.read(table[row, :length].long()), slice(start, start + count)
             chosen[part] = choose(query[part], weights[part], keys, self.index_topk)
             start += count
         return chosen
 
+    def pools_of(forward_batch: Any) -> Any:
+        # SGLang 0.5.23 keeps the pools in the backend.
+        return module.get_attn_backend() if is_later else forward_batch
+
+    is_later = hasattr(module, "get_attn_backend")
     module.Indexer.forward = forward
 
 
@@ -105,4 +110,11 @@ def without_device(module: Any) -> None:
     """After ``server_args``: the defaults of DSA follow from the capability of the device."""
     module.ServerArgs._set_default_nsa_kv_cache_dtype = lambda self, major, quantization: None
     module.ServerArgs._set_default_nsa_backends = lambda self, dtype, major: None
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+
+
+def without_device_later(module: Any) -> None:
+    """After ``model_hook`` of SGLang 0.5.23: the same."""
+    module._dsa_kv_cache_dtype_default = lambda view: {}
+    module._dsa_split_backend_resolution = lambda view: {}
     torch.cuda.get_device_capability = lambda device=None: (9, 0)

@@ -83,6 +83,9 @@ class RemainingAdmission:
         self._cap: int = max(queue.num_reserved_decode_tokens, self._step)
         #: Largest reserve of a request that does not run yet.
         self._entry_cap = max(self._cap // 2, self._page, self._step)
+        pool = queue.token_to_kv_pool_allocator.get_kvcache()
+        #: True if a retracted request resumes with the prefix that the tree holds.
+        self._shares = has_token_copies(pool)
         #: Leases by request id while retracted requests may resume, else None.
         self.leases: dict[str, ResumeLease] | None = None
         self._begin()
@@ -174,8 +177,9 @@ class RemainingAdmission:
         length = self._queue._pre_alloc_fill_len(req)
         own, saved = page_ceil(length, self._page), 0
         if self.leases is not None:
-            lease = self.leases[req.rid] = ResumeLease(self._queue, req)
-            saved = lease.saved
+            if self._shares:
+                lease = self.leases[req.rid] = ResumeLease(self._queue, req)
+                saved = lease.saved
             if not self.everyone_can_end(req, own - req.prefix_len):
                 return NEVER
         return own - saved + growth(self._claim(req, length), self._cap, self._page)
@@ -226,6 +230,15 @@ class RemainingAdmission:
 def taken(req: Any) -> int:
     """Return the tokens that a request has, or takes in this step (a local turn)."""
     return int(req.kv.kv_allocated_len or req.extend_end or 0)
+
+
+def has_token_copies(pool: Any) -> bool:
+    """Return True if the CPU copy of a request in ``pool`` has only KV of tokens, so that a part of
+    it can be copied back. Windows, states and indices have other forms."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+    copy = type(pool).get_cpu_copy
+    return copy in (MHATokenToKVPool.get_cpu_copy, MLATokenToKVPool.get_cpu_copy)
 
 
 def draft_tokens(scheduler: Any) -> int:
@@ -287,8 +300,7 @@ def install(wrap: Wraps) -> None:
 
     @wrap(DecodePreallocQueue, "_prealloc_required_tokens", "(self, req)")
     def _prealloc_required_tokens(stock: Function, self: Any, req: Any) -> tuple[int, int]:
-        cost = of(self).resume_cost(req)
-        return cost, cost
+        return of(self).resume_cost(req), stock(req)[1]
 
     @wrap(
         DecodePreallocQueue,

@@ -19,6 +19,13 @@ from typing import Any  # Any: SGLang's objects
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
 from sglang.srt.disaggregation.lead import adapters, explain
+from sglang.srt.disaggregation.lead.batches import (
+    build_chunk,
+    end_aborted,
+    end_of_chunk,
+    has_room,
+    merged,
+)
 from sglang.srt.disaggregation.lead.prefill_exit import ReleasingServers, release_room
 from sglang.srt.disaggregation.policy.choice import (
     Decision,
@@ -164,6 +171,7 @@ class QueuedTurns(Chunks):
         page, left = self.limits.page, 0 if self.unfinished else None
         taken = blocked = 0
         entries = list[Any]()
+        room = queue.token_to_kv_pool_allocator.create_prefill_budget(queue.tree_cache)
         for entry in ready(queue):
             req, can_leave = entry.req, lost_reason(entry) is None
             if can_leave and req.lead_turn.local and not self.fits(req.lead_turn.tokens):
@@ -177,7 +185,7 @@ class QueuedTurns(Chunks):
                 if left < page or min(self.places, rows) <= 0:
                     left = 0
                     continue
-                if need := self._take(queue, req, left, taken + blocked):
+                if need := self._take(queue, req, left, taken + blocked, room):
                     entries.append(entry)
                     taken += need
                     left = (
@@ -208,19 +216,30 @@ class QueuedTurns(Chunks):
         running = self._scheduler.running_batch.reqs
         return sum(len(req.origin_input_ids) + len(req.output_ids) for req in running)
 
-    def _take(self, queue: Any, req: Any, left: int, ahead: int) -> int:
+    def _take(self, queue: Any, req: Any, left: int, ahead: int, room: Any) -> int:
         """Lock the prefix of ``req`` and set the end of its first chunk, if it fits beside
-        ``ahead`` tokens. Return the tokens that it allocates, or 0."""
-        from sglang.srt.mem_cache.common import match_kv_cache
+        ``ahead`` tokens and into ``room``, SGLang's ``PrefillBudget``. Return the tokens that it
+        allocates, or 0."""
+        from sglang.srt.mem_cache.allocation import ensure_mamba_capacity
+        from sglang.srt.mem_cache.common import match_kv_cache, release_kv_cache
 
-        tree, length = queue.tree_cache, len(req.origin_input_ids)
-        match = match_kv_cache(req, tree, req.origin_input_ids, max_prefix_len=length - 1)
+        tree, prompt, length = queue.tree_cache, req.origin_input_ids, len(req.origin_input_ids)
+        copies = tree.supports_mamba()  # the recurrent state behind the prefix
+        if not ensure_mamba_capacity(queue.req_to_token_pool, [req], tree):
+            return 0
+        match = match_kv_cache(req, tree, prompt, cow_mamba=copies, max_prefix_len=length - 1)
         req.lock = tree.lock(match.last_device_node)
         need, reserve = self._needs(queue, req, req.prefix_len)
-        if need + reserve + ahead > queue._allocatable_token_budgets(self._retractable):
+        fits = need + reserve + ahead <= queue._allocatable_token_budgets(self._retractable)
+        # A later chunk also needs the window before it.
+        chunk = self.limits.chunk + (tree.sliding_window_size or 0) + 2 * tree.page_size
+        if not (fits and has_room(room, need, reserve, chunk)):
             tree.unlock(req.lock)
-            req.lock = None
+            if copies:
+                release_kv_cache(req, tree, checkpoint=False)
+            req.lock, req.kv = None, type(req.kv)()
             return 0
+        room.reserve(need, reserve, chunk_limit=chunk)
         req.kv.cache_protected_len = req.prefix_len
         req.extend_end = end_of_chunk(req.prefix_len, length, left, tree.page_size)
         self._chosen.append(req)
@@ -268,11 +287,11 @@ class QueuedTurns(Chunks):
             self._agree([])  # the largest chunk changes with each one, also without arrivals
         chunk = self.next_chunk(length - done)
         end = end_of_chunk(done, length, chunk, tree.page_size)
-        free = scheduler.token_to_kv_pool_allocator.available_size() + tree.evictable_size()
+        room = scheduler.token_to_kv_pool_allocator.create_prefill_budget(tree)
         # Each other request takes a page in the next decode step, or the pages of its drafts.
         step = page_ceil(get_alloc_len_per_decode(), tree.page_size)
         step *= len(scheduler.running_batch.reqs) + 1
-        if not chunk or end - done + step > free:
+        if not chunk or not has_room(room, end - done + step):
             return None
         checkpoint_kv_cache(req, tree)
         req.extend_end = end
@@ -353,68 +372,3 @@ def limits(page: int) -> Limits:
         max_itl=environment.LOCAL_MAX_ITL_MS.read() / 1000 or None,
         page=page,
     )
-
-
-# ---- SGLang's batches ----
-
-
-def build_chunk(scheduler: Any, reqs: Sequence[Any], unfinished: Any = None) -> Any:
-    """Return a ``ScheduleBatch`` that computes each request from its ``prefix_len`` to its
-    ``extend_end``, for which there is memory. ``unfinished``: the request that continues in a later
-    chunk."""
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.managers.scheduler_components.metrics_reporter import PrefillStats, QueueCount
-    from sglang.srt.observability.req_time_stats import set_schedule_time_batch
-
-    hits = 0
-    for req in reqs:
-        req.refresh_fill_ids()
-        if not req.kv.holds_kv:
-            hits += req.prefix_len
-            req.time_stats.set_decode_transfer_queue_entry_time()
-            req.time_stats.set_wait_queue_entry_time()
-            req.time_stats.set_forward_entry_time()
-    batch = ScheduleBatch.init_new(
-        list(reqs),
-        scheduler.req_to_token_pool,
-        scheduler.token_to_kv_pool_allocator,
-        scheduler.tree_cache,
-        scheduler.model_config,
-        scheduler.enable_overlap,
-        scheduler.spec_algorithm,
-        chunked_req=unfinished,
-    )
-    batch.prepare_for_extend()
-    if unfinished is not None:
-        unfinished.inflight_middle_chunks += 1
-    running = QueueCount.from_reqs(scheduler.running_batch.reqs, False)
-    batch.prefill_stats = PrefillStats(batch.extend_num_tokens, hits, 0.0, running, len(reqs))
-    set_schedule_time_batch(batch)
-    return batch
-
-
-def end_of_chunk(start: int, length: int, left: int, page: int) -> int:
-    """Return the end of a chunk with room for ``left`` tokens that computes a prompt of ``length``
-    from ``start``: the prompt's end, or whole pages."""
-    return length if length - start <= left else (start + left) // page * page
-
-
-def end_aborted(scheduler: Any, req: Any) -> None:
-    """End an aborted request of which no chunk is in flight."""
-    from sglang.srt.mem_cache.common import release_kv_cache
-
-    req.update_finish_state()
-    release_kv_cache(req, scheduler.tree_cache, checkpoint=False)
-    scheduler.output_streamer.stream_output([req], req.return_logprob)
-
-
-def merged(running: Any, batches: Sequence[Any]) -> Any:
-    """Return the running batch with the requests of computed ``batches`` that have not ended."""
-    for batch in batches:
-        batch.filter_batch()
-        running.filter_batch()
-        if running.is_empty() and not batch.is_empty():
-            running = batch
-        elif not batch.is_empty():
-            running.merge_batch(batch)
-    return running

@@ -82,9 +82,9 @@ ON_DECODE: dict[str, str] = {
 }
 
 
-WINDOWS = "a model with sliding windows (SWA)"
-STATES = "a model with Mamba states"
-SPARSE = "a model with sparse attention (DSA and others)"
+WINDOWS = "a model of DeepSeek V4"
+STATES = "a model with Mamba states without --mamba-radix-cache-strategy no_buffer"
+SPARSE = "a model with sparse attention of MiniMax M3 or with pooled keys of its index"
 OTHER_POOLS = "it has pools of other kinds beside the KV"
 
 
@@ -113,7 +113,8 @@ def refused(args: Any, config: Any) -> Iterator[str]:
     for setting, why in (ON_BOTH | ON_DECODE if is_decode else ON_BOTH).items():
         if is_given(args, setting):
             yield f"{setting}: {why}"
-    for kind, holds in _kinds(config).items():
+    buffers_states = args.mamba_radix_cache_strategy != "no_buffer"
+    for kind, holds in _kinds(config, buffers_states).items():
         if holds:
             yield f"{kind}: {OTHER_POOLS}"
     if is_decode and _chunks_of_prefixes_fail(args, config):
@@ -135,14 +136,15 @@ def _chunks_of_prefixes_fail(args: Any, config: Any) -> bool:
     return not NO_PREFIX_CHUNKS.isdisjoint({backend, args.speculative_draft_attention_backend})
 
 
-def _kinds(config: Any) -> dict[str, bool]:
-    """Return each refused kind of model with True if ``config`` is of it."""
+def _kinds(config: Any, buffers_states: bool) -> dict[str, bool]:
+    """Return each refused kind of model with True if ``config`` is of it. ``buffers_states``: the
+    tree takes states while a text is computed."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.configs.model_config import is_deepseek_dsa, is_minimax_sparse
+    from sglang.srt.configs.model_config import get_dsa_index_kpool_compress, is_minimax_sparse
 
-    is_sparse = is_deepseek_dsa(config.hf_config) or is_minimax_sparse(config.hf_config)
+    model = config.hf_config
     return {
-        WINDOWS: bool(config.is_hybrid_swa),
-        STATES: mambaish_config(config) is not None,
-        SPARSE: is_sparse,
+        WINDOWS: bool(config.is_hybrid_swa) and config.is_deepseek_v4_arch,
+        STATES: mambaish_config(config) is not None and buffers_states,
+        SPARSE: is_minimax_sparse(model) or bool(get_dsa_index_kpool_compress(model)),
     }
