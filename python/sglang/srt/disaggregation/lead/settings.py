@@ -105,7 +105,6 @@ ON_DECODE: dict[str, str] = {
         _LOOP,
     ),
     "--speculative-algorithm DSPARK": "it runs on no CPU, and was not run",
-    "--speculative-eagle-topk above 1": "a tree of drafts was not run",
     "--enable-multi-layer-eagle": (
         "models with several draft layers have windows or recurrent states, and were not run"
     ),
