@@ -14,6 +14,7 @@ WORKS = {
     """,
     "test_speculation.py and test_lead_with_a_draft_model": """
         speculative_draft_model_path speculative_num_steps speculative_num_draft_tokens
+        speculative_eagle_topk
         speculative_use_rejection_sampling speculative_draft_window_size speculative_draft_sink_size
         speculative_adaptive speculative_adaptive_config speculative_token_map
     """,

@@ -64,6 +64,21 @@ def check_retracted(decode: Decode, new: int) -> set[int]:
     return steps
 
 
+#: A tree of one step: the stand-in's kernels build no other, and on pages of one token.
+TREE = (
+    *("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", "@arithmetic"),
+    *("--speculative-num-steps", "1", "--speculative-eagle-topk", "3"),
+    *("--speculative-num-draft-tokens", "4", "--page-size", "1"),
+)
+NATIVE = {"SGLANG_NATIVE_MOVE_KV_CACHE": "1"}
+
+
+@pytest.mark.server(*TREE, *SMALL, model="arithmetic", tokens=370, env=ADMITTED | NATIVE)
+def test_a_tree_of_drafts(decode: Decode) -> None:
+    """Guards against a first draft without its branches, or without the memory for them."""
+    assert check_retracted(decode, 48) == {1}
+
+
 @pytest.mark.parametrize(
     (),
     [

@@ -28,6 +28,7 @@ def attend(
     cap: float = 0.0,
     sinks: Tensor | None = None,
     chosen: Tensor | None = None,
+    tree: Tensor | None = None,
 ) -> Tensor:
     """Return attention of the last ``counts[i]`` tokens of each request, whose tokens so far are in
     ``slots[i]`` of the pool: [tokens, heads, dim of a value]. Rows of padding get zeros.
@@ -39,12 +40,16 @@ def attend(
         cap: bound of the scores; 0: none.
         sinks: [heads], a score that takes its part of the weights and has no value.
         chosen: [tokens, any number], positions that a query sees, -1 for none.
+        tree: a mask of each request's queries and keys, one behind the other.
     """
     out = query.new_zeros(len(query), query.shape[1], values.shape[-1])
-    groups, start = query.shape[1] // keys.shape[1], 0
+    groups, start, at = query.shape[1] // keys.shape[1], 0, 0
     for request, count in zip(slots, counts, strict=True):
         length, part = len(request), slice(start, start + count)
         visible = torch.ones(count, length, dtype=torch.bool).tril(length - count)
+        if tree is not None:
+            visible = tree[at : at + count * length].view(count, length)
+            at += count * length
         if window >= 0:
             visible = visible.triu(length - count - window)
         if chosen is not None:
@@ -84,6 +89,14 @@ def lengths(batch: Any) -> tuple[list[int], list[int]]:
         return lens, [1] * len(lens)
     # Not ``extend_prefix_lens``, which are still those of prefill.
     return lens, batch.extend_seq_lens.tolist()
+
+
+def _tree(batch: Any) -> Tensor | None:
+    """Return the mask of a batch that verifies trees; chains need none."""
+    if getattr(batch.spec_info, "topk", 1) == 1 or not batch.forward_mode.is_target_verify():
+        return None
+    mask: Tensor = batch.spec_info.custom_mask
+    return mask
 
 
 def edit(module: Any) -> None:
@@ -144,6 +157,7 @@ def edit(module: Any) -> None:
             cap=layer.logit_cap,
             sinks=sinks,
             chosen=topk_indices,
+            tree=_tree(forward_batch),
         )
         return out.reshape(len(out), -1)
 

@@ -1,8 +1,9 @@
 """Speculative decoding without Triton and CUDA kernels: EAGLE with a chain of drafts (top-k 1).
 
-A draft is a tree of tokens in general, and a chain with ``--speculative-eagle-topk 1``; only the
-chain has a CPU form. The forms are checked against SGLang's own kernels in Triton's interpreter
-(``test/srt/unit/cpu_standin/test_speculative.py``).
+A draft is a tree of tokens in general, and a chain with ``--speculative-eagle-topk 1``. Only the
+chain has a CPU form, and on SGLang 0.5.23 a tree of one step, which is the root with its children
+(with pages of one token and ``SGLANG_NATIVE_MOVE_KV_CACHE=1``). The forms are checked against
+SGLang's own kernels in Triton's interpreter (``test/srt/unit/cpu_standin/test_speculation.py``).
 
 The attention of its passes is in ``attention.py``.
 """
@@ -212,16 +213,76 @@ def _verify_tree_greedy(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Signature of that release's ``verify_tree_greedy_func``."""
     tree = retrieve_index, retrieve_next_token, retrieve_next_sibling
-    return verify_chain(
-        predicts, accept_index, accept_token_num, candidates, *tree, target_predict, topk
-    )
+    if topk == 1:
+        return verify_chain(
+            predicts, accept_index, accept_token_num, candidates, *tree, target_predict, topk
+        )
+    drafts = candidates.shape[1]
+    for request in range(len(candidates)):
+        node = count = 0
+        while node >= 0:
+            wanted, row = target_predict[request, node], request * drafts + node
+            predicts[row], accept_index[request, count] = wanted, row
+            count, node = count + 1, int(retrieve_next_token[request, node])
+            while node >= 0 and candidates[request, node] != wanted:
+                node = int(retrieve_next_sibling[request, node])
+        accept_token_num[request] = count - 1
+    return predicts, accept_index, accept_token_num
+
+
+def build_children(
+    parents: Tensor,
+    scores: Tensor,
+    lens: Tensor,
+    mask: Tensor,
+    positions: Tensor,
+    index: Tensor,
+    following: Tensor,
+    siblings: Tensor,
+    topk: int,
+    steps: int,
+    drafts: int,
+    mask_mode: int = 0,
+) -> None:
+    """Signature of ``build_tree_kernel_efficient_func``. Each child sees the request, the root and
+    itself."""
+    _only_chains(topk if steps > 1 else 1)
+    tree = lens, mask, positions, index, following, siblings
+    build_chain(parents, scores, *tree, 1, steps, drafts, mask_mode)
+    if topk == 1:
+        return
+    positions.view(-1, drafts).copy_((lens[:, None] + 1).expand(-1, drafts))
+    positions.view(-1, drafts)[:, 0] = lens
+    siblings[:, 1:-1] = following[:, 1:-1]
+    following[:, 1:] = -1
+    seen = torch.eye(drafts, dtype=torch.bool)
+    seen[:, 0] = True
+    at = 0
+    for length in lens.tolist():
+        end = at + drafts * (length + drafts)
+        mask[at:end].view(drafts, -1)[:, length:] = seen
+        at = end
 
 
 def _draft_cache_locs(
     rows: Tensor, table: Tensor, lens: Tensor, slots: Tensor, topk: int, steps: int, **outs: None
 ) -> None:
     """Signature of ``assign_draft_cache_locs_contiguous_func``."""
-    _assign_draft_cache_locs_page_size_1(rows, table, lens, slots, 0, topk, steps)
+    slots.copy_(_behind(rows, table, lens, topk * steps).flatten())
+
+
+def _front(counts: Tensor, slots: Tensor, front: Tensor) -> None:
+    """Signature of ``fill_front_out_cache_loc_func``: the first ``counts[i]`` slots of each
+    request, one request behind the other."""
+    window = slots.view(len(counts), -1)
+    found = torch.cat([window[request, :n] for request, n in enumerate(counts.tolist())])
+    front[: len(found)] = found
+
+
+def _accepted(index: Tensor, slots: Tensor, accepted: Tensor, size: int) -> None:
+    """Signature of ``fill_accept_out_cache_loc_func``: the slots of the accepted drafts."""
+    found = slots[index[index >= 0].long()]
+    accepted[: len(found)] = found
 
 
 def _gather(
@@ -270,11 +331,15 @@ _FORMS: dict[str, dict[str, Any]] = {
     "sglang.kernels.ops.speculative.cache_locs": {
         "assign_draft_cache_locs_contiguous_func": _draft_cache_locs,
         "assign_extend_cache_locs_func": _assign_extend_cache_locs_func,
+        "fill_front_out_cache_loc_func": _front,
     },
-    "sglang.kernels.ops.speculative.eagle": {"fill_bonus_tokens_func": _last_accepted},
+    "sglang.kernels.ops.speculative.eagle": {
+        "fill_bonus_tokens_func": _last_accepted,
+        "fill_accept_out_cache_loc_func": _accepted,
+    },
     "sglang.kernels.ops.speculative.gather_spec_extras": {"gather_spec_extras": _gather},
     "sglang.kernels.ops.speculative.spec_tree": {
-        "build_tree_kernel_efficient_func": build_chain,
+        "build_tree_kernel_efficient_func": build_children,
         "verify_tree_greedy_func": _verify_tree_greedy,
     },
     "sglang.srt.arg_groups.speculative_hook": {"_disable_overlap_schedule_for_cpu": _with_overlap},

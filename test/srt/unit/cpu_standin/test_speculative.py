@@ -76,11 +76,38 @@ def test_build(lens: list[int], steps: int) -> None:
     assert (siblings == -1).all()
 
 
+def test_a_tree_of_one_step() -> None:
+    """Guards against a child that sees another one, or that is accepted instead of it."""
+    lens, drafts = torch.tensor([2, 1]), 4
+    mask = torch.ones(drafts * (6 + 5), dtype=torch.bool)
+    positions = torch.empty(2 * drafts, dtype=torch.int64)
+    index, following, siblings = torch.full((3, 2, drafts), -1)
+    empty = torch.empty(0)
+    tree = index, following, siblings
+    speculative.build_children(empty, empty, lens, mask, positions, *tree, 3, 1, drafts)
+    assert positions.tolist() == [2, 3, 3, 3, 1, 2, 2, 2]
+    seen = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]
+    assert mask[:24].view(drafts, 6).int().tolist() == [[1, 1, *row] for row in seen]
+    assert mask[24:].view(drafts, 5).int().tolist() == [[1, *row] for row in seen]
+    candidates, wanted = torch.tensor([[5, 6, 7, 8]] * 2), torch.tensor([[8, 1, 2, 3], [9] * 4])
+    predicts = torch.full((2 * drafts,), -5, dtype=torch.int32)
+    accepted = torch.full((2, 2), -1, dtype=torch.int32)
+    counts = torch.empty(2, dtype=torch.int32)
+    verify = speculative._FORMS["sglang.kernels.ops.speculative.spec_tree"]
+    verify["verify_tree_greedy_func"](predicts, accepted, counts, candidates, *tree, wanted, topk=3)
+    assert accepted.tolist() == [[0, 3], [4, -1]] and counts.tolist() == [1, 0]
+    assert predicts[[0, 3, 4]].tolist() == [8, 3, 9]
+
+
 def test_trees_are_refused() -> None:
     """Guards against a tree of drafts that is treated as a chain."""
     empty = torch.empty(0)
     with pytest.raises(NotImplementedError, match="topk 2"):
         speculative.verify_chain(*(empty,) * 8, topk=2)
+    with pytest.raises(NotImplementedError, match="topk 2"):
+        speculative.build_children(
+            *(empty,) * 2, torch.tensor([]), *(torch.ones(1, 3),) * 5, 2, 2, 3
+        )
 
 
 def test_no_kv_is_moved() -> None:

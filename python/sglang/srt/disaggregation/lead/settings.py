@@ -74,7 +74,6 @@ ON_DECODE: dict[str, str] = {
         "data parallel ranks then do not learn that one of them runs a chunk"
     ),
     "--speculative-algorithm DSPARK": "it runs on no CPU, and was not run",
-    "--speculative-eagle-topk above 1": "a tree of drafts was not run",
     "--enable-multi-layer-eagle": (
         "models with several draft layers have windows or recurrent states, and were not run"
     ),
