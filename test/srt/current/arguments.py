@@ -16,7 +16,7 @@ WORKS = {
         speculative_draft_model_path speculative_num_steps speculative_num_draft_tokens
     """,
     "e2e/test_pairs.py": "tp_size host port log_level",
-    "e2e/test_data_parallel.py": "dp_size",
+    "test_data_parallel.py": "dp_size",
     "e2e/test_families.py": "attn_dp_size enable_dp_attention ep_size",
     "test_host_memory.py": "enable_hierarchical_cache enable_session_radix_cache",
 }

@@ -79,6 +79,7 @@ EDITED_ON_0_5_23 = (
     *("torch", "nixl.", "nixl_cu12.", "nixl_cu13.", "sglang.srt.entrypoints.engine"),
     *("sglang.srt.distributed.parallel_state", "sglang.srt.layers.attention.torch_native_backend"),
     *("sglang.srt.layers.dp_attention", "sglang.srt.model_executor.forward_batch_info"),
+    "sglang.srt.layers.moe.",
     "sglang.srt.models.deepseek_common.attention_backend_handler",
     "sglang.srt.speculative.draft_utils",
 )

@@ -195,7 +195,7 @@ def test_processes_are_forked(dp_size: int, attention_only: bool, method: str) -
 def test_a_release_that_has_cpu_forms_keeps_them() -> None:
     """Guards against edits that raise on SGLang 0.5.23, or replace its own forms by those for
     0.5.10: below ``sglang`` only the start of processes, speculation, the choice of MLA's form,
-    host pools and the exchange of data parallel ranks are edited there."""
+    host pools, experts and the exchange of data parallel ranks are edited there."""
     assert edits_of("0.5.10.post1") == EDITS
     edited = edits_of("0.5.23")
     assert {name for name in edited if name.startswith("sglang.")} == {
@@ -204,6 +204,10 @@ def test_a_release_that_has_cpu_forms_keeps_them() -> None:
         *("sglang.srt.distributed.parallel_state", "sglang.srt.layers.dp_attention"),
         "sglang.srt.layers.attention.torch_native_backend",
         "sglang.srt.model_executor.forward_batch_info",
+        *(
+            "sglang.srt.layers.moe.fused_moe_native",
+            "sglang.srt.layers.moe.token_dispatcher.standard",
+        ),
         *ADDED_ON_0_5_23,
     }
     pools = {"edits:without_registering_of_host_pools", "edits:copy_pages_in_torch"}
