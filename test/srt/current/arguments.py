@@ -30,7 +30,7 @@ WORKS = {
         enable_return_aux_hidden_states
     """,
     "test_prefill_exit.py": "optimistic_prefill_attempts",
-    "e2e/test_data_parallel.py": "dp_size",
+    "test_data_parallel.py": "dp_size",
     "e2e/test_families.py": "attn_dp_size enable_dp_attention ep_size",
     "test_host_memory.py": "enable_hierarchical_cache enable_session_radix_cache",
 }

@@ -26,7 +26,7 @@ RUNS: tuple[Run, ...] = (
     Run(
         "deepseek_v3",
         parts=(*BOTH, "retract"),
-        setup=("prefill_dp", "decode_dp", "ep"),
+        setup=("prefill_dp", "decode_dp"),
         nightly=False,
     ),
     Run("qwen3_moe", parts=BOTH, nightly=False),

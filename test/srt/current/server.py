@@ -76,7 +76,8 @@ class Server:
         args = prepare_server_args(arguments)
         args.resolve_once()
         args.check_server_args()
-        ranks = SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
+        # The first of several servers, if they are data parallel.
+        ranks = SpawnRanks(world_rank=0, dp_rank=0 if args.dp_size > 1 else None, gpu_id=0)
         publish(args, role="scheduler", ranks=ranks)
         scheduler = Stepped(args, PortArgs.init_new(args))
         scheduler.stepping = self.loop

@@ -11,7 +11,7 @@ from typing import Any  # Any: batches of SGLang
 import pytest
 
 from current.decode import Decode
-from current.test_local_turns import LOCAL, Peers, later_turns
+from current.test_local_turns import ADMITTED, LOCAL, Peers, later_turns
 
 
 class OtherRank:
@@ -60,3 +60,15 @@ def test_each_step_is_exchanged_once(decode: Decode, monkeypatch: pytest.MonkeyP
     assert [decode.output(rid) for rid in rids] == expected
     assert len(other.steps) == number and other.steps.count("E") > 2
     assert not re.search("E.*[ob][Eb]", other.steps), other.steps
+
+
+@pytest.mark.server("--dp-size", "2", env=ADMITTED | {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"})
+def test_one_of_two_servers(decode: Decode) -> None:
+    """Guards against numbers of a rank that are taken for those of all servers."""
+    decode.scheduler.lead_turns.peers = Peers()
+    second, expected = later_turns(decode, [40, 300], 16)
+    decode.frames.clear()
+    rids = [decode.ask(prompt, 16) for prompt in second]
+    decode.finish()
+    assert [decode.output(rid) for rid in rids] == expected
+    assert {tuple(frames[::2]) for frames in decode.frames} == {(b"ABORT", b"LOCAL")}

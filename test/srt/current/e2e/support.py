@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import requests
 
@@ -98,7 +97,7 @@ def play(
     settings: Mapping[str, str],
     *,
     ranks: int = 1,
-    data_parallel: Literal["", "attention", "servers"] = "",
+    attention_ranks: int = 1,
     arguments: tuple[str, ...] = (),
     decode_env: Mapping[str, str] | None = None,
     backend: str = "nixl",
@@ -109,18 +108,12 @@ def play(
     Args:
         settings: variables of the lead; without any, both servers are stock.
         ranks: number of tensor parallel ranks of each server.
-        data_parallel: run two data parallel ranks: of attention, or each a server of its own.
+        attention_ranks: number of data parallel ranks of attention; ``ranks`` is a multiple of it.
         arguments: of both servers.
         decode_env: more variables of the decode server.
         backend: transfer backend.
     """
-    own: dict[str, str] = {}
-    parallel: list[tuple[str, ...]] = [(), ()]
-    if data_parallel == "attention":
-        parallel = [dp_attention(), dp_attention()]
-    elif data_parallel:
-        parallel = [("--dp-size", "2")] * 2
-        own = {"SGLANG_CPU_OMP_THREADS_BIND": f"0|{1 % (os.cpu_count() or 1)}"}
+    parallel = [dp_attention(attention_ranks) if attention_ranks > 1 else () for _ in range(2)]
     arguments, sizes = (*talks.arguments, *arguments), replace(SIZES, page_size=talks.page)
     config = PairConfig(
         talks.model,
@@ -134,7 +127,7 @@ def play(
         prefill_args=(*arguments, *parallel[0]),
         decode_args=(*arguments, *parallel[1]),
         skip_warmup=True,
-        env=variables(talks.architecture, **settings, **own),
+        env=variables(talks.architecture, **settings),
         decode_env=decode_env or {},
     )
     with Pair(config, logs) as pair:
@@ -143,7 +136,7 @@ def play(
             assert pair.generate(prompts, NEW) == answers, f"turn {turn}"
         pair.check()
         for url in (pair.prefill_url, pair.decode_url):
-            reports = (3 if data_parallel else 2) if settings else 0
+            reports = 1 + attention_ranks if settings else 0
             assert reported_groups(url) == ["lead"] * reports, url
         return metrics.page(pair.decode_url)
 

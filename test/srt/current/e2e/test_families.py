@@ -55,7 +55,7 @@ def test_answers(talks_of_family: Callable[[str], Talks], tmp_path: Path, run: R
         tmp_path,
         LEAD | TOKENS,
         ranks=2 if "decode_tp2" in run.setup or is_parallel else 1,
-        data_parallel="attention" if is_parallel else "",
+        attention_ranks=2 if is_parallel else 1,
         arguments=("--ep-size", "2") if "ep" in run.setup else (),
         decode_env=RETRACTS if "retract" in run.parts else {},
     )

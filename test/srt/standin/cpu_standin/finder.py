@@ -87,6 +87,7 @@ EDITED_ON_0_5_23 = (
     "sglang.srt.layers.attention.attention_registry",
     "sglang.srt.layers.attention.linear.gdn_backend",
     "sglang.srt.layers.attention.mamba.",
+    "sglang.srt.layers.moe.",
     "sglang.srt.models.deepseek_common.attention_backend_handler",
     "sglang.srt.models.minimax_m2",
     "sglang.srt.speculative.draft_utils",

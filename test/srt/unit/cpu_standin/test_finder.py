@@ -12,7 +12,6 @@ import pytest
 import cpu_standin
 from cpu_standin import edits
 from cpu_standin.finder import (
-    ADDED_ON_0_5_23,
     EDITS,
     StandinFinder,
     edits_of,
@@ -196,26 +195,14 @@ def test_processes_are_forked(dp_size: int, attention_only: bool, method: str) -
 
 def test_a_release_that_has_cpu_forms_keeps_them() -> None:
     """Guards against edits that raise on SGLang 0.5.23, or replace its own forms by those for
-    0.5.10: below ``sglang`` only the start of processes, speculation, LoRA, the choice of MLA's
-    form, host pools and the exchange of data parallel ranks are edited there."""
+    0.5.10."""
     assert edits_of("0.5.10.post1") == EDITS
     edited = edits_of("0.5.23")
-    assert {name for name in edited if name.startswith("sglang.")} == {
-        *("sglang.srt.entrypoints.engine", "sglang.srt.speculative.draft_utils"),
-        "sglang.srt.models.deepseek_common.attention_backend_handler",
-        *("sglang.srt.distributed.parallel_state", "sglang.srt.layers.dp_attention"),
-        *(
-            "sglang.srt.layers.attention.torch_native_backend",
-            "sglang.srt.lora.backend.torch_backend",
-        ),
-        "sglang.srt.model_executor.forward_batch_info",
-        *ADDED_ON_0_5_23,
-    }
-    assert set(ADDED_ON_0_5_23.values()) == {
-        ("speculative:edit",),
-        ("edits:page_numbers_without_event",),
-        ("edits:without_pinning_of_adapters",),
-        ("edits:without_registering_of_host_pools",),
-        ("edits:copy_pages_in_torch",),
+    assert {name.removeprefix("sglang.srt.") for name in EDITS.keys() - edited.keys()} == {
+        *("constrained.llguidance_backend", "constrained.xgrammar_backend"),
+        *("layers.attention.fla.fused_norm_gate", "layers.attention.nsa.nsa_indexer"),
+        *("mem_cache.allocator", "mem_cache.memory_pool", "mem_cache.memory_pool_host"),
+        *("model_executor.model_runner", "server_args", "speculative.eagle_info_v2"),
+        *("speculative.eagle_utils", "speculative.spec_utils"),
     }
     assert {"torch", "nixl._api", "nixl_cu12._api", "nixl_cu13._api"} < set(edited)
