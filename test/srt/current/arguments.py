@@ -33,6 +33,8 @@ WORKS = {
     "test_data_parallel.py": "dp_size",
     "e2e/test_families.py": "attn_dp_size enable_dp_attention ep_size",
     "test_host_memory.py": "enable_hierarchical_cache enable_session_radix_cache",
+    "test_windows.py": "swa_full_tokens_ratio moe_runner_backend",
+    "test_local_turns.py, states": "max_mamba_cache_size",
 }
 
 CANNOT_MATTER = {
@@ -133,10 +135,13 @@ CANNOT_MATTER = {
         disable_aiter_allreduce_fusion_in_decode enable_attn_tp_input_scattered
         enable_layernorm_sp enable_megamoe_for_layernorm_sp disable_attn_tp_gather
         mlx_enable_sampling sampling_mask_max_tokens enable_deterministic_inference
-        rl_on_policy_target
+        rl_on_policy_target dsa_prefill_backend dsa_decode_backend
+        dsa_paged_mqa_logits_backend dsa_topk_backend dsa_triton_union enable_dsa_fused_indexer
+        mamba_backend linear_attn_backend linear_attn_decode_backend linear_attn_prefill_backend
+        linear_attn_verify_backend speculative_dsa_topk_backend
     """,
     "Determines how experts are computed, without an all-to-all backend between ranks.": """
-        moe_runner_backend flashinfer_mxfp4_moe_precision
+        flashinfer_mxfp4_moe_precision
         enable_fused_moe_sum_all_reduce enable_w4a4_mxfp4_megamoe ep_num_redundant_experts
         ep_dispatch_algorithm init_expert_location enable_eplb eplb_algorithm
         eplb_rebalance_num_iterations eplb_rebalance_layers_per_chunk
@@ -181,20 +186,15 @@ CANNOT_MATTER = {
         speculative_attention_mode
         speculative_draft_kv_cache_dtype speculative_boundary_reduction
     """,
-    "Read only by models that are refused (SWA, Mamba, DSA and the like).": """
-        c128_page_size swa_full_tokens_ratio _swa_full_tokens_ratio_explicitly_set swa_prefix_tails
-        disable_hybrid_swa_memory dsa_prefill_backend dsv4_prefill_backend dsa_decode_backend
-        dsa_paged_mqa_logits_backend dsa_topk_backend enable_deepseek_v4_fp4_indexer
-        dsv4_attn_backend dsa_triton_union enable_dsa_fused_indexer enable_dsa_cache_layer_split
+    "Read only by models that are refused, or with states that are.": """
+        c128_page_size dsv4_prefill_backend enable_deepseek_v4_fp4_indexer dsv4_attn_backend
         enable_encoder_swa_bounded_replay enable_decoder_swa_bounded_replay qsa_indexer_dtype
-        mamba_backend mamba_ssm_dtype mamba_max_states_per_path
-        enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds
-        mamba_radix_cache_strategy uses_mamba_radix_cache mamba_track_interval
-        enable_int8_mamba_checkpoint int8_mamba_ckpt_size linear_attn_backend
-        linear_attn_decode_backend linear_attn_prefill_backend linear_attn_verify_backend
-        enable_linear_replayssm linear_replayssm_cache_len enable_linear_replayssm_spec
-        max_mamba_cache_size mamba_full_memory_ratio enable_cp_tp_group_sharing
-        speculative_dsa_topk_backend
+        mamba_track_interval int8_mamba_ckpt_size linear_replayssm_cache_len
+    """,
+    "Sizes a pool, or determines the form of a state and how many of them the tree holds.": """
+        _swa_full_tokens_ratio_explicitly_set swa_prefix_tails disable_hybrid_swa_memory
+        mamba_ssm_dtype mamba_max_states_per_path enable_mamba_cache_stochastic_rounding
+        mamba_cache_philox_rounds uses_mamba_radix_cache mamba_full_memory_ratio
     """,
     "SGLang reads it nowhere.": """
         num_continuous_decode_steps decoupled_spec_role decoupled_spec_bind_endpoint
@@ -215,6 +215,7 @@ CANNOT_MATTER = {
         "disaggregation_decode_host_receive_threshold"
     ),
     "Read with a refused setting, or on prefill, which builds its batches as stock does.": """
+        enable_dsa_cache_layer_split enable_cp_tp_group_sharing
         disable_priority_preemption
         priority_scheduling_preemption_threshold prefill_only_disable_kv_cache
         radix_eviction_policy_config
@@ -247,5 +248,6 @@ CANNOT_MATTER = {
 #: Named in ``lead.settings`` beside a kind of model.
 WITH_A_MODEL = """
     attention_backend prefill_attention_backend speculative_draft_attention_backend
-    disable_chunked_prefix_cache
+    disable_chunked_prefix_cache mamba_radix_cache_strategy enable_int8_mamba_checkpoint
+    enable_linear_replayssm enable_linear_replayssm_spec
 """

@@ -132,12 +132,21 @@ def test_each_row_is_refused_on_its_side(monkeypatch: pytest.MonkeyPatch, mode: 
 def test_models_of_other_kinds_are_refused() -> None:
     """Guards against pools beside the KV, and (MLA) against a chunk behind a long prefix, which
     SGLang does not support on a decode server."""
-    window = SimpleNamespace(**vars(MODEL) | {"is_hybrid_swa": True})
-    hf = PretrainedConfig(architectures=["DeepseekV32ForCausalLM"], index_topk=4)
-    sparse = SimpleNamespace(**vars(MODEL) | {"hf_config": hf})
-    for mode in ("prefill", "decode"):
-        assert "(SWA)" in " ".join(reasons(mode, window))
-        assert "sparse attention" in " ".join(reasons(mode, sparse))
+    window = {"is_hybrid_swa": True, "is_deepseek_v4_arch": True}
+    hf = PretrainedConfig(architectures=["MiniMaxM3SparseForCausalLM"])
+    registered = SimpleNamespace(config=True)
+    kinds = {
+        settings.WINDOWS: window,
+        settings.SPARSE: {"hf_config": hf},
+        settings.STATES: {"linear_attn_registry_result": (registered, registered)},
+    }
+    for kind, changes in kinds.items():
+        model = SimpleNamespace(**vars(MODEL) | changes)
+        for mode in ("prefill", "decode"):
+            assert reasons(mode, model) == [f"{kind}: {settings.OTHER_POOLS}"]
+    states = {"mamba_radix_cache_strategy": "no_buffer"}
+    assert reasons("decode", model, **states) == []
+    assert reasons("decode", model, **states, enable_linear_replayssm=True)
     latent = SimpleNamespace(**vars(MODEL) | {"attention_arch": SimpleNamespace(name="MLA")})
     backend = {"attention_backend": "flashinfer"}
     assert reasons("decode", latent, **backend) == [settings.MLA]

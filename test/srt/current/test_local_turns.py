@@ -59,6 +59,8 @@ EACH = [
 ]
 each = pytest.mark.parametrize((), EACH)
 loops = pytest.mark.parametrize((), [*EACH[:2], *EACH[4:6], *(EACH[i] for i in (10, 13))])
+#: Windows, an index, and states.
+families = pytest.mark.parametrize((), [EACH[10], *EACH[12:]])
 short = pytest.mark.server(env=SHORT)
 backends = pytest.mark.parametrize(
     (),
@@ -152,6 +154,21 @@ def test_later_turns_are_computed_here_and_answered_as_by_an_aggregated_server(
     assert len(decode.frames) == 5 and max(steps.tokens) <= CHUNK
     assert sum(steps.tokens) < 600 + 5 * decode.page
     assert not re.search("dEE", steps.kinds), steps.kinds
+    assert all(decode.requests[rid].cached_tokens >= 192 for rid in rids)
+
+
+@families
+def test_later_turns_behind_kv_from_prefill(decode: Decode, steps: Steps) -> None:
+    """Guards against windows, an index or a state that fit another prefix than decode's tree holds,
+    for a turn of one chunk and for one of several."""
+    decode.scheduler.lead_turns.peers = Peers(known=False)
+    second, expected = later_turns(decode, [40, 300], 16)
+    decode.scheduler.lead_turns.peers = Peers()
+    steps.reset()
+    rids = [decode.ask(prompt, 16) for prompt in second]
+    decode.finish()
+    assert [decode.output(rid) for rid in rids] == expected
+    assert 0 < sum(steps.tokens) < 350 + 2 * decode.page
     assert all(decode.requests[rid].cached_tokens >= 192 for rid in rids)
 
 

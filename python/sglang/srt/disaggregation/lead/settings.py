@@ -82,7 +82,12 @@ ON_DECODE: dict[str, str] = {
 
 
 WINDOWS = "a model of DeepSeek V4"
-STATES = "a model with Mamba states without --mamba-radix-cache-strategy no_buffer"
+#: Settings with which the tree takes states within a text, or in another form.
+BUFFERED = (
+    *("another --mamba-radix-cache-strategy than no_buffer", "--enable-int8-mamba-checkpoint"),
+    *("--enable-linear-replayssm", "--enable-linear-replayssm-spec"),
+)
+STATES = f"a model with Mamba states and {' or '.join(BUFFERED)}"
 SPARSE = "a model with sparse attention of MiniMax M3 or with pooled keys of its index"
 OTHER_POOLS = "it has pools of other kinds beside the KV"
 
@@ -112,8 +117,7 @@ def refused(args: Any, config: Any) -> Iterator[str]:
     for setting, why in (ON_BOTH | ON_DECODE if is_decode else ON_BOTH).items():
         if is_given(args, setting):
             yield f"{setting}: {why}"
-    buffers_states = args.mamba_radix_cache_strategy != "no_buffer"
-    for kind, holds in _kinds(config, buffers_states).items():
+    for kind, holds in _kinds(config, any(is_given(args, each) for each in BUFFERED)).items():
         if holds:
             yield f"{kind}: {OTHER_POOLS}"
     if is_decode and _chunks_of_prefixes_fail(args, config):
@@ -136,8 +140,8 @@ def _chunks_of_prefixes_fail(args: Any, config: Any) -> bool:
 
 
 def _kinds(config: Any, buffers_states: bool) -> dict[str, bool]:
-    """Return each refused kind of model with True if ``config`` is of it. ``buffers_states``: the
-    tree takes states while a text is computed."""
+    """Return each refused kind of model with True if ``config`` is of it. ``buffers_states``: one
+    of ``BUFFERED`` is given."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import get_dsa_index_kpool_compress, is_minimax_sparse
 
