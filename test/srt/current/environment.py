@@ -27,7 +27,7 @@ FALCON_H1 = (
 #: Settings that are independent of each other, for one server.
 TOGETHER = (
     *("--enable-priority-scheduling", "--retraction-policy", "priority"),
-    *("--radix-eviction-policy", "lfu", "--disaggregation-decode-polling-interval", "3"),
+    *("--radix-eviction-policy", "lfu", "--disaggregation-decode-polling-interval", "2"),
     *("--enable-mixed-chunk", "--enable-single-batch-overlap", "--enable-custom-logit-processor"),
     *("--enable-return-aux-hidden-states", "--speculative-algorithm", "EAGLE3"),
 )

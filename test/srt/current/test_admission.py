@@ -100,7 +100,7 @@ def test_the_tokens_of_a_speculative_step_count(decode: Decode) -> None:
             2, marks=pytest.mark.server(*SMALL, *DRAFTS, tokens=640, env=REMAINING), id="drafts"
         ),
         pytest.param(
-            2,
+            6,
             marks=pytest.mark.server(*SMALL, *TOGETHER, tokens=640, env=REMAINING),
             id="settings",
         ),

@@ -135,7 +135,7 @@ def test_a_failed_notification_costs_no_request(caplog: pytest.LogCaptureFixture
     receiver = SimpleNamespace(
         kv_mgr=SimpleNamespace(attn_tp_rank=0),
         bootstrap_room=7,
-        bootstrap_infos=[{"rank_ip": "10.0.0.1"}],
+        bootstrap_infos=[{"rank_ip": "10.0.0.1", "pp_rank": 0}],
         _connect_to_bootstrap_server=connect,
         clear=lambda: cleared.append(7),
     )

@@ -60,7 +60,7 @@ ON_DECODE: dict[str, str] = {
     "another --kv-cache-dtype than auto, bf16, bfloat16, fp8_e4m3, fp8_e5m2, mxfp8": (
         "SGLang's copy of a retracted request has no scales"
     ),
-    "--enable-strict-thinking": "a grammar of thoughts was not run for a local turn's first token",
+    "--enable-strict-thinking": "the mask of its grammar needs a GPU and was not run",
     "another --kv-canary than none": "SGLang's canary needs a GPU and was not run",
     "--disaggregation-enable-kv-checksum": "SGLang's checksums need a GPU and were not run",
     "--enable-two-batch-overlap": "a chunk of a prompt was not run as such a batch",
