@@ -137,6 +137,9 @@ def test_models_of_other_kinds_are_refused() -> None:
     for mode in ("prefill", "decode"):
         assert "(SWA)" in " ".join(reasons(mode, window))
         assert "sparse attention" in " ".join(reasons(mode, sparse))
+    drafts = {"speculative_algorithm": "EAGLE"}
+    assert reasons("decode", attn_dp_size=2) == reasons("decode", **drafts) == []
+    assert reasons("decode", attn_dp_size=2, **drafts) == [settings.DRAFTS]
     latent = SimpleNamespace(**vars(MODEL) | {"attention_arch": SimpleNamespace(name="MLA")})
     backend = {"attention_backend": "flashinfer"}
     assert reasons("decode", latent, **backend) == [settings.MLA]
