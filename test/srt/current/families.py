@@ -26,7 +26,7 @@ RUNS: tuple[Run, ...] = (
     Run(
         "deepseek_v3",
         parts=(*BOTH, "retract"),
-        setup=("prefill_dp", "decode_dp"),
+        setup=("prefill_dp", "decode_dp", "ep"),
         nightly=False,
     ),
     Run("qwen3_moe", parts=BOTH, nightly=False),

@@ -147,6 +147,9 @@ def test_models_of_other_kinds_are_refused() -> None:
     states = {"mamba_radix_cache_strategy": "no_buffer"}
     assert reasons("decode", model, **states) == []
     assert reasons("decode", model, **states, enable_linear_replayssm=True)
+    drafts = {"speculative_algorithm": "EAGLE"}
+    assert reasons("decode", attn_dp_size=2) == reasons("decode", **drafts) == []
+    assert reasons("decode", attn_dp_size=2, **drafts) == [settings.DRAFTS]
     latent = SimpleNamespace(**vars(MODEL) | {"attention_arch": SimpleNamespace(name="MLA")})
     backend = {"attention_backend": "flashinfer"}
     assert reasons("decode", latent, **backend) == [settings.MLA]

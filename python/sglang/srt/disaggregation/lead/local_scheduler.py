@@ -85,10 +85,9 @@ def install(wrap: Wraps) -> None:
         self.running_batch = running_batch = turns.join(running_batch)
         batch = turns.next_batch()
         # With data parallel attention all ranks run each step together. SGLang exchanges the sizes
-        # of its batch in ``stock``. Drafts run in steps without a chunk on any rank.
-        if batch is not None or (self.require_mlp_sync and not self.spec_algorithm.is_none()):
-            batch = self.dp_attn_adapter.maybe_prepare_mlp_sync_batch(batch)
+        # of its batch in ``stock``.
         if batch is not None:
+            batch = self.dp_attn_adapter.maybe_prepare_mlp_sync_batch(batch)
             plan = NextBatchPlan(batch_to_run=batch, running_batch=running_batch)
         else:
             max_running = self.max_running_requests

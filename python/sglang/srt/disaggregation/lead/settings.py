@@ -122,8 +122,12 @@ def refused(args: Any, config: Any) -> Iterator[str]:
             yield f"{kind}: {OTHER_POOLS}"
     if is_decode and _chunks_of_prefixes_fail(args, config):
         yield MLA
+    if is_decode and args.attn_dp_size > 1 and args.speculative_algorithm is not None:
+        yield DRAFTS
 
 
+#: Refused because drafts beside a chunk of another rank were not run.
+DRAFTS = "--attn-dp-size above 1 with --speculative-algorithm: not run with drafts"
 #: Refused because SGLang sets up no prefix chunks on a decode server
 #: (``FlashInferMLAAttnBackend``).
 MLA = (
