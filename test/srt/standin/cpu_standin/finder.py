@@ -79,7 +79,6 @@ ADDED_ON_0_5_23 = dict.fromkeys(
 EDITED_ON_0_5_23 = (
     *("torch", "nixl.", "nixl_cu12.", "nixl_cu13.", "sglang.srt.entrypoints.engine"),
     "sglang.srt.layers.attention.attention_registry",
-    "sglang.srt.layers.attention.linear.gdn_backend",
     "sglang.srt.layers.attention.mamba.",
     "sglang.srt.models.deepseek_common.attention_backend_handler",
     "sglang.srt.models.minimax_m2",
