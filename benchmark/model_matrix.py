@@ -171,7 +171,7 @@ def refused_here(family: Family, *parts: Args) -> str | None:
 def refused_there(family: Family, *parts: Args) -> str | None:
     """Return the error of a server of 0.5.23 with the group ``lead``, or None."""
     if family.beside == "states":
-        return f"0.5.23: {settings.STATES}: {settings.OTHER_POOLS}."
+        return f"0.5.23: {settings.STATES}: {settings.OTHER_POOLS}."  # SGLang's default
     args = _arguments(*parts)
     for setting, why in (settings.ON_BOTH | settings.ON_DECODE).items():
         if settings.is_given(args, setting):

@@ -85,7 +85,6 @@ EDITED_ON_0_5_23 = (
     *("sglang.srt.layers.dp_attention", "sglang.srt.model_executor.forward_batch_info"),
     "sglang.srt.lora.backend.torch_backend",
     "sglang.srt.layers.attention.attention_registry",
-    "sglang.srt.layers.attention.linear.gdn_backend",
     "sglang.srt.layers.attention.mamba.",
     "sglang.srt.layers.moe.",
     "sglang.srt.models.deepseek_common.attention_backend_handler",

@@ -51,12 +51,10 @@ def end_of_chunk(start: int, length: int, left: int, page: int) -> int:
 
 
 def has_room(room: Any, tokens: int, reserve: int = 0, chunk: int | None = None) -> bool:
-    """Return True if ``tokens`` and ``reserve`` more fit into each pool of KV. ``room``: SGLang's
-    ``PrefillBudget``. ``chunk``: the most tokens of them that a pool of windows holds at once."""
-    fits = room.can_allocate_prefill(
-        paged_input=tokens, extend_input_len=tokens, max_new_tokens=reserve, chunk_limit=chunk
-    )
-    return bool(fits)
+    """Return True if ``tokens`` and ``reserve`` more fit into each pool of ``room``, SGLang's
+    ``PrefillBudget``. ``chunk``: the most tokens that a pool of windows holds of them at once."""
+    sizes = {"paged_input": tokens, "extend_input_len": tokens, "max_new_tokens": reserve}
+    return bool(room.can_allocate_prefill(**sizes, chunk_limit=chunk))
 
 
 def end_aborted(scheduler: Any, req: Any) -> None:

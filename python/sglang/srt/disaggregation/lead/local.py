@@ -37,7 +37,6 @@ from sglang.srt.disaggregation.policy.choice import (
 from sglang.srt.disaggregation.policy.chunks import Chunks, own_first_drafts
 from sglang.srt.disaggregation.policy.memory import page_ceil
 from sglang.srt.disaggregation.policy.pace import Limits
-from sglang.srt.patchset import environment
 
 #: Vote of a rank: the turn's prefill server releases rooms.
 _RELEASES = 0
@@ -217,17 +216,16 @@ class QueuedTurns(Chunks):
         return sum(len(req.origin_input_ids) + len(req.output_ids) for req in running)
 
     def _take(self, queue: Any, req: Any, left: int, ahead: int, room: Any) -> int:
-        """Lock the prefix of ``req`` and set the end of its first chunk, if it fits beside
-        ``ahead`` tokens and into ``room``, SGLang's ``PrefillBudget``. Return the tokens that it
-        allocates, or 0."""
+        """Lock the prefix of ``req`` and set the end of its first chunk, if it fits into ``room``
+        and beside ``ahead`` tokens. Return the tokens that it allocates, or 0."""
         from sglang.srt.mem_cache.allocation import ensure_mamba_capacity
         from sglang.srt.mem_cache.common import match_kv_cache, release_kv_cache
 
         tree, prompt, length = queue.tree_cache, req.origin_input_ids, len(req.origin_input_ids)
-        copies = tree.supports_mamba()  # the recurrent state behind the prefix
-        if not ensure_mamba_capacity(queue.req_to_token_pool, [req], tree):
+        has_state = tree.supports_mamba()
+        if not ensure_mamba_capacity(queue.req_to_token_pool, [*self._chosen, req], tree):
             return 0
-        match = match_kv_cache(req, tree, prompt, cow_mamba=copies, max_prefix_len=length - 1)
+        match = match_kv_cache(req, tree, prompt, cow_mamba=has_state, max_prefix_len=length - 1)
         req.lock = tree.lock(match.last_device_node)
         need, reserve = self._needs(queue, req, req.prefix_len)
         fits = need + reserve + ahead <= queue._allocatable_token_budgets(self._retractable)
@@ -235,7 +233,7 @@ class QueuedTurns(Chunks):
         chunk = self.limits.chunk + (tree.sliding_window_size or 0) + 2 * tree.page_size
         if not (fits and has_room(room, need, reserve, chunk)):
             tree.unlock(req.lock)
-            if copies:
+            if has_state:
                 release_kv_cache(req, tree, checkpoint=False)
             req.lock, req.kv = None, type(req.kv)()
             return 0
@@ -356,19 +354,3 @@ def ready(queue: Any) -> list[Any]:
         sign = 1 if scheduler.schedule_low_priority_values_first else -1
         entries.sort(key=lambda entry: entry.priority * sign)
     return entries
-
-
-def limits(page: int) -> Limits:
-    """Return the settings. ``page``: tokens of a page.
-
-    Raises:
-        ValueError: a variable is not the number that it must be.
-    """
-    return Limits(
-        tokens=environment.LOCAL_TOKENS.read(),
-        chunk=environment.LOCAL_CHUNK.read(),
-        share=environment.LOCAL_SHARE.read(),
-        when_lost=environment.FALLBACK_PREFILL_TOKENS.read(),
-        max_itl=environment.LOCAL_MAX_ITL_MS.read() / 1000 or None,
-        page=page,
-    )

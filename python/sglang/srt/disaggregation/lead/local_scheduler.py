@@ -12,9 +12,27 @@ from typing import Any  # Any: SGLang's objects
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.lead import adapters
 from sglang.srt.disaggregation.lead.attach import Function, Wraps
-from sglang.srt.disaggregation.lead.local import QueuedTurns, limits
+from sglang.srt.disaggregation.lead.local import QueuedTurns
+from sglang.srt.disaggregation.policy.pace import Limits
+from sglang.srt.patchset import environment
 
 logger = logging.getLogger(__name__)
+
+
+def limits(page: int) -> Limits:
+    """Return the settings. ``page``: tokens of a page.
+
+    Raises:
+        ValueError: a variable is not the number that it must be.
+    """
+    return Limits(
+        tokens=environment.LOCAL_TOKENS.read(),
+        chunk=environment.LOCAL_CHUNK.read(),
+        share=environment.LOCAL_SHARE.read(),
+        when_lost=environment.FALLBACK_PREFILL_TOKENS.read(),
+        max_itl=environment.LOCAL_MAX_ITL_MS.read() / 1000 or None,
+        page=page,
+    )
 
 
 def install(wrap: Wraps) -> None:
