@@ -198,9 +198,9 @@ LOCAL = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "512"}
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        (("--enable-session-radix-cache",), "--enable-session-radix-cache: "),
         (("--use-ray",), "--use-ray: "),
-        (("--pp-size", "2"), "--pp-size above 1: "),
+        (("--enable-pd-role-switch",), "--enable-pd-role-switch: "),
+        (("--disaggregation-transfer-backend", "mori"), "than nixl, mooncake: "),
     ],
 )
 def test_a_server_is_refused_before_it_starts_a_process(
