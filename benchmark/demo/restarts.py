@@ -65,7 +65,7 @@ class Restarts:
         served_s = self._clock() - self._serves_since[name]
         self._early[name] = self._early[name] + 1 if served_s < EARLY_S else 0
         if self._early[name] == MAX_EARLY:
-            often = f"it ended {MAX_EARLY} times in a row within {EARLY_S:g} s of its start"
+            often = f"it ended {MAX_EARLY} times in a row, each within {EARLY_S:g} s of serving"
             raise ServerFailed(name, f"{often}: {failure.diagnosis}", failure.log, failure.tail)
         log = fleet.restart(name)
         self._print(f"{name}: {failure.diagnosis}. Starting it again (log of the ended one: {log})")

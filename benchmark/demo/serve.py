@@ -74,7 +74,7 @@ def serve(model: Path, port: int, out: Path, console: Console, whole: bool = Fal
     """Serve until interrupted, which is no error. ``whole``: with a store behind both servers.
 
     Raises:
-        ServerFailed: a server did not start, or ends again and again.
+        ServerFailed: a server did not start, or ended early several times in a row.
     """
     console.print("Starting prefill, decode and load balancer (about a minute)...")
     name = ("--served-model-name", model.name, *CHAT)

@@ -206,12 +206,12 @@ CANNOT_MATTER = {
         disaggregation_decode_allocation_policy
     """,
     "SGLang itself leaves disaggregation with it.": "dllm_algorithm",
-    "SGLang ends a decode server with it at its first handshake; prefill's exit agrees.": """
+    "A decode server ends at its first handshake; prefill's ranks agree on released rooms.": """
         attn_cp_size enable_prefill_cp
     """,
     "Requests without a token to generate are left to prefill.": "is_embedding",
     "SGLang turns the tree off with it, which is refused.": "enable_mis",
-    "SGLang refuses it on decode, or without a refused setting (test_parallel_settings.py).": (
+    "SGLang refuses it, or requires a refused setting with it (test_parallel_settings.py).": (
         "disaggregation_decode_host_receive_threshold"
     ),
     "Read with a refused setting, or on prefill, which builds its batches as stock does.": """

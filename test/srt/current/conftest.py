@@ -126,7 +126,7 @@ def adapter1(request: pytest.FixtureRequest, model: str) -> str:
 
 @pytest.fixture(scope="session")
 def adapter2(request: pytest.FixtureRequest, model: str) -> str:
-    """Another one."""
+    """The folder of another such adapter."""
     return _adapter(request, model, 2)
 
 

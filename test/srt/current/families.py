@@ -11,7 +11,7 @@ from e2e.families import BOTH, Run
 ARCHITECTURES = {
     "deepseek_v3": "deepseek_v2",
     "deepseek_v32": "deepseek_v2",
-    **{name: name for name in ("qwen3_moe", "gpt_oss", "llama", "gemma2", "glm4_moe")},
+    **{name: name for name in ("qwen3_moe", "gpt_oss")},
 }
 """Family of ``models.families`` -> SGLang's file for it."""
 ARGUMENTS = {"gpt_oss": GPT_OSS}
@@ -32,8 +32,4 @@ RUNS: tuple[Run, ...] = (
     Run("qwen3_moe", parts=BOTH, nightly=False),
     Run("gpt_oss", parts=(*BOTH, "retract"), nightly=False),
     Run("deepseek_v32", 64, parts=(*BOTH, "retract"), nightly=False),
-    Run("gpt_oss", parts=BOTH, setup=("prefill_tp2", "decode_tp2")),
-    Run("llama", parts=BOTH),
-    Run("gemma2", parts=BOTH),
-    Run("glm4_moe", parts=BOTH),
 )

@@ -1,4 +1,4 @@
-"""Local turns beside another data parallel rank, whose part in each step the test takes.
+"""Local turns beside another data parallel rank, which the test replaces in each step.
 
 ``e2e/test_families.py`` runs two ranks.
 """
@@ -24,7 +24,7 @@ class OtherRank:
         self.steps = ""
 
     def maybe_prepare_mlp_sync_batch(self, batch: Any) -> Any:
-        """Tell ``batch`` whether any rank runs a chunk."""
+        """Record in ``batch`` whether any rank runs a chunk. Return it."""
         own = batch is not None and batch.forward_mode.is_extend()
         others = len(self.steps) % 3 == 0
         self.steps += "dEob"[own + 2 * others]

@@ -57,7 +57,7 @@ EDITS = {
     "sglang.srt.utils.common": ("attention:without_triton",),
 }
 
-#: The modules that are edited on SGLang 0.5.23 alone, most of them for speculation and LoRA.
+#: The modules that are edited on SGLang 0.5.23 alone, most of them for speculation.
 ADDED_ON_0_5_23 = dict.fromkeys(
     (
         "sglang.kernels.ops.kvcache.cache_move",
@@ -78,7 +78,7 @@ ADDED_ON_0_5_23 = dict.fromkeys(
     "sglang.srt.layers.attention.dsa.dsa_indexer": ("sparse_index:edit",),
 }
 
-#: That release has CPU forms of the rest: of ``EDITS`` it needs these.
+#: The modules of ``EDITS`` (prefixes of names) that are edited on that release too.
 EDITED_ON_0_5_23 = (
     *("torch", "nixl.", "nixl_cu12.", "nixl_cu13.", "sglang.srt.entrypoints.engine"),
     *("sglang.srt.distributed.parallel_state", "sglang.srt.layers.attention.torch_native_backend"),

@@ -1,9 +1,9 @@
-"""Speculative decoding without Triton and CUDA kernels: EAGLE with a chain of drafts (top-k 1).
+"""Speculative decoding without Triton and CUDA kernels: EAGLE.
 
 A draft is a tree of tokens in general, and a chain with ``--speculative-eagle-topk 1``. Only the
 chain has a CPU form, and on SGLang 0.5.23 a tree of one step, which is the root with its children
 (with pages of one token and ``SGLANG_NATIVE_MOVE_KV_CACHE=1``). The forms are checked against
-SGLang's own kernels in Triton's interpreter (``test/srt/unit/cpu_standin/test_speculation.py``).
+SGLang's own kernels in Triton's interpreter (``test/srt/unit/cpu_standin/test_speculative.py``).
 
 The attention of its passes is in ``attention.py``.
 """

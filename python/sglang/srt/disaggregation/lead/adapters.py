@@ -1,7 +1,7 @@
 """LoRA adapters of local turns: a server loads a limited number at once.
 
 SGLang loads the adapters of a batch when it runs, and admits a request only if its adapter can be
-loaded beside those of admitted ones. Local turns count as admitted, and are admitted so too.
+loaded beside those of admitted ones. Local turns count as admitted, and the same check admits them.
 
 Contract: scheduler thread, no lock; equal on all ranks, as SGLang's own check is.
 """

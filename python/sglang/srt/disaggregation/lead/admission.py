@@ -10,7 +10,8 @@ each running request, and so expects more memory from retractions than they free
 **Resume.** Stock allocates the whole text of a retracted request again, although other requests may
 hold the same prefix. Here its prompt is matched and locked first, like a new request's, and only
 the part after the match is allocated and copied back from the CPU. Shared pages are not written,
-because running requests read them.
+because running requests read them. A request with windows in a pool of their own, an index or
+states resumes as in stock (``has_token_copies``).
 
 Contract: scheduler thread, no lock. All inputs are equal on all ranks, as stock's are, and so are
 the decisions.

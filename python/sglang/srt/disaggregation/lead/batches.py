@@ -52,13 +52,13 @@ def end_of_chunk(start: int, length: int, left: int, page: int) -> int:
 
 def has_room(room: Any, tokens: int, reserve: int = 0, chunk: int | None = None) -> bool:
     """Return True if ``tokens`` and ``reserve`` more fit into each pool of ``room``, SGLang's
-    ``PrefillBudget``. ``chunk``: the most tokens that a pool of windows holds of them at once."""
+    ``PrefillBudget``. ``chunk``: maximum number of these tokens in a pool of windows at once."""
     sizes = {"paged_input": tokens, "extend_input_len": tokens, "max_new_tokens": reserve}
     return bool(room.can_allocate_prefill(**sizes, chunk_limit=chunk))
 
 
 def end_aborted(scheduler: Any, req: Any) -> None:
-    """End an aborted request of which no chunk is in flight."""
+    """End an aborted request that has no chunk in flight."""
     from sglang.srt.mem_cache.common import release_kv_cache
 
     req.update_finish_state()

@@ -211,7 +211,8 @@ def _end(stock: Function, self: Any, req: Any) -> None:
     maybe_release_metadata_buffer(req, self.req_to_metadata_buffer_idx_allocator)
     req.pending_bootstrap = False
     prepare_abort(req, "")  # also without log probabilities
-    # SGLang drops chunks in flight, which optimistic prefill has, of an aborted request only.
+    # Restore the abort after the answer: otherwise SGLang does not drop the request's chunks in
+    # flight (optimistic prefill).
     aborted, req.finished_reason = req.finished_reason, FINISH_LENGTH(length=0)
     self.output_streamer.stream_output([req], req.return_logprob)
     req.finished_reason = aborted

@@ -89,7 +89,7 @@ BUFFERED = (
 )
 STATES = f"a model with Mamba states and {' or '.join(BUFFERED)}"
 SPARSE = "a model with sparse attention of MiniMax M3 or with pooled keys of its index"
-OTHER_POOLS = "it has pools of other kinds beside the KV"
+OTHER_POOLS = "the parts were not run with its pools beside the KV"
 
 
 def install(wrap: Wraps) -> None:
