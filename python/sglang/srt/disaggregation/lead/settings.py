@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: Refused on prefill and on decode: setting -> reason.
 ON_BOTH: dict[str, str] = {
     "another --disaggregation-transfer-backend than nixl, mooncake": (
-        "other managers on prefill have no message that decode computes a request"
+        "others were not run"
     ),
     "--use-ray": "SGLang's schedulers load no plugins there",
     "--enable-pd-role-switch": "settings are checked for the first role only",
