@@ -20,9 +20,12 @@ PAGES = {"deepseek_v32": 64}
 """Tokens of a page, if not 16: SGLang's index supports only this size."""
 
 RUNS: tuple[Run, ...] = (
-    Run("deepseek_v3", parts=BOTH, nightly=False),
-    Run("deepseek_v3", parts=(*BOTH, "retract"), nightly=False),
-    Run("deepseek_v3", parts=BOTH, setup=("prefill_tp2", "decode_tp2"), nightly=False),
+    Run(
+        "deepseek_v3",
+        parts=(*BOTH, "retract"),
+        setup=("prefill_tp2", "decode_tp2"),
+        nightly=False,
+    ),
     Run(
         "deepseek_v3",
         parts=(*BOTH, "retract"),

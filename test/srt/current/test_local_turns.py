@@ -31,36 +31,36 @@ SHORT = LOCAL | {
 ADMITTED = LOCAL | {"SGLANG_DISAGGREGATION_DECODE_ADMISSION": "remaining"}
 ONE = ("--page-size", "1")
 PLAIN = "--disable-overlap-schedule"
-EACH = [
-    pytest.param(marks=pytest.mark.server(env=LOCAL), id="overlap, page 16"),
-    pytest.param(marks=pytest.mark.server(PLAIN, env=LOCAL), id="plain, page 16"),
-    pytest.param(marks=pytest.mark.server(*ONE, env=LOCAL), id="overlap, page 1"),
-    pytest.param(marks=pytest.mark.server(PLAIN, *ONE, env=LOCAL), id="plain, page 1"),
-    pytest.param(marks=pytest.mark.server(env=ADMITTED), id="overlap, admission"),
-    pytest.param(marks=pytest.mark.server(*DRAFTS, env=ADMITTED), id="overlap, drafts"),
-    pytest.param(marks=pytest.mark.server(*MOONCAKE, env=ADMITTED), id="overlap, mooncake"),
-    pytest.param(marks=pytest.mark.server(PLAIN, *DRAFTS, env=LOCAL), id="plain, drafts"),
-    pytest.param(marks=pytest.mark.server(*ONE, *DRAFTS, env=LOCAL), id="page 1, drafts"),
-    pytest.param(marks=pytest.mark.server(*TOGETHER, env=ADMITTED), id="overlap, settings"),
-    pytest.param(marks=pytest.mark.server(*GPT_OSS, model="gpt_oss", env=ADMITTED), id="windows"),
-    pytest.param(
-        marks=pytest.mark.server(*GPT_OSS, *ONE, model="gpt_oss", env=LOCAL), id="windows, page 1"
+server = pytest.mark.server
+SERVERS = {
+    "overlap, page 16": server(env=LOCAL),
+    "plain, page 16": server(PLAIN, env=LOCAL),
+    "overlap, page 1": server(*ONE, env=LOCAL),
+    "overlap, admission": server(env=ADMITTED),
+    "overlap, drafts": server(*DRAFTS, env=ADMITTED),
+    "overlap, mooncake": server(*MOONCAKE, env=ADMITTED),
+    "plain, drafts": server(PLAIN, *DRAFTS, env=LOCAL),
+    "page 1, drafts": server(*ONE, *DRAFTS, env=LOCAL),
+    "overlap, settings": server(*TOGETHER, env=ADMITTED),
+    "windows": server(*GPT_OSS, model="gpt_oss", env=ADMITTED),
+    "windows, page 1": server(*GPT_OSS, *ONE, model="gpt_oss", env=LOCAL),
+    "sparse": server("--page-size", "64", model="deepseek_v32", env=ADMITTED),
+    "states": server(
+        *FALCON_H1, model="falcon_h1", env=ADMITTED | {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
     ),
-    pytest.param(
-        marks=pytest.mark.server("--page-size", "64", model="deepseek_v32", env=ADMITTED),
-        id="sparse",
-    ),
-    pytest.param(
-        marks=pytest.mark.server(
-            *FALCON_H1, model="falcon_h1", env=ADMITTED | {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
-        ),
-        id="states",
-    ),
-]
-each = pytest.mark.parametrize((), EACH)
-loops = pytest.mark.parametrize((), [*EACH[:2], *EACH[4:6], *(EACH[i] for i in (10, 13))])
-#: Windows, an index, and states.
-families = pytest.mark.parametrize((), [EACH[10], *EACH[12:]])
+}
+
+
+def on(*names: str) -> Any:
+    """Return the mark of a test that runs on these servers."""
+    return pytest.mark.parametrize(
+        (), [pytest.param(marks=SERVERS[name], id=name) for name in names]
+    )
+
+
+each = on(*SERVERS)
+loops = on("plain, page 16", "overlap, admission", "overlap, drafts", "windows", "states")
+families = on("windows", "sparse", "states")
 short = pytest.mark.server(env=SHORT)
 backends = pytest.mark.parametrize(
     (),
@@ -172,7 +172,7 @@ def test_later_turns_behind_kv_from_prefill(decode: Decode, steps: Steps) -> Non
     assert all(decode.requests[rid].cached_tokens >= 192 for rid in rids)
 
 
-@backends
+@short
 def test_each_answer_is_explained(decode: Decode, steps: Steps) -> None:
     """Guards against a local turn that passes for a remote one, and against values that SGLang's
     processes cannot send each other: the tokenizer would end."""

@@ -90,7 +90,7 @@ def test_a_request_that_prefill_computes_before_its_room_is_ready_is_released(
     assert answers(prefill, rid) == [EMPTY]
 
 
-@backends
+@pytest.mark.server(mode="prefill", env=LEAD)
 def test_the_number_of_a_released_room_can_be_used_again(prefill: Prefill) -> None:
     """Guards against messages for a released room (released, aborted) that end a new request under
     the same number. Decode sends such a request after a pause."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any  # Any: a parameter of pytest
 
 import pytest
 
@@ -22,11 +21,6 @@ from models.families import build
 TOKENS = {"SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "128"}
 RETRACTED = "sglang:num_retracted_requests_total"
 RETRACTS = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
-
-
-def marked(run: Run) -> Any:
-    """Return the test's parameter."""
-    return pytest.param(run, id=run.id, marks=[pytest.mark.nightly] if run.nightly else [])
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +37,7 @@ def talks_of_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
     return ask
 
 
-@pytest.mark.parametrize("run", [marked(run) for run in RUNS])
+@pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
 def test_answers(talks_of_family: Callable[[str], Talks], tmp_path: Path, run: Run) -> None:
     """Guards against latents, windows, indices or expert-routed KV that are wrong behind a prefix
     from decode's tree, in a chunk that decode computes, or in the copy of a retracted request; and

@@ -32,6 +32,7 @@ ENV = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "2",
     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "5",
 }
+nixl = pytest.mark.parametrize("servers", ["nixl"], indirect=True)
 backends = pytest.mark.parametrize("servers", ["nixl", "mooncake"], indirect=True)
 
 
@@ -130,7 +131,7 @@ def servers(
         yield pair
 
 
-@backends
+@nixl
 def test_killed_while_idle(servers: Servers, talks: Talks) -> None:
     """Guards against later turns that fail with a prefill server that they do not need, and against
     long prompts that wait longer than on stock. Decode does not know of the loss in the first turn
@@ -174,7 +175,7 @@ def test_killed_in_the_middle_of_a_transfer(servers: Servers, talks: Talks) -> N
     servers.check_decode_empty()
 
 
-@pytest.mark.parametrize("servers", ["nixl"], indirect=True)
+@nixl
 def test_a_stock_prefill_server(servers: Servers, talks: Talks) -> None:
     """Guards against a local turn beside a server that cannot release the other half: stock prefill
     computes all turns."""

@@ -66,6 +66,5 @@ def edit(module: Any) -> None:
 
 
 def map_on_cpu(module: Any) -> None:
-    """After ``token_dispatcher.standard``: expert parallelism keeps its table on the device, and no
-    kernel marks the rows of padding (SGLang 0.5.23)."""
-    module.get_device, module._MASK_DP_PAD_MOE = lambda: "cpu", False
+    """After ``token_dispatcher.standard``: expert parallelism keeps its table on the device."""
+    module.get_device = lambda: "cpu"

@@ -186,10 +186,8 @@ class QueuedTurns(Chunks):
                     continue
                 if need := self._take(queue, req, left, taken + blocked, room):
                     entries.append(entry)
-                    taken += need
-                    left = (
-                        left - req.extend_len if req.extend_end == len(req.origin_input_ids) else 0
-                    )
+                    # Behind a turn that is not complete, less than a page is left.
+                    taken, left = taken + need, left - req.extend_len
                     continue
                 if not can_leave:
                     left = 0

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 #: Refused on prefill and on decode: setting -> reason.
 ON_BOTH: dict[str, str] = {
-    "another --disaggregation-transfer-backend than nixl, mooncake": (
-        "others were not run"
-    ),
+    "another --disaggregation-transfer-backend than nixl, mooncake": "others were not run",
     "--use-ray": "SGLang's schedulers load no plugins there",
     "--enable-pd-role-switch": "settings are checked for the first role only",
     "--elastic-ep-backend": "ranks may leave and join, and all of them must agree",
@@ -60,10 +58,17 @@ ON_DECODE: dict[str, str] = {
     "another --kv-cache-dtype than auto, bf16, bfloat16, fp8_e4m3, fp8_e5m2, mxfp8": (
         "SGLang's copy of a retracted request has no scales"
     ),
-    "--enable-strict-thinking": "the mask of its grammar needs a GPU and was not run",
-    "another --kv-canary than none": "SGLang's canary needs a GPU and was not run",
-    "--disaggregation-enable-kv-checksum": "SGLang's checksums need a GPU and were not run",
-    "--enable-two-batch-overlap": "a chunk of a prompt was not run as such a batch",
+    **dict.fromkeys(
+        (
+            *("--enable-strict-thinking", "another --kv-canary than none"),
+            *("--disaggregation-enable-kv-checksum", "--speculative-algorithm DSPARK"),
+        ),
+        "it needs a GPU and was not run",
+    ),
+    **dict.fromkeys(
+        ("--enable-two-batch-overlap", "another --speculative-moe-a2a-backend than none"),
+        "a chunk of a prompt was not run as such a batch",
+    ),
     "another --moe-a2a-backend than none, deepep": (
         "SGLang runs only decode steps with it (mooncake, nixl, pplx), or it was not run"
     ),
@@ -73,11 +78,9 @@ ON_DECODE: dict[str, str] = {
     "SGLANG_SCHEDULER_SKIP_ALL_GATHER=1": (
         "data parallel ranks then do not learn that one of them runs a chunk"
     ),
-    "--speculative-algorithm DSPARK": "it runs on no CPU, and was not run",
     "--enable-multi-layer-eagle": (
         "models with several draft layers have windows or recurrent states, and were not run"
     ),
-    "another --speculative-moe-a2a-backend than none": "a chunk was not run as such a batch",
 }
 
 
