@@ -19,8 +19,7 @@ WORKS = {
         speculative_adaptive speculative_adaptive_config speculative_token_map
     """,
     "test_adapters.py": """
-        enable_lora lora_paths lora_backend max_loras_per_batch max_loaded_loras
-        enable_lora_overlap_loading
+        enable_lora lora_paths lora_backend max_loras_per_batch
     """,
     "e2e/test_pairs.py": "tp_size host port log_level",
     "test_settings.py": """
@@ -32,9 +31,9 @@ WORKS = {
     "test_prefill_exit.py": "optimistic_prefill_attempts",
     "test_data_parallel.py": "dp_size",
     "e2e/test_families.py": "attn_dp_size enable_dp_attention ep_size",
-    "test_host_memory.py": "enable_hierarchical_cache enable_session_radix_cache",
     "test_windows.py": "swa_full_tokens_ratio moe_runner_backend",
     "test_local_turns.py, states": "max_mamba_cache_size",
+    "test_local_turns.py, sessions": "enable_session_radix_cache",
 }
 
 CANNOT_MATTER = {
@@ -59,7 +58,7 @@ CANNOT_MATTER = {
         stream_interval incremental_streaming_output
     """,
     "Loads adapters, or computes with them within a batch; SGLang's check counts them.": """
-        max_lora_rank lora_target_modules lora_eviction_policy max_lora_chunk_size
+        max_loaded_loras max_lora_rank lora_target_modules lora_eviction_policy max_lora_chunk_size
         experts_shared_outer_loras lora_use_virtual_experts lora_strict_loading
     """,
     "Read for prefill batches alone, which a decode server has none of.": (

@@ -19,17 +19,7 @@ LORA = (
 )
 
 
-OVERLAP = ("--enable-lora-overlap-loading", "--max-loaded-loras", "4")
-
-
-@pytest.mark.parametrize(
-    (),
-    [
-        pytest.param(marks=pytest.mark.server(*LORA, *more, *SMALL, tokens=512, env=ADMITTED))
-        for more in ((), OVERLAP)
-    ],
-    ids=["loaded with a batch", "loaded before"],
-)
+@pytest.mark.server(*LORA, *SMALL, tokens=512, env=ADMITTED)
 def test_adapters(decode: Decode) -> None:
     """Guards against KV of another adapter, or of none, under a chunk or an answer; against a batch
     with more adapters than the server can load, which would end it; and against a retracted request

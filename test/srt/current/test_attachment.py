@@ -148,8 +148,13 @@ def test_models_of_other_kinds_are_refused() -> None:
     assert reasons("decode", model, **states) == []
     assert reasons("decode", model, **states, enable_linear_replayssm=True)
     drafts = {"speculative_algorithm": "EAGLE"}
-    assert reasons("decode", attn_dp_size=2) == reasons("decode", **drafts) == []
-    assert reasons("decode", attn_dp_size=2, **drafts) == [settings.DRAFTS]
+    parallel, replayed = (
+        {"attn_dp_size": 2, "cuda_graph_config": SimpleNamespace(prefill=phase)}
+        for phase in (SimpleNamespace(backend="disabled"), SimpleNamespace(backend="breakable"))
+    )
+    assert reasons("decode", **parallel) == reasons("decode", **drafts) == []
+    assert reasons("decode", **parallel, **drafts) == [settings.DRAFTS]
+    assert reasons("decode", **replayed) == [settings.GRAPHS]
     latent = SimpleNamespace(**vars(MODEL) | {"attention_arch": SimpleNamespace(name="MLA")})
     backend = {"attention_backend": "flashinfer"}
     assert reasons("decode", latent, **backend) == [settings.MLA]

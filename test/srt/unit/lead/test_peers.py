@@ -101,6 +101,19 @@ def test_the_oldest_rooms_are_forgotten() -> None:
     assert len(rooms) == MAX_ROOMS and 4 not in rooms and 5 in rooms
 
 
+def test_a_notice_that_comes_with_its_request_is_kept() -> None:
+    """Guards against an error for the client: the reader thread notes that decode computes the
+    request while the scheduler thread records that it has arrived."""
+    rooms = Rooms()
+    rooms.note(1, True)
+    rooms.note(2, False)
+    assert [rooms.arrive(room) for room in (1, 2, 3)] == [True, False, None]
+    assert rooms == {1: True, 2: None, 3: None}
+    for room in range(MAX_ROOMS + 1):
+        rooms.arrive(room)
+    assert len(rooms) == MAX_ROOMS
+
+
 def test_one_rank_notifies_one_rank() -> None:
     """Guards against a second message that arrives after the room ended, when its number may be
     reused, and against one to a later stage: the first one decides whether a room has failed."""

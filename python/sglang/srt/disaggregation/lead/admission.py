@@ -200,7 +200,7 @@ class RemainingAdmission:
         need = max(entering.need, self._expected(req, length) - page_ceil(length, self._page))
         released = [entry[0].req for entry in queue.transfer_queue._deferred_releases]
         room: int = queue.max_total_num_tokens - private - entering.own
-        room -= sum(map(self._own, released)) + queue._hicache_pending_restore_tokens()
+        room -= sum(map(self._own, released))
         if max(need, self._running()[1]) <= room - queue.tree_cache.protected_size():
             return True  # even if all that is locked in the tree had to stay
         pinned = self._tree_tokens([*self._counted, *self._turns(), *released, req])

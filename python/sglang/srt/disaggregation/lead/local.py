@@ -177,12 +177,12 @@ class QueuedTurns(Chunks):
                 leave(entry, "itl")  # requests began to run since the choice, or chunks are slower
             if req.lead_turn.local:
                 entry.waiting_for_input = False  # SGLang sets it again in each step
-                if not adapters.fits(self._scheduler, req):
-                    continue
                 left = self.next_chunk(req.lead_turn.tokens) if left is None else left
                 rows = queue.req_to_token_pool.available_size() - len(entries)
                 if left < page or min(self.places, rows) <= 0:
                     left = 0
+                    continue
+                if not adapters.fits(self._scheduler, req):
                     continue
                 if need := self._take(queue, req, left, taken + blocked, room):
                     entries.append(entry)

@@ -48,6 +48,17 @@ class Rooms(OrderedDict[int, bool | None]):
     def note(self, room: int, notice: bool | None) -> None:
         """Record a notice; remove the oldest room beyond ``MAX_ROOMS``."""
         self[room] = notice
+        self._trim()
+
+    def arrive(self, room: int) -> bool | None:
+        """Record that the request has arrived. Return the notice that was there before."""
+        notice = self.setdefault(room, None)  # no notice of the reader thread is lost
+        if notice is False:
+            self[room] = None
+        self._trim()
+        return notice
+
+    def _trim(self) -> None:
         if len(self) > MAX_ROOMS:
             self.popitem(last=False)
 
@@ -163,10 +174,7 @@ def install(wrap: Wraps) -> None:
         **more: Any,
     ) -> None:
         stock(mgr, bootstrap_addr, bootstrap_room, *rest, **more)
-        rooms = Rooms.of(mgr)
-        notice = rooms.get(bootstrap_room)
-        rooms.note(bootstrap_room, notice or None)
-        if notice is not None:
+        if Rooms.of(mgr).arrive(bootstrap_room) is not None:
             mgr.record_failure(bootstrap_room, "aborted by decode before the request arrived")
             mgr.update_status(bootstrap_room, conn.KVPoll.Failed)
 
@@ -206,7 +214,7 @@ def _end(stock: Function, self: Any, req: Any) -> None:
     req.disagg_kv_sender.clear()
     with manager.failure_lock:
         manager.failure_records.pop(room, None)
-    if req.kv.holds_kv:
+    if req.kv.holds_kv or req.kv.holds_mamba:
         release_kv_cache(req, self.tree_cache, checkpoint=False)
     maybe_release_metadata_buffer(req, self.req_to_metadata_buffer_idx_allocator)
     req.pending_bootstrap = False

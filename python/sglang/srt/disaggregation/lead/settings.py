@@ -43,6 +43,10 @@ ON_DECODE: dict[str, str] = {
         ("--enable-flexkv", "--radix-cache-backend", "--enable-unified-cache-external-linker"),
         "KV is also in other places",
     ),
+    "--enable-hierarchical-cache": (
+        "its tree shows KV whose copy from host memory has not ended, and a chunk would read it"
+    ),
+    "--enable-lora-overlap-loading": "ranks load adapters at different times, and must agree",
     "--enable-streaming-session": (
         "a session keeps memory between its requests, which admission does not count"
     ),
@@ -127,10 +131,14 @@ def refused(args: Any, config: Any) -> Iterator[str]:
         yield MLA
     if is_decode and args.attn_dp_size > 1 and args.speculative_algorithm is not None:
         yield DRAFTS
+    if is_decode and args.attn_dp_size > 1 and args.cuda_graph_config.prefill.backend != "disabled":
+        yield GRAPHS
 
 
 #: Refused because drafts beside a chunk of another rank were not run.
 DRAFTS = "--attn-dp-size above 1 with --speculative-algorithm: not run with drafts"
+#: Refused because one rank would replay a graph while the others run decode steps.
+GRAPHS = "--attn-dp-size above 1 with a CUDA graph for prefill (--cuda-graph-backend-prefill)"
 #: Refused because SGLang sets up no prefix chunks on a decode server
 #: (``FlashInferMLAAttnBackend``).
 MLA = (

@@ -120,9 +120,11 @@ class DisaggScheduler(FlushingScheduler, NamespacedScheduler):
         self.waiting_queue = [req for req in self.waiting_queue if not wanted(req)]
         for req in waiting:
             release_kv_cache(req, self.tree_cache)
-        for req in (*retracted, *waiting):
+        ended = [*retracted, *waiting]
+        for req in ended:
             req.finished_reason = FINISH_ABORT()
-            self.stream_output([req], req.return_logprob)
+        if ended:
+            self.stream_output(ended, any(req.return_logprob for req in ended))
         super().abort_request(recv_req)
 
     @override
