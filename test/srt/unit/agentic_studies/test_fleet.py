@@ -26,7 +26,16 @@ from unit.agentic_studies.test_numbers import outcome, run
 ROLES = ("aggregated", "prefill", "decode")
 RADIX = "--disaggregation-decode-enable-radix-cache"
 SLEEPLESS = {
-    *("demo", "hicache", "lead_burst", "lead_turns", "throughput", "throughput_8gpu", "whole"),
+    *(
+        "demo",
+        "hicache",
+        "lead_burst",
+        "lead_mooncake",
+        "lead_turns",
+        "throughput",
+        "throughput_8gpu",
+        "whole",
+    ),
     *("wire", "worth"),
 }
 """Studies with servers that must not sleep."""

@@ -200,7 +200,8 @@ def test_a_release_that_has_cpu_forms_keeps_them() -> None:
     edited = edits_of("0.5.23")
     assert {name.removeprefix("sglang.srt.") for name in EDITS.keys() - edited.keys()} == {
         *("constrained.llguidance_backend", "constrained.xgrammar_backend"),
-        *("layers.attention.fla.fused_norm_gate", "layers.attention.nsa.nsa_indexer"),
+        *("layers.attention.fla.fused_norm_gate", "layers.attention.linear.gdn_backend"),
+        "layers.attention.nsa.nsa_indexer",
         *("mem_cache.allocator", "mem_cache.memory_pool", "mem_cache.memory_pool_host"),
         *("model_executor.model_runner", "server_args", "speculative.eagle_info_v2"),
         *("speculative.eagle_utils", "speculative.spec_utils"),
