@@ -39,6 +39,8 @@ class Serve:
                 env=cpu_standin.environment(os.environ),
                 stdout=printed,
                 stderr=subprocess.STDOUT,
+                # A shell starts the tests with the signal ignored, if it starts them behind itself.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def text(self) -> str:
