@@ -12,6 +12,7 @@ from sglang.srt.patchset.metric import INFO
 from unit.documents import alert_rules, queries
 from unit.documents.test_metrics_pages import DECLARED, OPERATIONS, series, sglang_metrics
 
+pytestmark = pytest.mark.server()
 PAGE = (OPERATIONS / "metrics.md").read_text()
 
 
