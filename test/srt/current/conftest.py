@@ -167,6 +167,8 @@ def served(request: pytest.FixtureRequest) -> Any:
         value: str = request.getfixturevalue(found[1])
         return value
 
+    # A scheduler's process has imported it by then, and the identity is reported only there.
+    import sglang.srt.managers.scheduler  # noqa: F401
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
