@@ -7,8 +7,8 @@ is forked after SGLang has been imported:
     @pytest.mark.server("--disable-overlap-schedule", tokens=4000, env={"NAME": "value"})
 
 ``mode``, "decode" (the default) or "prefill", selects the fixture. ``env`` is set before SGLang
-loads its plugins, as it does in each of its processes. ``model`` is the name of the model's fixture
-("model" by default). "@NAME" in an argument stands for the folder that the fixture NAME makes.
+loads its plugins, as it does in each of its processes. ``model`` is a family of ``models.families``
+or the model's fixture ("model" by default). "@NAME" in an argument stands for such a folder.
 """
 
 from __future__ import annotations
@@ -101,24 +101,6 @@ def eagle3(request: pytest.FixtureRequest, model: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def deepseek(request: pytest.FixtureRequest) -> str:
-    """The folder of a random DeepSeek V3 with an MTP head."""
-    return _family(request, "deepseek_v3_nextn")
-
-
-@pytest.fixture(scope="session")
-def glm(request: pytest.FixtureRequest) -> str:
-    """The folder of a random GLM-4.5 with an MTP head."""
-    return _family(request, "glm4_moe_nextn")
-
-
-def _family(request: pytest.FixtureRequest, family: str) -> str:
-    from models import families
-
-    return str(families.build(request.config.cache.mkdir(family), family))
-
-
-@pytest.fixture(scope="session")
 def adapter1(request: pytest.FixtureRequest, model: str) -> str:
     """The folder of a LoRA adapter of random weights for ``model``."""
     return _adapter(request, model, 1)
@@ -136,22 +118,13 @@ def _adapter(request: pytest.FixtureRequest, model: str, seed: int) -> str:
     return str(random_lora.build(request.config.cache.mkdir(f"adapter{seed}"), model, seed))
 
 
-@pytest.fixture(scope="session")
-def gpt_oss(request: pytest.FixtureRequest) -> str:
-    """The folder of a random model with windows, which have a pool of their own."""
-    return _family(request, "gpt_oss")
+def _folder(request: pytest.FixtureRequest, name: str) -> str:
+    from models import families
 
-
-@pytest.fixture(scope="session")
-def falcon_h1(request: pytest.FixtureRequest) -> str:
-    """The folder of a random model with recurrent states beside the KV."""
-    return _family(request, "falcon_h1")
-
-
-@pytest.fixture(scope="session")
-def deepseek_v32(request: pytest.FixtureRequest) -> str:
-    """The folder of a random model with sparse attention, which has an index beside the KV."""
-    return _family(request, "deepseek_v32")
+    if name in families.FAMILIES:
+        return str(families.build(request.config.cache.mkdir(name), name))
+    folder: str = request.getfixturevalue(name)
+    return folder
 
 
 @pytest.fixture
@@ -160,12 +133,8 @@ def served(request: pytest.FixtureRequest) -> Any:
     if _SERVERS:
         return _SERVERS[0]
     arguments, options = _mark(request)
-    model: str = request.getfixturevalue(options.get("model", "model"))
+    model = _folder(request, options.get("model", "model"))
     os.environ.update(options.get("env", {}))
-
-    def named(found: re.Match[str]) -> str:
-        value: str = request.getfixturevalue(found[1])
-        return value
 
     # A scheduler's process has imported it by then, and the identity is reported only there.
     import sglang.srt.managers.scheduler  # noqa: F401
@@ -176,7 +145,10 @@ def served(request: pytest.FixtureRequest) -> Any:
     from current.prefill import Prefill
 
     server_class = {"decode": Decode, "prefill": Prefill}[options.get("mode", "decode")]
-    arguments = tuple(re.sub("@(.+)", named, argument) for argument in arguments)
+    arguments = tuple(
+        re.sub("@(.+)", lambda found: _folder(request, found[1]), argument)
+        for argument in arguments
+    )
     _SERVERS.append(server_class(model, *arguments, tokens=options.get("tokens", 8000)))
     return _SERVERS[0]
 

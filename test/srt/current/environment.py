@@ -18,11 +18,17 @@ MODELS = (
 #: SGLang refuses the name ``torch_native``; the stand-in replaces Triton by it. The other runner of
 #: experts lays its weights out differently.
 GPT_OSS = ("--attention-backend", "triton", "--moe-runner-backend", "triton")
+#: Scheduling without overlap.
+PLAIN = "--disable-overlap-schedule"
 #: For states of a fixed size. Without the last argument they take gigabytes.
 FALCON_H1 = (
     *("--page-size", "1", "--mamba-radix-cache-strategy", "no_buffer"),
-    *("--disable-overlap-schedule", "--max-mamba-cache-size", "60"),
+    *(PLAIN, "--max-mamba-cache-size", "60"),
 )
+
+#: A small reserve, so that small pools fill up; and the part ``admission``.
+SMALL = ("--num-reserved-decode-tokens", "16")
+REMAINING = {"SGLANG_DISAGGREGATION_DECODE_ADMISSION": "remaining"}
 
 #: Settings that are independent of each other, for one server.
 TOGETHER = (
@@ -34,7 +40,7 @@ TOGETHER = (
 
 
 def drafting(head: str, algorithm: str = "EAGLE", *, topk: int = 1) -> tuple[str, ...]:
-    """Return arguments for drafts of three steps. ``head``: the draft model, as "@FIXTURE"."""
+    """Return arguments for drafts of three steps. ``head``: the draft model, as "@NAME"."""
     return (
         *("--speculative-algorithm", algorithm, "--speculative-draft-model-path", head),
         *("--speculative-num-steps", "3", "--speculative-eagle-topk", str(topk)),

@@ -6,10 +6,8 @@ from types import SimpleNamespace
 from typing import Any  # Any: objects of SGLang
 
 import numpy as np
-import torch
 
 from benchmark.harness.ports import allocate_ports
-from cpu_standin import edits
 from current.server import HOST, Server
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import AbortNotification, CommonKVBootstrapServer
@@ -23,7 +21,6 @@ class Prefill(Server):
     """
 
     def __init__(self, model: str, *arguments: str, tokens: int = 8000) -> None:
-        edits.torch_without_cuda(torch)  # SGLang records an event before it sends a prefix
         (port,) = allocate_ports(1)
         # In SGLang the launcher starts it; the scheduler registers there when it is created.
         self.bootstrap = CommonKVBootstrapServer(HOST, port)

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from current.environment import SMALL
 from current.test_local_turns import ADMITTED, Peers
 from current.texts import text
 
 if TYPE_CHECKING:
     from current.decode import Decode
 
-SMALL = ("--num-reserved-decode-tokens", "16")
 LORA = (
     *("--lora-paths", "one=@adapter1", "two=@adapter2", "--lora-backend", "torch_native"),
     *("--max-loras-per-batch", "2"),

@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from current.environment import DRAFTS, TOGETHER
+from current.environment import DRAFTS, REMAINING, SMALL, TOGETHER
 from current.texts import text
 
 if TYPE_CHECKING:
     from current.decode import Decode
-
-SMALL = ("--num-reserved-decode-tokens", "16")
-REMAINING = {"SGLANG_DISAGGREGATION_DECODE_ADMISSION": "remaining"}
 
 
 def count_admitted_at_once(decode: Decode) -> int:

@@ -174,6 +174,8 @@ def test_models_of_other_kinds_are_refused() -> None:
         ("--enable-page-major-kv-layout", "without --enable-unified-memory"),
         ("--enable-watermark --device cuda", "not supported with PD disaggregation"),
         ("--moe-dp-size 2 --tp-size 2", "attn_cp_size != moe_dp_size"),
+        ("--disaggregation-mode prefill --moe-dp-size 2 --tp-size 2", "moe_dp_size"),
+        ("--disaggregation-mode prefill --elastic-ep-join-mode recover", "elastic-ep-backend"),
         (
             "--enable-pdmux --chunked-prefill-size -1 --disable-overlap-schedule",
             "not compatible with disaggregation mode",
@@ -186,7 +188,7 @@ def test_models_of_other_kinds_are_refused() -> None:
     ],
 )
 def test_sglang_itself_refuses(model: str, arguments: str, message: str) -> None:
-    """Guards against a setting without a row that a later release allows on decode."""
+    """Guards against a setting without a row that a later release allows."""
     where = "--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "nixl"
     radix = "--disaggregation-decode-enable-radix-cache"
     line = ["--model-path", model, "--device", "cpu", *where, radix, *arguments.split()]

@@ -9,6 +9,7 @@ from typing import Any  # Any: objects of SGLang
 import pytest
 
 from current.decode import Decode
+from current.environment import PLAIN
 from current.test_local_turns import LOCAL, Peers
 from current.texts import text
 from sglang.srt.disaggregation.delta.observability import Telemetry
@@ -22,7 +23,6 @@ ENV = LOCAL | {
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_CHUNK": "256",
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_MAX_ITL_MS": str(BOUND * 1000),
 }
-PLAIN = "--disable-overlap-schedule"
 overlap = pytest.mark.server(env=ENV)
 plain = pytest.mark.server(PLAIN, env=ENV)
 loops = pytest.mark.parametrize(

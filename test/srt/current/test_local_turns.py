@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Iterator
 from typing import Any  # Any: objects of SGLang
@@ -11,7 +10,8 @@ import msgspec
 import pytest
 
 from current.decode import Decode
-from current.environment import DRAFTS, FALCON_H1, GPT_OSS, MOONCAKE, TOGETHER
+from current.environment import DRAFTS, FALCON_H1, GPT_OSS, MOONCAKE, PLAIN, REMAINING, TOGETHER
+from current.texts import text
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.delta.observability import Telemetry
 from sglang.srt.managers import io_struct
@@ -28,9 +28,8 @@ SHORT = LOCAL | {
     "SGLANG_DISAGGREGATION_DECODE_LOCAL_TOKENS": "100",
     "SGLANG_DISAGGREGATION_DECODE_FALLBACK_PREFILL_TOKENS": "100",
 }
-ADMITTED = LOCAL | {"SGLANG_DISAGGREGATION_DECODE_ADMISSION": "remaining"}
+ADMITTED = LOCAL | REMAINING
 ONE = ("--page-size", "1")
-PLAIN = "--disable-overlap-schedule"
 server = pytest.mark.server
 SERVERS = {
     "overlap, page 16": server(env=LOCAL),
@@ -118,18 +117,12 @@ def steps(decode: Decode) -> Iterator[Steps]:
     del decode.scheduler.run_batch
 
 
-def talk(length: int, seed: int = 1) -> list[int]:
-    """Return random tokens."""
-    rng = random.Random(seed)
-    return [rng.randrange(300) for _ in range(length)]
-
-
 def later_turns(decode: Decode, added: list[int], new: int) -> tuple[list[Any], list[Any]]:
     """Answer the first turns of sessions on decode. Return the prompts of the second turns, and an
     aggregated server's answers to them."""
-    first = [talk(200 + 37 * i, seed=i) for i in range(len(added))]
+    first = [text(200 + 37 * i, seed=i) for i in range(len(added))]
     answers = decode.learn(first, 12)
-    second = [[*p, *a, *talk(n, seed=n)] for p, a, n in zip(first, answers, added, strict=True)]
+    second = [[*p, *a, *text(n, seed=n)] for p, a, n in zip(first, answers, added, strict=True)]
     expected = decode.learn(second, new)
     rids = [decode.ask(prompt, 12) for prompt in first]
     decode.finish()
@@ -162,9 +155,9 @@ def test_later_turns_are_computed_here_and_answered_as_by_an_aggregated_server(
 def test_turns_of_sessions_that_sglang_names(decode: Decode, steps: Steps) -> None:
     """Guards against KV that SGLang keeps for a named session, which local turns must not miss or
     release."""
-    first = [talk(200), talk(237, 2)]
+    first = [text(200), text(237, 2)]
     answers = decode.learn(first, 12)
-    second = [[*p, *a, *talk(40, 3)] for p, a in zip(first, answers, strict=True)]
+    second = [[*p, *a, *text(40, 3)] for p, a in zip(first, answers, strict=True)]
     expected = decode.learn(second, 12)
     for prompts, wanted in ((first, answers), (second, expected)):
         steps.reset()
@@ -285,9 +278,9 @@ def test_a_pause_in_place_goes_on_where_it_stopped(decode: Decode, steps: Steps)
 @short
 def test_a_long_turn_is_left_to_prefill(decode: Decode, steps: Steps) -> None:
     """Guards against a long turn that is computed here, and a short one that is not."""
-    first = [talk(200), talk(250, 2)]
+    first = [text(200), text(250, 2)]
     answers = decode.learn(first, 8)
-    second = [[*p, *a, *talk(50, 3)] for p, a in zip(first, answers, strict=True)]
+    second = [[*p, *a, *text(50, 3)] for p, a in zip(first, answers, strict=True)]
     expected = decode.learn(second, 8)
     steps.reset()
     decode.scheduler.lead_turns.telemetry = stats = Telemetry()
@@ -306,7 +299,7 @@ def test_a_burst_beyond_the_places(decode: Decode, steps: Steps) -> None:
     """Guards against turns that wait here for a place in the running batch while prefill could
     compute them."""
     places = decode.scheduler.lead_turns.places
-    prompts = [talk(30, seed) for seed in range(places + 2)]
+    prompts = [text(30, seed) for seed in range(places + 2)]
     decode.learn(prompts, 4)
     decode.scheduler.lead_turns.telemetry = stats = Telemetry()
     for prompt in prompts:
@@ -320,7 +313,7 @@ def test_a_burst_beyond_the_places(decode: Decode, steps: Steps) -> None:
 def test_beside_a_stock_prefill_server_everything_is_remote(decode: Decode, steps: Steps) -> None:
     """Guards against local turns with stock prefill, which would answer with an error."""
     decode.scheduler.lead_turns.peers = Peers(known=False)
-    prompt = talk(60)
+    prompt = text(60)
     (answer,) = decode.learn([prompt], 8)
     steps.reset()
     rid = decode.ask(prompt, 8)
@@ -334,7 +327,7 @@ def test_short_turns_are_answered_when_prefill_is_lost(decode: Decode, steps: St
     """Guards against short turns that fail while they wait for memory or a handshake, or after
     their pages were announced, and against a long turn that fails without the reason."""
     decode.scheduler.lead_turns.peers = Peers(known=False)
-    prompts = [talk(60), talk(300, 2)]
+    prompts = [text(60), text(300, 2)]
     answers = decode.learn(prompts, 8)
     rids = [decode.ask(prompt, 8) for prompt in prompts]
     decode.step(2)
@@ -353,7 +346,7 @@ def test_short_turns_are_answered_when_prefill_is_lost(decode: Decode, steps: St
 def test_a_request_whose_client_left_is_not_saved(decode: Decode, steps: Steps) -> None:
     """Guards against an aborted request that is taken for lost: an abort also fails the room."""
     decode.scheduler.lead_turns.peers = Peers(known=False)
-    prompt = talk(60)
+    prompt = text(60)
     decode.learn([prompt], 8)
     steps.reset()
     rid = decode.ask(prompt, 8)
@@ -382,7 +375,7 @@ def test_a_lost_turn_waits_for_no_rank_of_prefill(
         (info,) = decode.manager.prefill_info_table.values()
         info.dp_size, info.follow_bootstrap_room = 2, False
 
-    prompt = talk(60)
+    prompt = text(60)
     (answer,) = decode.learn([prompt], 12)
     bring()
     rid = decode.ask(prompt, 12)

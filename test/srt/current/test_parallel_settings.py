@@ -1,4 +1,4 @@
-"""Settings that SGLang itself refuses, and reasons of refused ones: ranks and host memory."""
+"""Reasons of refused settings: ranks and host memory."""
 
 from __future__ import annotations
 
@@ -9,34 +9,14 @@ import pytest
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.server_args import prepare_server_args
 
-PAIR = ("--disaggregation-transfer-backend", "nixl", "--device", "cpu", "--tp-size", "2")
-
-
-@pytest.mark.server()
-@pytest.mark.parametrize(
-    ("mode", "arguments"),
-    [
-        ("decode", ("--dwdp-size", "2")),
-        ("decode", ("--moe-dp-size", "2")),
-        ("prefill", ("--moe-dp-size", "2")),
-        ("prefill", ("--elastic-ep-join-mode", "recover")),
-    ],
-)
-def test_sglang_refuses(model: str, mode: str, arguments: tuple[str, ...]) -> None:
-    """Guards against a setting that has no row in ``lead.settings`` because SGLang refuses it, by
-    itself or without another one that has a row."""
-    command_line = ["--model-path", model, "--disaggregation-mode", mode, *PAIR, *arguments]
-    with pytest.raises(AssertionError):
-        prepare_server_args(command_line).resolve_once()
-
 
 @pytest.mark.server()
 def test_receiving_in_host_memory_needs_a_refused_setting(model: str) -> None:
     """Guards against KV that waits in host memory, which the parts do not count: SGLang sets a
     backup that is refused. No transfer backend of this release supports it."""
-    command_line = ["--model-path", model, "--disaggregation-mode", "decode", *PAIR]
-    threshold = ["--disaggregation-decode-host-receive-threshold", "0.5"]
-    args = prepare_server_args([*command_line, *threshold])
+    pair = "--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "nixl"
+    threshold = "--disaggregation-decode-host-receive-threshold", "0.5"
+    args = prepare_server_args(["--model-path", model, "--device", "cpu", *pair, *threshold])
     args.resolve_once()
     assert resolved_view(args).disaggregation_decode_retraction_backup == "host_pool"
 

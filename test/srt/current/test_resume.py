@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from current.environment import REMAINING, SMALL
 from current.texts import text
 
 if TYPE_CHECKING:
     from current.decode import Decode
 
-SMALL = ("--num-reserved-decode-tokens", "16")
-REMAINING = {"SGLANG_DISAGGREGATION_DECODE_ADMISSION": "remaining"}
 PREFIX = 288
 
 

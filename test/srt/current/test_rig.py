@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from current.decode import Decode
-
-
-def talks(count: int, seed: int = 1) -> list[list[int]]:
-    """Return prompts of some hundred tokens without common prefixes."""
-    rng = random.Random(seed)
-    return [[rng.randrange(300) for _ in range(200 + 37 * i)] for i in range(count)]
-
+from current.environment import PLAIN
+from current.texts import text
 
 EACH_LOOP = [
     pytest.param(marks=pytest.mark.server(), id="overlap"),
-    pytest.param(marks=pytest.mark.server("--disable-overlap-schedule"), id="plain"),
+    pytest.param(marks=pytest.mark.server(PLAIN), id="plain"),
 ]
 
 
 @pytest.mark.parametrize((), EACH_LOOP)
 def test_two_turns_are_equal_to_an_aggregated_server(decode: Decode) -> None:
     """Guards against a rig that announces tokens of the tree, or that leaks pages."""
-    first = talks(4)
+    first = [text(200 + 37 * i, i) for i in range(4)]
     answers = decode.learn(first, 12)
     second = [p + a + [5, 6, 7] * 7 for p, a in zip(first, answers, strict=True)]
     expected = decode.learn(second, 10)
@@ -41,7 +34,7 @@ def test_two_turns_are_equal_to_an_aggregated_server(decode: Decode) -> None:
 @pytest.mark.server()
 def test_a_failed_transfer_leaves_nothing(decode: Decode) -> None:
     """Guards against pages that stay in use after prefill's confirmation."""
-    (prompt,) = talks(1)
+    prompt = text(200)
     decode.learn([prompt], 4)
     rid = decode.ask(prompt, 4)
     decode.step(2)
@@ -57,7 +50,7 @@ def test_a_failed_transfer_leaves_nothing(decode: Decode) -> None:
 def test_an_abort_ends_a_request_that_waits_for_prefill(decode: Decode) -> None:
     """Guards against an abort in the transfer queue that is not sent to prefill, and against pages
     that prefill's confirmation does not free."""
-    (prompt,) = talks(1)
+    prompt = text(200)
     decode.learn([prompt], 4)
     rid = decode.ask(prompt, 4)
     decode.step(2)

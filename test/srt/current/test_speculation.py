@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any  # Any: requests of SGLang
 import pytest
 import torch
 
-from current.environment import DRAFTS, drafting
+from current.environment import DRAFTS, SMALL, drafting
 from current.test_local_turns import ADMITTED, LOCAL, Peers
 from current.texts import text
 from sglang.srt.runtime_context import get_spec
@@ -18,8 +18,6 @@ from sglang.srt.server_args import prepare_server_args
 if TYPE_CHECKING:
     from current.decode import Decode
 
-
-SMALL = ("--num-reserved-decode-tokens", "16")
 #: Draft attention reads the window and the first tokens. SGLang draws drafts, by what a CPU has.
 DRAWN = (
     *("--speculative-draft-window-size", "64", "--speculative-draft-sink-size", "4"),
@@ -118,7 +116,7 @@ def test_the_number_of_steps_changes(decode: Decode) -> None:
             ),
             id=family,
         )
-        for family in ("deepseek", "glm")
+        for family in ("deepseek_v3_nextn", "glm4_moe_nextn")
     ],
 )
 def test_heads_of_the_model(decode: Decode) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from current.environment import GPT_OSS
+from current.environment import GPT_OSS, SMALL
 from current.test_local_turns import ADMITTED, Peers
 from current.texts import text
 from sglang.srt.disaggregation.delta.observability import Telemetry
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from current.decode import Decode
 
 #: Room for 368 tokens in windows of 64.
-SHORT = (*GPT_OSS, "--swa-full-tokens-ratio", "0.092", "--num-reserved-decode-tokens", "16")
+SHORT = (*GPT_OSS, "--swa-full-tokens-ratio", "0.092", *SMALL)
 
 
 @pytest.mark.server(*SHORT, model="gpt_oss", tokens=4000, env=ADMITTED)

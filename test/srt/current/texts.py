@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 
-def text(length: int, seed: int, prefix: Sequence[int] = ()) -> list[int]:
+def text(length: int, seed: int = 1, prefix: Sequence[int] = ()) -> list[int]:
     """Return ``prefix`` and ``length`` random tokens of this seed."""
     rng = random.Random(seed)
     return [*prefix, *(rng.randrange(300) for _ in range(length))]

@@ -7,20 +7,7 @@ from __future__ import annotations
 
 from typing import Any  # Any: an object with the attributes of ServerArgs or ModelConfig
 
-from sglang.srt.patchset.environment import sglang_switch
-from sglang.srt.patchset.flags import (
-    DELTA_BACKENDS,
-    FLAG,
-    OFFLOAD,
-    ON,
-    is_given,
-    loads_from_store,
-    writes_to_store,
-)
-
-#: Maximum draft tokens with spec v2. SGLang's rows hold the context, 4 tokens and one step; a
-#: request ends 4 tokens before the context and holds slots of two steps beyond its text.
-MAX_DRAFTS_V2 = 8
+from sglang.srt.patchset.flags import DELTA_BACKENDS, FLAG, OFFLOAD, ON, is_given, writes_to_store
 
 
 def is_in_a_pair(args: Any) -> bool:
@@ -28,55 +15,16 @@ def is_in_a_pair(args: Any) -> bool:
     return moves_deltas and args.disaggregation_mode != "null"
 
 
-def offloads_as_sglang(args: Any) -> bool:
-    return is_given(args, OFFLOAD) and not writes_to_store(args)
-
-
 def writes_nothing(args: Any) -> bool:
     return writes_to_store(args) and not (is_given(args, FLAG) and is_given(args, OFFLOAD))
-
-
-def writes_adapters(args: Any) -> bool:
-    return writes_to_store(args) and is_given(args, "--enable-lora")
-
-
-def lacks_the_cache(args: Any) -> bool:
-    return loads_from_store(args) and not is_given(args, "--enable-hierarchical-cache")
-
-
-def loads_what_came(args: Any) -> bool:
-    policy = "--hicache-storage-prefetch-policy best_effort"
-    return loads_from_store(args) and is_given(args, policy)
-
-
-def drafts_trees(args: Any) -> bool:
-    # ``speculative_eagle_topk`` is None until SGLang has filled it in.
-    return bool(args.speculative_algorithm) and (args.speculative_eagle_topk or 1) > 1
-
-
-def drafts_in_layers(args: Any) -> bool:
-    return bool(args.speculative_algorithm and args.enable_multi_layer_eagle)
-
-
-def drafts_beyond_its_row(args: Any) -> bool:
-    drafts = args.speculative_algorithm and args.speculative_num_draft_tokens or 0
-    return drafts > MAX_DRAFTS_V2 and sglang_switch("SGLANG_ENABLE_SPEC_V2")
 
 
 def reserves_less_than_a_page(args: Any) -> bool:
     return args.page_size is not None and args.num_reserved_decode_tokens < args.page_size
 
 
-def has_buffers_for_decode_steps(args: Any) -> bool:
-    return args.moe_a2a_backend != "none" and args.deepep_mode == "low_latency"
-
-
 def dispatches_decode_steps_only(args: Any) -> bool:
     return args.moe_a2a_backend in ("mooncake", "nixl")
-
-
-def drafts_on_data_parallel_ranks(args: Any) -> bool:
-    return bool(args.enable_dp_attention and args.speculative_algorithm)
 
 
 def drafts_behind_a_cache(args: Any) -> bool:

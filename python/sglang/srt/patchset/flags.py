@@ -40,12 +40,22 @@ DELTA_BACKENDS: dict[str, str] = {"nixl": "nixl_async", "mooncake": "mooncake_de
 #: MLA attention backends that on a decode server lack methods that SGLang's chunked prefix cache
 #: calls (``FlashInferMLAAttnBackend.enable_chunk_kv`` and its subclasses).
 NO_PREFIX_CHUNKS = {"flashinfer", "flashmla", "cutlass_mla", "trtllm_mla"}
+#: Maximum draft tokens with spec v2. SGLang's rows hold the context, 4 tokens and one step; a
+#: request ends 4 tokens before the context and holds slots of two steps beyond its text.
+MAX_DRAFTS_V2 = 8
+
+
+def parts_of(setting: str) -> list[str]:
+    """Return the settings that ``setting`` combines: "one with another", "one without another"."""
+    return setting.replace(" without ", " with no ").split(" with ")
 
 
 def is_given(args: Any, setting: str) -> bool:
     """Return True if a server was given ``setting``, in a user's notation: "--flag", "--flag
-    value", "--flag above 1", "another --flag than one, two", "no --flag", or a switch of SGLang's
-    own, "SGLANG_NAME=1"."""
+    value", "--flag above 1", "another --flag than one, two", "no --flag", a switch of SGLang's own,
+    "SGLANG_NAME=1", or several of them (``parts_of``)."""
+    if len(parts := parts_of(setting)) > 1:
+        return all(is_given(args, part) for part in parts)
     if setting.startswith("no "):
         return not is_given(args, setting.removeprefix("no "))
     if setting.startswith("SGLANG_"):

@@ -19,6 +19,7 @@ from sglang.srt.patchset.flags import (
     FLAG,
     LOCAL,
     LOCAL_WHEN_LOST,
+    MAX_DRAFTS_V2,
     MODE,
     NO_WINDOW_POOL,
     OFFLOAD,
@@ -45,9 +46,9 @@ class RefusedSetting:
     why: str
     #: The error text, if not the default one; ``{flag}`` and ``{attribute}`` are filled in.
     text: str = ""
-    #: Returns True if the setting is given, if ``flags.is_given`` cannot read ``other``: a function
-    #: of the arguments, or of the model's configuration.
-    when: Callable[[Any], bool] | None = None
+    #: The condition, if ``flags.is_given`` cannot read it in ``other``: in that notation, or a
+    #: function of the arguments or of the model's configuration.
+    when: str | Callable[[Any], bool] = ""
     #: The advice to the user.
     instead: str = "Remove one of them."
 
@@ -60,6 +61,7 @@ TURNS = (LOCAL, LOCAL_WHEN_LOST)
 BUFFER = (ON,)
 FP4 = ("--kv-cache-dtype fp4_e2m1",)
 HICACHE = ("--enable-hierarchical-cache",)
+_NO_DECODE = "another --disaggregation-mode than decode"
 # Lists in texts.
 _BACKENDS = ", ".join(DELTA_BACKENDS)
 _DRAFTS = ", ".join(DRAFTING)
@@ -69,7 +71,7 @@ _STORES = ", ".join(STORES)
 ALWAYS: tuple[RefusedSetting, ...] = (
     RefusedSetting(
         RADIX,
-        "another --disaggregation-mode than decode",
+        _NO_DECODE,
         "a prefill server needs no flag to take part",
         "{flag} is for decode servers, but --disaggregation-mode is {disaggregation_mode}. Give it "
         "to the decode server only; a prefill server needs no flag to take part.",
@@ -91,7 +93,6 @@ ALWAYS: tuple[RefusedSetting, ...] = (
         "SGLang's offload frees the pages of finished requests, which the radix cache keeps",
         instead=f"Add {ON}: decode then writes its KV to the store and keeps it in the radix "
         f"cache. Or remove {OFFLOAD}.",
-        when=conditions.offloads_as_sglang,
     ),
     RefusedSetting(
         RADIX,
@@ -132,23 +133,23 @@ ALWAYS: tuple[RefusedSetting, ...] = (
         "{flag} cannot be combined with --speculative-eagle-topk {speculative_eagle_topk} "
         "(SGLang's own choice for some models where none is given): a tree of drafts takes more "
         "slots than admission counts; use --speculative-eagle-topk 1. Remove one of them.",
-        when=conditions.drafts_trees,
+        when="--speculative-algorithm with --speculative-eagle-topk above 1",
     ),
     RefusedSetting(
         RADIX,
         "--enable-multi-layer-eagle",
         "each of its layers has a KV pool of its own, and SGLang transfers the first only",
-        when=conditions.drafts_in_layers,
+        when="--speculative-algorithm with --enable-multi-layer-eagle",
     ),
     RefusedSetting(
         RADIX,
-        f"SGLANG_ENABLE_SPEC_V2=1 with more than {conditions.MAX_DRAFTS_V2} draft tokens",
+        f"SGLANG_ENABLE_SPEC_V2=1 with more than {MAX_DRAFTS_V2} draft tokens",
         "SGLang's rows of slots are too short for them",
         "{flag} cannot be combined with SGLANG_ENABLE_SPEC_V2=1 with "
         "{speculative_num_draft_tokens} draft tokens: SGLang's rows of slots are too short for "
-        f"them; use --speculative-num-steps {conditions.MAX_DRAFTS_V2 - 1} at most. Remove one "
-        "of them.",
-        when=conditions.drafts_beyond_its_row,
+        f"them; use --speculative-num-steps {MAX_DRAFTS_V2 - 1} at most. Remove one of them.",
+        when="SGLANG_ENABLE_SPEC_V2=1 with --speculative-algorithm with "
+        f"--speculative-num-draft-tokens above {MAX_DRAFTS_V2}",
     ),
     RefusedSetting(
         RADIX,
@@ -183,7 +184,7 @@ ALWAYS: tuple[RefusedSetting, ...] = (
         "SGLang names adapters differently on each server, so no prefill server would find what is "
         "written for them",
         instead=f"Remove {ON} and {OFFLOAD}, or --enable-lora.",
-        when=conditions.writes_adapters,
+        when="--enable-lora with --disaggregation-mode decode",
     ),
     RefusedSetting(
         BUFFER,
@@ -258,7 +259,7 @@ AS_GIVEN: tuple[RefusedSetting, ...] = (
         "--deepep-mode low_latency",
         "its buffers are made for decode steps, and a chunk of a prompt does not fit",
         instead="Use --deepep-mode auto, or remove {flag}.",
-        when=conditions.has_buffers_for_decode_steps,
+        when="--deepep-mode low_latency with another --moe-a2a-backend than none",
     ),
     RefusedSetting(
         TURNS,
@@ -270,7 +271,6 @@ AS_GIVEN: tuple[RefusedSetting, ...] = (
         TURNS,
         "--enable-dp-attention with --speculative-algorithm",
         "a two-rank decode server with both terminated at its first requests, cause unknown",
-        when=conditions.drafts_on_data_parallel_ranks,
     ),
     RefusedSetting(
         TURNS,
@@ -287,7 +287,7 @@ AS_GIVEN: tuple[RefusedSetting, ...] = (
         "no --enable-hierarchical-cache",
         "it is a mode of it",
         f"{{flag}} is a mode of --enable-hierarchical-cache. Add it, or remove {MODE}.",
-        when=conditions.lacks_the_cache,
+        when=f"no --enable-hierarchical-cache with {_NO_DECODE}",
     ),
 )
 
@@ -306,7 +306,7 @@ FILLED_IN: tuple[RefusedSetting, ...] = (
         "SGLang turns it off",
         "{flag} was given, but SGLang turned --enable-hierarchical-cache off for these arguments "
         f"(its log says why). Change them, or remove {MODE}.",
-        when=conditions.lacks_the_cache,
+        when=f"no --enable-hierarchical-cache with {_NO_DECODE}",
     ),
 )
 
@@ -395,7 +395,7 @@ WARNED: tuple[RefusedSetting, ...] = (
         "a request uses only the pages that arrived before it is scheduled",
         "{flag} with --hicache-storage-prefetch-policy best_effort: a request uses only the pages "
         "that arrived before it is scheduled, often none. Use wait_complete or timeout.",
-        when=conditions.loads_what_came,
+        when=f"--hicache-storage-prefetch-policy best_effort with {_NO_DECODE}",
     ),
 )
 
@@ -431,6 +431,7 @@ def _texts(rows: Iterable[RefusedSetting], args: Any, subject: Any) -> Iterator[
         for flag in row.flags:
             if not is_given(args, flag):
                 continue
-            if row.when(subject) if row.when else is_given(subject, row.other):
+            when = row.when or row.other
+            if is_given(subject, when) if isinstance(when, str) else when(subject):
                 default = f"{flag} cannot be combined with {row.other}: {row.why}. {row.instead}"
                 yield (row.text or default).format(flag=flag, **vars(subject))

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
-
-import pytest
 
 from component.transfer import pair
 from component.transfer.bare import without_engine
@@ -17,7 +14,6 @@ from sglang.srt.disaggregation.mooncake import conn
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
-from sglang.srt.patchset import environment
 
 
 class Side(pair.Side):
@@ -37,19 +33,13 @@ class Pair(pair.Pair):
     """Prefill and decode, connected by Mooncake."""
 
     ends = (conn, "Mooncake")
+    threads = "start_prefill_thread", "start_decode_thread"
+    quarantine_s = 1.0
     tells_at_once = True
     word_of_a_broken_write = "prefill could not deliver it"
 
     def side(self, name: str, mode: Any) -> Any:
         return Side(mode)
-
-    def start(self) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            # How long an aborted transfer counts as in flight.
-            hold = replace(environment.QUARANTINE_TIMEOUT, default=1.0)
-            patch.setattr(environment, "QUARANTINE_TIMEOUT", hold)
-            self.prefill.manager.start_prefill_thread()
-        self.decode.manager.start_decode_thread()
 
     def close(self) -> None:
         self.prefill.manager.transfers.stop(1.0)
@@ -58,13 +48,6 @@ class Pair(pair.Pair):
     def peer(self) -> str:
         name: str = self.decode.manager.peer_name
         return name
-
-    @contextmanager
-    def allowing(self, seconds: float) -> Iterator[None]:
-        manager = self.prefill.manager
-        kept, manager.transfer_s = manager.transfer_s, seconds
-        yield
-        manager.transfer_s = kept
 
     @contextmanager
     def engine(self, transfer: Callable[..., int]) -> Iterator[None]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import pytest
 from nixl import _api
 
 from component.transfer import pair
@@ -19,7 +17,6 @@ from sglang.srt.disaggregation.delta.nixl.agent import configured_agents
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferSettings
 from sglang.srt.disaggregation.nixl import conn
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.patchset import environment
 
 
 @cache
@@ -54,6 +51,8 @@ class Pair(pair.Pair):
     """Prefill and decode, connected by NIXL."""
 
     ends = (conn, "Nixl")
+    threads = "_start_bootstrap_thread", "_start_heartbeat_checker_thread"
+    quarantine_s = 0.1
     peer = "decode"
     tells_at_once = False
     word_of_a_broken_write = "reported: "
@@ -66,21 +65,6 @@ class Pair(pair.Pair):
         manager.transfers.stop(1.0)
         manager.peers.forget(self.peer)
         _CLOSED.append(self)
-
-    def start(self) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            # How long an aborted transfer counts as in flight.
-            hold = replace(environment.QUARANTINE_TIMEOUT, default=0.1)
-            patch.setattr(environment, "QUARANTINE_TIMEOUT", hold)
-            self.prefill.manager._start_bootstrap_thread()
-        self.decode.manager._start_heartbeat_checker_thread()
-
-    @contextmanager
-    def allowing(self, seconds: float) -> Iterator[None]:
-        manager = self.prefill.manager
-        kept, manager.transfer_s = manager.transfer_s, seconds
-        yield
-        manager.transfer_s = kept
 
     @contextmanager
     def agent_that(self, **calls: Any) -> Iterator[Any]:

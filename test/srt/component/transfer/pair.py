@@ -7,8 +7,9 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from sglang.srt.disaggregation.delta import wire
 from sglang.srt.disaggregation.delta.decode.invariants import idle_rooms
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.patchset import environment
 
 PAGE, PAGES, LAYERS, AUX = 4, 48, 2, 8
 ADDRESS = "127.0.0.1:8998"
@@ -111,6 +113,10 @@ class Pair:
 
     #: The backend's module with its senders and receivers, and the start of their names.
     ends: ClassVar[tuple[Any, str]]
+    #: SGLang's methods that start the threads of prefill's and of decode's manager.
+    threads: ClassVar[tuple[str, str]]
+    #: Time for which an aborted transfer counts as in flight.
+    quarantine_s: ClassVar[float]
     #: True if prefill reports a late write while it is still in flight.
     tells_at_once: ClassVar[bool]
     #: Decode's reason for a room with a failed write.
@@ -131,14 +137,27 @@ class Pair:
         self.connect()
         self.register()
 
+    def start(self) -> None:
+        """Start the threads that read messages and send pages."""
+        of_prefill, of_decode = self.threads
+        with pytest.MonkeyPatch.context() as patch:
+            timeout = replace(environment.QUARANTINE_TIMEOUT, default=self.quarantine_s)
+            patch.setattr(environment, "QUARANTINE_TIMEOUT", timeout)
+            getattr(self.prefill.manager, of_prefill)()
+        getattr(self.decode.manager, of_decode)()
+
+    @contextmanager
+    def allowing(self, seconds: float) -> Iterator[None]:
+        """Set the timeout of transfers that begin within the context."""
+        manager = self.prefill.manager
+        kept, manager.transfer_s = manager.transfer_s, seconds
+        yield
+        manager.transfer_s = kept
+
     # ---- implemented by each backend ----
 
     def side(self, name: str, mode: Any) -> Any:
         """Create one server."""
-        raise NotImplementedError
-
-    def start(self) -> None:
-        """Start the threads that read messages and send pages."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -147,10 +166,6 @@ class Pair:
     @property
     def peer(self) -> str:
         """The name by which prefill knows the decode rank."""
-        raise NotImplementedError
-
-    def allowing(self, seconds: float) -> AbstractContextManager[None]:
-        """Set the timeout of transfers that begin within the context."""
         raise NotImplementedError
 
     def held_up(self) -> AbstractContextManager[Hold]:

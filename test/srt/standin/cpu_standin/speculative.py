@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any  # Any: functions of any kind
+from typing import Any  # Any: functions of any kind, numbers and lists of them
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def edit(module: ModuleType) -> None:
         setattr(module, name, form)
 
 
-def _each(*tensors: Tensor) -> Iterator[tuple[int, ...]]:
+def _each(*tensors: Tensor) -> Iterator[tuple[Any, ...]]:
     return zip(*(tensor.tolist() for tensor in tensors), strict=False)
 
 
@@ -102,7 +102,7 @@ def _align_evict_mask(lens: Tensor, evict: Tensor, page: int, drafts: int, *size
 # ---- speculative.eagle_utils ----
 
 
-def build_chain(
+def build_tree(
     parents: Tensor,
     scores: Tensor,
     lens: Tensor,
@@ -118,45 +118,52 @@ def build_chain(
 ) -> None:
     """Signature of ``sgl_kernel.build_tree_kernel_efficient``, with a mask of all keys.
 
-    Token j of request i is row ``i * drafts + j``, stands at ``lens[i] + j``, sees the request and
-    the drafts up to itself, and is followed by the next.
+    Token j of request i is row ``i * drafts + j`` and sees the request and itself: in a chain also
+    the drafts before it, in a tree of one step also the root.
     """
-    _only_chains(topk)
+    _only_chains(topk if steps > 1 else 1)
     depth = torch.arange(drafts)
-    positions.view(-1, drafts).copy_(lens[:, None] + depth)
     index.copy_(torch.arange(index.numel()).view_as(index))
-    following[:, :-1] = depth[1:]
+    seen = torch.ones(drafts, drafts, dtype=torch.bool).tril()
+    if topk == 1:
+        following[:, :-1] = depth[1:]
+    else:
+        following[:, 0] = 1
+        siblings[:, 1:-1] = depth[2:]
+        depth = depth.clamp(max=1)
+        seen[:, 1:] = torch.eye(drafts, dtype=torch.bool)[:, 1:]
+    positions.view(-1, drafts).copy_(lens[:, None] + depth)
     at = 0
     for length in lens.tolist():
         end = at + drafts * (length + drafts)
-        seen = torch.ones(drafts, drafts, dtype=torch.bool).tril()
         mask[at:end].view(drafts, -1)[:, length:] = seen
         at = end
 
 
-def verify_chain(
+def verify_tree(
     predicts: Tensor,
     accept_index: Tensor,
     accept_token_num: Tensor,
     candidates: Tensor,
-    retrive_index: Tensor,
-    retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor,
     target_predict: Tensor,
     topk: int = -1,
+    **tree: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Replaces ``verify_tree_greedy_func``: a draft is accepted as long as each of its
-    tokens is the one that the target predicts for its position."""
-    _only_chains(topk)
-    agree = (candidates[:, 1:] == target_predict[:, :-1]).long().cumprod(1)
-    counts = agree.sum(1)
-    accept_token_num.copy_(counts)
-    drafts, steps = candidates.shape[1], torch.arange(accept_index.shape[1])
-    first = torch.arange(len(candidates))[:, None] * drafts
-    accept_index.copy_(torch.where(steps <= counts[:, None], first + steps, -1))
-    for request, count in enumerate(counts.tolist()):
-        at = request * drafts
-        predicts[at : at + count + 1] = target_predict[request, : count + 1].to(predicts.dtype)
+    """Replaces ``verify_tree_greedy_func``: a draft is accepted as long as each of its tokens is
+    the one that the target predicts for its position. ``tree``: index, next token and next sibling
+    of each token; the releases spell these names differently."""
+    _, following, siblings = tree.values()
+    drafts = candidates.shape[1]
+    rows = _each(candidates, target_predict, following, siblings)
+    for request, (tokens, predicted, children, others) in enumerate(rows):
+        node = count = 0
+        while node >= 0:
+            wanted, row = predicted[node], request * drafts + node
+            predicts[row], accept_index[request, count] = wanted, row
+            count, node = count + 1, children[node]
+            while node >= 0 and tokens[node] != wanted:
+                node = others[node]
+        accept_token_num[request] = count - 1
     return predicts, accept_index, accept_token_num
 
 
@@ -198,70 +205,6 @@ def _last_accepted(ids: Tensor, accepted: Tensor, last: Tensor, drafts: int, *si
 
 
 # ---- SGLang 0.5.23: the same kernels, by other names ----
-
-
-def _verify_tree_greedy(
-    predicts: Tensor,
-    accept_index: Tensor,
-    accept_token_num: Tensor,
-    candidates: Tensor,
-    retrieve_index: Tensor,
-    retrieve_next_token: Tensor,
-    retrieve_next_sibling: Tensor,
-    target_predict: Tensor,
-    topk: int = -1,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Signature of that release's ``verify_tree_greedy_func``."""
-    tree = retrieve_index, retrieve_next_token, retrieve_next_sibling
-    if topk == 1:
-        return verify_chain(
-            predicts, accept_index, accept_token_num, candidates, *tree, target_predict, topk
-        )
-    drafts = candidates.shape[1]
-    for request in range(len(candidates)):
-        node = count = 0
-        while node >= 0:
-            wanted, row = target_predict[request, node], request * drafts + node
-            predicts[row], accept_index[request, count] = wanted, row
-            count, node = count + 1, int(retrieve_next_token[request, node])
-            while node >= 0 and candidates[request, node] != wanted:
-                node = int(retrieve_next_sibling[request, node])
-        accept_token_num[request] = count - 1
-    return predicts, accept_index, accept_token_num
-
-
-def build_children(
-    parents: Tensor,
-    scores: Tensor,
-    lens: Tensor,
-    mask: Tensor,
-    positions: Tensor,
-    index: Tensor,
-    following: Tensor,
-    siblings: Tensor,
-    topk: int,
-    steps: int,
-    drafts: int,
-    mask_mode: int = 0,
-) -> None:
-    """Signature of ``build_tree_kernel_efficient_func``. Each child sees the request, the root and
-    itself."""
-    _only_chains(topk if steps > 1 else 1)
-    tree = lens, mask, positions, index, following, siblings
-    build_chain(parents, scores, *tree, 1, steps, drafts, mask_mode)
-    if topk == 1:
-        return
-    positions.view(-1, drafts).copy_((lens[:, None] + 1).expand(-1, drafts))
-    positions.view(-1, drafts)[:, 0] = lens
-    siblings[:, 1:-1] = following[:, 1:-1]
-    following[:, 1:] = -1
-    seen = torch.eye(drafts, dtype=torch.bool)
-    seen[:, 0] = True
-    at = 0
-    for length in lens.tolist():
-        end = at + drafts * (length + drafts)
-        mask[at:end].view(drafts, -1)[:, length:] = seen
-        at = end
 
 
 def _draft_cache_locs(
@@ -317,8 +260,8 @@ _FORMS: dict[str, dict[str, Any]] = {
         "align_evict_mask_to_page_size": Launch(_align_evict_mask),
     },
     "sglang.srt.speculative.eagle_utils": {
-        "sgl_build_tree_kernel_efficient": build_chain,
-        "verify_tree_greedy_func": verify_chain,
+        "sgl_build_tree_kernel_efficient": build_tree,
+        "verify_tree_greedy_func": verify_tree,
     },
     "sglang.srt.speculative.eagle_info_v2": {
         "assign_draft_cache_locs_page_size_1": Launch(_assign_draft_cache_locs_page_size_1),
@@ -339,8 +282,8 @@ _FORMS: dict[str, dict[str, Any]] = {
     },
     "sglang.kernels.ops.speculative.gather_spec_extras": {"gather_spec_extras": _gather},
     "sglang.kernels.ops.speculative.spec_tree": {
-        "build_tree_kernel_efficient_func": build_children,
-        "verify_tree_greedy_func": _verify_tree_greedy,
+        "build_tree_kernel_efficient_func": build_tree,
+        "verify_tree_greedy_func": verify_tree,
     },
     "sglang.srt.arg_groups.speculative_hook": {"_disable_overlap_schedule_for_cpu": _with_overlap},
     "sglang.srt.mem_cache.allocation": {"assign_req_to_token_pool_func": assign_rows},

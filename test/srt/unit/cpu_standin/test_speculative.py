@@ -35,10 +35,9 @@ def test_verify(drafted) -> None:
     predicts = torch.full((size * width + 1,), -5, dtype=torch.int32)
     index = torch.full((size, width), -1, dtype=torch.int32)
     count = torch.empty(size, dtype=torch.int32)
-    empty = torch.empty(0)
-    speculative.verify_chain(
-        predicts, index, count, candidates, empty, empty, empty, target, topk=1
-    )
+    following = torch.tensor([[*range(1, width), -1]] * size)
+    tree = {"index": index, "following": following, "siblings": torch.full((size, width), -1)}
+    speculative.verify_tree(predicts, index, count, candidates, target, topk=1, **tree)
     for row in range(size):
         accepted = [row * width]
         for at in range(1, width):
@@ -59,7 +58,7 @@ def test_build(lens: list[int], steps: int) -> None:
     positions = torch.empty(size * drafts, dtype=torch.int64)
     index, following, siblings = torch.full((3, size, drafts), -1)
     empty = torch.empty(0)
-    speculative.build_chain(
+    speculative.build_tree(
         *(empty, empty, torch.tensor(lens), mask, positions, index, following, siblings),
         *(1, steps, drafts),
     )
@@ -84,7 +83,7 @@ def test_a_tree_of_one_step() -> None:
     index, following, siblings = torch.full((3, 2, drafts), -1)
     empty = torch.empty(0)
     tree = index, following, siblings
-    speculative.build_children(empty, empty, lens, mask, positions, *tree, 3, 1, drafts)
+    speculative.build_tree(empty, empty, lens, mask, positions, *tree, 3, 1, drafts)
     assert positions.tolist() == [2, 3, 3, 3, 1, 2, 2, 2]
     seen = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]
     assert mask[:24].view(drafts, 6).int().tolist() == [[1, 1, *row] for row in seen]
@@ -93,8 +92,10 @@ def test_a_tree_of_one_step() -> None:
     predicts = torch.full((2 * drafts,), -5, dtype=torch.int32)
     accepted = torch.full((2, 2), -1, dtype=torch.int32)
     counts = torch.empty(2, dtype=torch.int32)
-    verify = speculative._FORMS["sglang.kernels.ops.speculative.spec_tree"]
-    verify["verify_tree_greedy_func"](predicts, accepted, counts, candidates, *tree, wanted, topk=3)
+    speculative.verify_tree(
+        *(predicts, accepted, counts, candidates, wanted),
+        **dict(zip(("index", "following", "siblings"), tree, strict=True)),
+    )
     assert accepted.tolist() == [[0, 3], [4, -1]] and counts.tolist() == [1, 0]
     assert predicts[[0, 3, 4]].tolist() == [8, 3, 9]
 
@@ -103,11 +104,7 @@ def test_trees_are_refused() -> None:
     """Guards against a tree of drafts that is treated as a chain."""
     empty = torch.empty(0)
     with pytest.raises(NotImplementedError, match="topk 2"):
-        speculative.verify_chain(*(empty,) * 8, topk=2)
-    with pytest.raises(NotImplementedError, match="topk 2"):
-        speculative.build_children(
-            *(empty,) * 2, torch.tensor([]), *(torch.ones(1, 3),) * 5, 2, 2, 3
-        )
+        speculative.build_tree(*(empty,) * 8, 2, 2, 3)
 
 
 def test_no_kv_is_moved() -> None:

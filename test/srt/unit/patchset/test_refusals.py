@@ -400,6 +400,8 @@ def test_prefixes_of_local_turns_are_attended_whole(changes, is_off):
         ("--pipeline-parallel-size above 2", False),
         ("--page-size above 1", False),  # SGLang decides
         (flags.LOCAL_WHEN_LOST, True),
+        ("--deepep-mode auto with --enable-pdmux", False),
+        ("--deepep-mode auto without --enable-pdmux with no --enable-lmcache", True),
     ],
 )
 def test_a_setting_is_read_as_a_user_writes_it(setting, is_given):

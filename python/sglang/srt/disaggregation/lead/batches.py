@@ -1,4 +1,7 @@
-"""SGLang's batches for chunks of local turns, and the memory that they need.
+"""SGLang's batches for chunks of local turns, and the memory and LoRA adapters that they need.
+
+SGLang loads the adapters of a batch when it runs, and admits a request only if its adapter can be
+loaded beside those of admitted ones. Local turns count as admitted, and the same check admits them.
 
 Contract: scheduler thread, no lock.
 """
@@ -55,6 +58,20 @@ def has_room(room: Any, tokens: int, reserve: int = 0, chunk: int | None = None)
     ``PrefillBudget``. ``chunk``: maximum number of these tokens in a pool of windows at once."""
     sizes = {"paged_input": tokens, "extend_input_len": tokens, "max_new_tokens": reserve}
     return bool(room.can_allocate_prefill(**sizes, chunk_limit=chunk))
+
+
+def can_load_adapter(scheduler: Any, req: Any) -> bool:
+    """Return True if the adapter of a local turn can be loaded now; equal on all ranks."""
+    if not scheduler.enable_lora:
+        return True
+    arriving = [entry.req for entry in scheduler.disagg_decode_transfer_queue.queue]
+    admitted = [*scheduler.running_batch.reqs, *scheduler.waiting_queue, *arriving]
+    return bool(scheduler.can_schedule_lora_req(req, adapters_of(admitted)))
+
+
+def adapters_of(reqs: Sequence[Any]) -> set[str | None]:
+    """Return the adapters of ``reqs``; None stands for the model without one."""
+    return {req.lora_id for req in reqs}
 
 
 def end_aborted(scheduler: Any, req: Any) -> None:

@@ -18,9 +18,10 @@ from typing import Any  # Any: SGLang's objects
 
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.delta.rank_agreement import minimum
-from sglang.srt.disaggregation.lead import adapters, explain
+from sglang.srt.disaggregation.lead import explain
 from sglang.srt.disaggregation.lead.batches import (
     build_chunk,
+    can_load_adapter,
     end_aborted,
     end_of_chunk,
     has_room,
@@ -37,11 +38,6 @@ from sglang.srt.disaggregation.policy.choice import (
 from sglang.srt.disaggregation.policy.chunks import Chunks, own_first_drafts
 from sglang.srt.disaggregation.policy.memory import page_ceil
 from sglang.srt.disaggregation.policy.pace import Limits
-
-#: Vote of a rank: the turn's prefill server releases rooms.
-_RELEASES = 0
-#: Vote of a rank: it does not, as far as this rank knows. The smallest over the ranks counts.
-_NEVER = -2
 
 
 def reason_for_prefill(entry: Any) -> str | None:
@@ -103,8 +99,8 @@ class QueuedTurns(Chunks):
         # Earlier turns, and requests from prefill, take their places first.
         ahead = len(decided) + len(self._scheduler.waiting_queue)
         places, delays = self.places, self.delays
-        for entry, (reason, tokens, _), vote in zip(new, questions, agreed, strict=True):
-            reason = reason or ("peer" if vote == _NEVER else None)
+        for entry, (reason, tokens, _), releases in zip(new, questions, agreed, strict=True):
+            reason = reason or (None if releases else "peer")
             if (lost := lost_reason(entry)) is not None:
                 decision = choose_without_prefill(tokens, self.limits, lost)
                 if not decision.local:
@@ -123,16 +119,17 @@ class QueuedTurns(Chunks):
         group = self._scheduler.disagg_decode_prealloc_queue.gloo_group
         return self.take_over(minimum([*self.measured.votes(), *votes], group))
 
-    def _question(self, queue: Any, entry: Any) -> tuple[str | None, int, int]:
-        """Return why only prefill can compute an entry, its new tokens, and this rank's vote."""
+    def _question(self, queue: Any, entry: Any) -> tuple[str | None, int, bool]:
+        """Return why only prefill can compute an entry, its new tokens, and whether this rank knows
+        that the prefill server releases rooms: all ranks must."""
         from sglang.srt.mem_cache.common import match_kv_cache
 
         req, length = entry.req, len(entry.req.origin_input_ids)
         if (reason := reason_for_prefill(entry)) is not None:
-            return reason, length, _RELEASES
+            return reason, length, True
         match_kv_cache(req, queue.tree_cache, req.origin_input_ids, max_prefix_len=length - 1)
         releases = lost_reason(entry) is not None or self.peers.releases(_address(req))
-        return None, length - req.prefix_len, _RELEASES if releases else _NEVER
+        return None, length - req.prefix_len, releases
 
     def announced(self, reqs: list[Any]) -> None:
         """Count requests that SGLang announced to prefill."""
@@ -182,7 +179,7 @@ class QueuedTurns(Chunks):
                 if left < page or min(self.places, rows) <= 0:
                     left = 0
                     continue
-                if not adapters.fits(self._scheduler, req):
+                if not can_load_adapter(self._scheduler, req):
                     continue
                 if need := self._take(queue, req, left, taken + blocked, room):
                     entries.append(entry)

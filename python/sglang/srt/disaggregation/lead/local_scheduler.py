@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any  # Any: SGLang's objects
 
 from sglang.srt.disaggregation.delta.observability import STATS
-from sglang.srt.disaggregation.lead import adapters
 from sglang.srt.disaggregation.lead.attach import Function, Wraps
+from sglang.srt.disaggregation.lead.batches import adapters_of
 from sglang.srt.disaggregation.lead.local import QueuedTurns
 from sglang.srt.disaggregation.policy.pace import Limits
 from sglang.srt.patchset import environment
@@ -131,7 +131,7 @@ def install(wrap: Wraps) -> None:
     def can_schedule_lora_req(
         stock: Function, turns: QueuedTurns, self: Any, req: Any, running_loras: Any
     ) -> Any:
-        return stock(req, running_loras | adapters.of(turns.reqs))
+        return stock(req, running_loras | adapters_of(turns.reqs))
 
     @scheduler("_collect_inflight_batches", "(self)")
     def _collect_inflight_batches(stock: Function, turns: QueuedTurns, self: Any) -> Any:
