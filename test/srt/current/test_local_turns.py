@@ -29,7 +29,6 @@ SHORT = LOCAL | {
     "SGLANG_DISAGGREGATION_DECODE_FALLBACK_PREFILL_TOKENS": "100",
 }
 ADMITTED = LOCAL | {"SGLANG_DISAGGREGATION_DECODE_ADMISSION": "remaining"}
-STATES = ADMITTED | {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
 ONE = ("--page-size", "1")
 PLAIN = "--disable-overlap-schedule"
 server = pytest.mark.server
@@ -46,8 +45,8 @@ SERVERS = {
     "windows": server(*GPT_OSS, model="gpt_oss", env=ADMITTED),
     "windows, mooncake": server(*GPT_OSS, *ONE, *MOONCAKE, model="gpt_oss", env=LOCAL),
     "sparse, mooncake": server("--page-size", "64", *MOONCAKE, model="deepseek_v32", env=ADMITTED),
-    "states": server(*FALCON_H1, model="falcon_h1", env=STATES),
-    "states, mooncake": server(*FALCON_H1, *MOONCAKE, model="falcon_h1", env=STATES),
+    "states": server(*FALCON_H1, model="falcon_h1", env=ADMITTED),
+    "states, mooncake": server(*FALCON_H1, *MOONCAKE, model="falcon_h1", env=ADMITTED),
 }
 
 
