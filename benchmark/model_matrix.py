@@ -168,10 +168,9 @@ def refused_here(family: Family, *parts: Args) -> str | None:
     return None
 
 
-def refused_there(family: Family, *parts: Args) -> str | None:
-    """Return the error of a server of 0.5.23 with the group ``lead``, or None."""
-    if family.beside == "states":
-        return f"0.5.23: {settings.STATES}: {settings.OTHER_POOLS}."  # SGLang's default
+def refused_there(*parts: Args) -> str | None:
+    """Return the error of a server of 0.5.23 with the group ``lead``, or None. With recurrent
+    states, ``--mamba-radix-cache-strategy`` is ``no_buffer``."""
     args = _arguments(*parts)
     for setting, why in (settings.ON_BOTH | settings.ON_DECODE).items():
         if settings.is_given(args, setting):
@@ -254,9 +253,8 @@ class Matrix:
         feature_args, parts = FEATURES[feature]
         backend_args = {"disaggregation_transfer_backend": backend} if backend else {}
         setup_args = SETUPS[setup][0] if setup else {}
-        why = (refused_there if later else refused_here)(
-            family, feature_args, backend_args, setup_args
-        )
+        args = (feature_args, backend_args, setup_args)
+        why = refused_there(*args) if later else refused_here(family, *args)
         tests = TESTS_THERE if later else TESTS_HERE
         return self._refused(why) or self._ran(tests, family, parts, setup, backend)
 

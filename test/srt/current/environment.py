@@ -53,8 +53,8 @@ DRAFTS = drafting("@model")
 
 
 def environment(package: Path | None = None, *models: str) -> dict[str, str]:
-    """Return variables to set before SGLang is imported: one thread, no network, few models, no
-    waiting for GPU events.
+    """Return variables to set before SGLang is imported: one thread, no network, few models,
+    states in float32.
 
     Args:
         package: SGLang's folder; None for the one of this environment.
@@ -65,6 +65,8 @@ def environment(package: Path | None = None, *models: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "UCX_TLS": "tcp,self",
         "MC_FORCE_TCP": "1",
+        # The default, bfloat16, rounds at the end of each chunk, which changes answers.
+        "SGLANG_MAMBA_CONV_DTYPE": "float32",
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(package, models or (MODEL,))),
     }
 

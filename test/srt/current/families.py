@@ -5,19 +5,19 @@
 
 from __future__ import annotations
 
-from current.environment import GPT_OSS
+from current.environment import FALCON_H1, GPT_OSS
 from e2e.families import BOTH, Run
 
 ARCHITECTURES = {
     "deepseek_v3": "deepseek_v2",
     "deepseek_v32": "deepseek_v2",
-    **{name: name for name in ("qwen3_moe", "gpt_oss")},
+    **{name: name for name in ("qwen3_moe", "gpt_oss", "falcon_h1")},
 }
 """Family of ``models.families`` -> SGLang's file for it."""
-ARGUMENTS = {"gpt_oss": GPT_OSS}
+ARGUMENTS = {"gpt_oss": GPT_OSS, "falcon_h1": FALCON_H1}
 """More arguments of each server."""
-PAGES = {"deepseek_v32": 64}
-"""Tokens of a page, if not 16: SGLang's index supports only this size."""
+PAGES = {"deepseek_v32": 64, "falcon_h1": 1}
+"""Tokens of a page, if not 16: SGLang's index, and a tree with states, support only this size."""
 
 RUNS: tuple[Run, ...] = (
     Run(
@@ -28,6 +28,7 @@ RUNS: tuple[Run, ...] = (
     ),
     Run(
         "deepseek_v3",
+        backend="mooncake",
         parts=(*BOTH, "retract"),
         setup=("prefill_dp", "decode_dp", "ep"),
         nightly=False,
@@ -35,4 +36,5 @@ RUNS: tuple[Run, ...] = (
     Run("qwen3_moe", parts=BOTH, nightly=False),
     Run("gpt_oss", parts=(*BOTH, "retract"), nightly=False),
     Run("deepseek_v32", 64, parts=(*BOTH, "retract"), nightly=False),
+    Run("falcon_h1", 1, "mooncake", (*BOTH, "retract"), nightly=False),
 )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from current.environment import SMALL
+from current.environment import MOONCAKE, SMALL
 from current.test_local_turns import ADMITTED, Peers
 from current.texts import text
 
@@ -19,7 +19,7 @@ LORA = (
 )
 
 
-@pytest.mark.server(*LORA, *SMALL, tokens=512, env=ADMITTED)
+@pytest.mark.server(*LORA, *SMALL, *MOONCAKE, tokens=512, env=ADMITTED)
 def test_adapters(decode: Decode) -> None:
     """Guards against KV of another adapter, or of none, under a chunk or an answer; against a batch
     with more adapters than the server can load, which would end it; and against a retracted request

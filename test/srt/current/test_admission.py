@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from current.environment import DRAFTS, REMAINING, SMALL, TOGETHER
+from current.environment import DRAFTS, MOONCAKE, REMAINING, SMALL, TOGETHER
 from current.texts import text
 
 if TYPE_CHECKING:
@@ -94,7 +94,9 @@ def test_the_tokens_of_a_speculative_step_count(decode: Decode) -> None:
     [
         pytest.param(6, marks=pytest.mark.server(*SMALL, tokens=640, env=REMAINING), id="plain"),
         pytest.param(
-            2, marks=pytest.mark.server(*SMALL, *DRAFTS, tokens=640, env=REMAINING), id="drafts"
+            2,
+            marks=pytest.mark.server(*SMALL, *DRAFTS, *MOONCAKE, tokens=640, env=REMAINING),
+            id="drafts, mooncake",
         ),
         pytest.param(
             6,

@@ -11,6 +11,7 @@ from typing import Any  # Any: batches of SGLang
 import pytest
 
 from current.decode import Decode
+from current.environment import MOONCAKE
 from current.test_local_turns import ADMITTED, LOCAL, Peers, later_turns
 
 
@@ -36,7 +37,7 @@ class OtherRank:
         """Do nothing: the time between the ranks is not measured."""
 
 
-@pytest.mark.server(env=LOCAL)
+@pytest.mark.server(*MOONCAKE, model="deepseek", env=LOCAL)
 def test_each_step_is_exchanged_once(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a chunk that the other rank does not know of, or a step that is exchanged
     twice: either hangs the server. A chunk after one of the other rank would delay all requests

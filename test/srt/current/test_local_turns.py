@@ -34,20 +34,18 @@ server = pytest.mark.server
 SERVERS = {
     "overlap, page 16": server(env=LOCAL),
     "plain, page 16": server(PLAIN, env=LOCAL),
-    "overlap, page 1": server(*ONE, env=LOCAL),
+    "page 1, mooncake": server(*ONE, *MOONCAKE, env=ADMITTED),
     "overlap, admission": server(env=ADMITTED),
     "overlap, drafts": server(*DRAFTS, env=ADMITTED),
-    "overlap, mooncake": server(*MOONCAKE, env=ADMITTED),
     "plain, drafts": server(PLAIN, *DRAFTS, env=LOCAL),
     "page 1, drafts": server(*ONE, *DRAFTS, env=LOCAL),
     "overlap, settings": server(*TOGETHER, env=ADMITTED),
     "sessions": server("--enable-session-radix-cache", env=ADMITTED),
     "windows": server(*GPT_OSS, model="gpt_oss", env=ADMITTED),
-    "windows, page 1": server(*GPT_OSS, *ONE, model="gpt_oss", env=LOCAL),
-    "sparse": server("--page-size", "64", model="deepseek_v32", env=ADMITTED),
-    "states": server(
-        *FALCON_H1, model="falcon_h1", env=ADMITTED | {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
-    ),
+    "windows, mooncake": server(*GPT_OSS, *ONE, *MOONCAKE, model="gpt_oss", env=LOCAL),
+    "sparse, mooncake": server("--page-size", "64", *MOONCAKE, model="deepseek_v32", env=ADMITTED),
+    "states": server(*FALCON_H1, model="falcon_h1", env=ADMITTED),
+    "states, mooncake": server(*FALCON_H1, *MOONCAKE, model="falcon_h1", env=ADMITTED),
 }
 
 
@@ -58,9 +56,9 @@ def on(*names: str) -> Any:
     )
 
 
-each = on(*(name for name in SERVERS if name != "sessions"))
+each = on(*(name for name in SERVERS if name not in ("sessions", "states, mooncake")))
 loops = on("plain, page 16", "overlap, admission", "overlap, drafts", "windows", "states")
-families = on("windows", "sparse", "states")
+families = on("windows", "windows, mooncake", "sparse, mooncake", "states", "states, mooncake")
 short = pytest.mark.server(env=SHORT)
 backends = pytest.mark.parametrize(
     (),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any  # Any: requests of SGLang
 import pytest
 import torch
 
-from current.environment import DRAFTS, SMALL, drafting
+from current.environment import DRAFTS, MOONCAKE, SMALL, drafting
 from current.test_local_turns import ADMITTED, LOCAL, Peers
 from current.texts import text
 from sglang.srt.runtime_context import get_spec
@@ -86,11 +86,11 @@ def test_a_tree_of_drafts(decode: Decode) -> None:
         pytest.param(
             marks=pytest.mark.server(
                 *drafting("@eagle3", "EAGLE3"),
-                *(*DRAWN, *SMALL),
+                *(*DRAWN, *SMALL, *MOONCAKE),
                 tokens=384,
                 env=ADMITTED | MULTINOMIAL,
             ),
-            id="EAGLE3, drawn drafts",
+            id="EAGLE3, drawn drafts, mooncake",
         ),
     ],
 )
@@ -112,11 +112,14 @@ def test_the_number_of_steps_changes(decode: Decode) -> None:
     [
         pytest.param(
             marks=pytest.mark.server(
-                *drafting(f"@{family}", "NEXTN"), *SMALL, model=family, tokens=288, env=ADMITTED
+                *(*drafting(f"@{family}", "NEXTN"), *SMALL, *backend),
+                model=family,
+                tokens=288,
+                env=ADMITTED,
             ),
-            id=family,
+            id=", ".join((family, *backend[1:])),
         )
-        for family in ("deepseek_v3_nextn", "glm4_moe_nextn")
+        for family, backend in (("deepseek_v3_nextn", MOONCAKE), ("glm4_moe_nextn", ()))
     ],
 )
 def test_heads_of_the_model(decode: Decode) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from current.environment import GPT_OSS, SMALL
+from current.environment import GPT_OSS, MOONCAKE, SMALL
 from current.test_local_turns import ADMITTED, Peers
 from current.texts import text
 from sglang.srt.disaggregation.delta.observability import Telemetry
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SHORT = (*GPT_OSS, "--swa-full-tokens-ratio", "0.092", *SMALL)
 
 
-@pytest.mark.server(*SHORT, model="gpt_oss", tokens=4000, env=ADMITTED)
+@pytest.mark.server(*SHORT, *MOONCAKE, model="gpt_oss", tokens=4000, env=ADMITTED)
 @pytest.mark.parametrize("local", [True, False])
 def test_little_room_for_windows(decode: Decode, local: bool) -> None:
     """Guards against a chunk for which there is no room for its windows, which would end the

@@ -125,7 +125,7 @@ arms:
   fast: {title: fast}
 made: {first_tokens: 64, turns: 3, turn_tokens: 16, answer_tokens: 8, cold_tokens: 200}
 grid: {cold_share: [0.0, 0.3]}
-load: {sessions: [1, 4], think_s: 0.0, window: {warm_up: 4, requests: 20, of_class: 3, limit_s: 120}}
+load: {sessions: [1, 4], think_s: 0, window: {warm_up: 4, requests: 20, of_class: 3, limit_s: 120}}
 rounds: 3
 claims:
   - {text: fast is faster, arm: fast, over: slow, of: e2e, at: 4, at_most: 1, theirs: "0.5, paper"}

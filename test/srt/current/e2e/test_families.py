@@ -39,10 +39,10 @@ def talks_of_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
 def test_answers(talks_of_family: Callable[[str], Talks], tmp_path: Path, run: Run) -> None:
-    """Guards against latents, windows, indices or expert-routed KV that are wrong behind a prefix
-    from decode's tree, in a chunk that decode computes, or in the copy of a retracted request; and
-    (data parallel attention) against a rank that misses a step in which the other one computes a
-    chunk, or whose chunk reaches experts with tokens of the other one."""
+    """Guards against latents, windows, indices, states or expert-routed KV that are wrong behind a
+    prefix from decode's tree, in a chunk that decode computes, or in the copy of a retracted
+    request; and (data parallel attention) against a rank that misses a step in which the other one
+    computes a chunk, or whose chunk reaches experts with tokens of the other one."""
     talks, is_parallel = talks_of_family(run.family), "decode_dp" in run.setup
     page = play(
         talks,
@@ -52,6 +52,7 @@ def test_answers(talks_of_family: Callable[[str], Talks], tmp_path: Path, run: R
         attention_ranks=2 if is_parallel else 1,
         arguments=("--ep-size", "2") if "ep" in run.setup else (),
         decode_env=RETRACTS if "retract" in run.parts else {},
+        backend=run.backend,
     )
     count, counts = len(talks.prompts[0]), turns(page)
     if is_parallel:  # some later turns reach the rank without their session

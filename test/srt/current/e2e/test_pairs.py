@@ -1,4 +1,4 @@
-"""Real servers of SGLang 0.5.23 over NIXL or Mooncake and TCP: talks of three turns.
+"""Real servers of SGLang 0.5.23 over NIXL and TCP: talks of three turns.
 
 An aggregated stock server gives the right answers. Pairs of stock servers, pairs with the group
 ``lead``, and the latter with two ranks each or with a draft model must give the same tokens, and be
@@ -20,11 +20,10 @@ def check_talks(
     ranks: int = 1,
     arguments: tuple[str, ...] = (),
     lead: bool,
-    backend: str = "nixl",
 ) -> None:
     """Check that a pair gives the same answers in each turn and ends balanced."""
     settings = LEAD if lead else {}
-    page = play(talks, logs, settings, ranks=ranks, arguments=arguments, backend=backend)
+    page = play(talks, logs, settings, ranks=ranks, arguments=arguments)
     counts = turns(page)
     # Some first turns are remote, because prefill's capabilities are not yet known.
     assert (counts.get(("local", "short"), 0) >= 2 * len(talks.prompts[0])) == lead, counts
@@ -33,11 +32,6 @@ def check_talks(
 def test_stock(talks: Talks, tmp_path: Path) -> None:
     """The baseline: if it fails, the other tests of this file mean nothing."""
     check_talks(talks, tmp_path, lead=False)
-
-
-def test_lead_over_mooncake(talks: Talks, tmp_path: Path) -> None:
-    """Guards against a turn of wrong KV, and against pages or rows that a part leaks."""
-    check_talks(talks, tmp_path, lead=True, backend="mooncake")
 
 
 def test_lead_on_two_ranks(talks: Talks, tmp_path: Path) -> None:
