@@ -37,7 +37,7 @@ class OtherRank:
         """Do nothing: the time between the ranks is not measured."""
 
 
-@pytest.mark.server(*MOONCAKE, model="deepseek", env=LOCAL)
+@pytest.mark.server(*MOONCAKE, model="deepseek_v3_nextn", env=LOCAL)
 def test_each_step_is_exchanged_once(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a chunk that the other rank does not know of, or a step that is exchanged
     twice: either hangs the server. A chunk after one of the other rank would delay all requests
