@@ -45,7 +45,7 @@ class Room(CommonKVReceiver):
         return cls, cls._wire
 
     @classmethod
-    def send_multipart(cls, frames: list[bytes]) -> None:
+    def send_multipart(cls, frames: list[bytes], flags: int = 0) -> None:
         """Record frames instead of sending them."""
         cls.frames.append(frames)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import requests
+import zmq
 
 from sglang.srt.disaggregation.lead import prefill_exit
 from sglang.srt.disaggregation.lead.prefill_exit import (
@@ -116,7 +117,8 @@ def test_a_notice_that_comes_with_its_request_is_kept() -> None:
 
 def test_one_rank_notifies_one_rank() -> None:
     """Guards against a second message that arrives after the room ended, when its number may be
-    reused, and against one to a later stage: the first one decides whether a room has failed."""
+    reused, against one to a later stage (the first one decides whether a room has failed), and
+    against a wait for a rank that reads nothing, whose socket is full after 1,000 messages."""
     sent: list[Any] = []
     for rank in (0, 1):
         receiver: Any = SimpleNamespace(
@@ -130,12 +132,14 @@ def test_one_rank_notifies_one_rank() -> None:
         )
 
         def connect(info: dict[str, Any], rank: int = rank) -> Any:
-            note = lambda message: sent.append((rank, info["rank_ip"], message))  # noqa: E731
+            def note(message: list[bytes], flags: int) -> None:
+                sent.append((rank, info["rank_ip"], message, flags))
+
             return SimpleNamespace(send_multipart=note), threading.Lock()
 
         receiver._connect_to_bootstrap_server = connect
         release_room(receiver)
-    assert sent == [(0, "10.0.0.1", [b"ABORT", b"7", b"LOCAL"])]
+    assert sent == [(0, "10.0.0.1", [b"ABORT", b"7", b"LOCAL"], zmq.NOBLOCK)]
 
 
 def test_a_failed_notification_costs_no_request(caplog: pytest.LogCaptureFixture) -> None:

@@ -84,11 +84,10 @@ class QueuedTurns(Chunks):
 
     # ---- the choice ----
 
-    def decide(self, queue: Any) -> None:
-        """Choose the server for each request of the prealloc queue that became ready. Equal on all
-        ranks, because they choose from numbers that they agreed on."""
+    def decide(self, queue: Any, entries: list[Any]) -> None:
+        """Choose the server for each of the ready ``entries`` that is new. Equal on all ranks,
+        because they choose from numbers that they agreed on."""
         self.peers.keep(queue.kv_manager.prefill_info_table)
-        entries = ready(queue)
         new = [each for each in entries if decision_of(each.req) is None]
         if not new:
             return
@@ -161,28 +160,29 @@ class QueuedTurns(Chunks):
         ends = any(len(each.reqs) > (each.chunked_req is not None) for each in self._launched)
         return bool(self.beside or self._computed or ends)
 
-    def admit(self, queue: Any) -> None:
-        """Hide the local turns of the prealloc queue from SGLang, and build a chunk of those that
-        may run now."""
-        page, left = self.limits.page, 0 if self.unfinished else None
+    def admit(self, queue: Any, entries: list[Any]) -> None:
+        """Hide the local turns among the ready ``entries`` from SGLang, and build a chunk of those
+        that may run now."""
+        page, left, delays = self.limits.page, 0 if self.unfinished else None, self.delays
         taken = blocked = 0
-        entries = list[Any]()
+        admitted = list[Any]()
         room = queue.token_to_kv_pool_allocator.create_prefill_budget(queue.tree_cache)
-        for entry in ready(queue):
+        for entry in entries:
             req, can_leave = entry.req, lost_reason(entry) is None
-            if can_leave and req.lead_turn.local and not self.fits(req.lead_turn.tokens):
+            new = req.lead_turn.tokens
+            if can_leave and req.lead_turn.local and not self.pace.fits(new, delays):
                 leave(entry, "itl")  # requests began to run since the choice, or chunks are slower
             if req.lead_turn.local:
                 entry.waiting_for_input = False  # SGLang sets it again in each step
                 left = self.next_chunk(req.lead_turn.tokens) if left is None else left
-                rows = queue.req_to_token_pool.available_size() - len(entries)
+                rows = queue.req_to_token_pool.available_size() - len(admitted)
                 if left < page or min(self.places, rows) <= 0:
                     left = 0
                     continue
                 if not can_load_adapter(self._scheduler, req):
                     continue
                 if need := self._take(queue, req, left, taken + blocked, room):
-                    entries.append(entry)
+                    admitted.append(entry)
                     # Behind a turn that is not complete, less than a page is left.
                     taken, left = taken + need, left - req.extend_len
                     continue
@@ -194,8 +194,8 @@ class QueuedTurns(Chunks):
             # Because SGLang admits in order, keep the memory that the first request needs.
             prefix = len(req.origin_input_ids) - req.lead_turn.tokens
             blocked = blocked or sum(self._needs(queue, req, prefix))
-        if entries:
-            self._launch(queue, entries)
+        if admitted:
+            self._launch(queue, admitted)
 
     def _needs(self, queue: Any, req: Any, prefix: int) -> tuple[int, int]:
         """Return the tokens that ``req`` allocates, and those that must stay free, by SGLang."""

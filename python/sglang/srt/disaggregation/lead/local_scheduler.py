@@ -12,7 +12,7 @@ from typing import Any  # Any: SGLang's objects
 from sglang.srt.disaggregation.delta.observability import STATS
 from sglang.srt.disaggregation.lead.attach import Function, Wraps
 from sglang.srt.disaggregation.lead.batches import adapters_of
-from sglang.srt.disaggregation.lead.local import QueuedTurns
+from sglang.srt.disaggregation.lead.local import QueuedTurns, ready
 from sglang.srt.disaggregation.policy.pace import Limits
 from sglang.srt.patchset import environment
 
@@ -71,8 +71,9 @@ def install(wrap: Wraps) -> None:
     )
     def _update_handshake_waiters(stock: Function, self: Any, *args: Any, **kw: Any) -> None:
         stock(*args, **kw)
-        self.scheduler.lead_turns.decide(self)
-        self.scheduler.lead_turns.admit(self)
+        turns, entries = self.scheduler.lead_turns, ready(self)
+        turns.decide(self, entries)
+        turns.admit(self, entries)
 
     @wrap(
         DecodePreallocQueue,

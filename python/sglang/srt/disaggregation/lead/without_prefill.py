@@ -105,13 +105,15 @@ def install(wrap: Wraps) -> None:
     def _update_handshake_waiters(stock: Function, self: Any, *args: Any, **kw: Any) -> None:
         before = {id(entry) for entry in self.queue if is_aborted(entry.req)}
         stock(*args, **kw)
+        saved = set()
         for entry in self.queue:
             # The room has failed on all ranks in this step.
             if is_aborted(entry.req) and id(entry) not in before and may_save(entry):
                 entry.req.finished_reason = None
                 renew(entry, entry.req, "no_prefill")
-                # Nor does it wait for its prefill server's answer any more.
-                self.pending_reqs = [each for each in self.pending_reqs if each is not entry]
+                saved.add(id(entry))
+        # Nor do they wait for their prefill server's answer any more.
+        self.pending_reqs = [each for each in self.pending_reqs if id(each) not in saved]
 
     @wrap(DecodeTransferQueue, "_abort_failed_transfer", "(self, decode_req)")
     def _abort_failed_transfer(stock: Function, self: Any, decode_req: Any) -> None:
