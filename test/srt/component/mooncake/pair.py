@@ -60,13 +60,6 @@ class Pair(pair.Pair):
         return name
 
     @contextmanager
-    def allowing(self, seconds: float) -> Iterator[None]:
-        manager = self.prefill.manager
-        kept, manager.transfer_s = manager.transfer_s, seconds
-        yield
-        manager.transfer_s = kept
-
-    @contextmanager
     def engine(self, transfer: Callable[..., int]) -> Iterator[None]:
         """Replace the engine's batch transfer by ``transfer(real, *arguments)``."""
         engine = self.prefill.manager.engine

@@ -76,13 +76,6 @@ class Pair(pair.Pair):
         self.decode.manager._start_heartbeat_checker_thread()
 
     @contextmanager
-    def allowing(self, seconds: float) -> Iterator[None]:
-        manager = self.prefill.manager
-        kept, manager.transfer_s = manager.transfer_s, seconds
-        yield
-        manager.transfer_s = kept
-
-    @contextmanager
     def agent_that(self, **calls: Any) -> Iterator[Any]:
         """Replace some calls of prefill's agent within the context."""
         agent = self.prefill.manager.agent

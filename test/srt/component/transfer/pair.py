@@ -149,10 +149,6 @@ class Pair:
         """The name by which prefill knows the decode rank."""
         raise NotImplementedError
 
-    def allowing(self, seconds: float) -> AbstractContextManager[None]:
-        """Set the timeout of transfers that begin within the context."""
-        raise NotImplementedError
-
     def held_up(self) -> AbstractContextManager[Hold]:
         """Keep writes in flight until they are released, or until the context ends."""
         raise NotImplementedError
@@ -256,6 +252,14 @@ class Pair:
         for end in (sender, receiver):
             assert {end.poll() for _ in range(3)} == {KVPoll.Success}
             end.clear()
+
+    def expire(self, sender: Any) -> None:
+        """Let the deadlines of all transfers on the room's worker pass."""
+
+        def expire(worker: Any) -> None:
+            worker._deadlines[:] = sorted((0.0, *entry[1:]) for entry in worker._deadlines)
+
+        self.prefill.manager.transfers._put(sender.bootstrap_room, expire)
 
     # ---- results ----
 
