@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
-
-import pytest
 
 from component.transfer import pair
 from component.transfer.bare import without_engine
@@ -17,7 +14,6 @@ from sglang.srt.disaggregation.mooncake import conn
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
-from sglang.srt.patchset import environment
 
 
 class Side(pair.Side):
@@ -44,11 +40,7 @@ class Pair(pair.Pair):
         return Side(mode)
 
     def start(self) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            # How long an aborted transfer counts as in flight.
-            hold = replace(environment.QUARANTINE_TIMEOUT, default=1.0)
-            patch.setattr(environment, "QUARANTINE_TIMEOUT", hold)
-            self.prefill.manager.start_prefill_thread()
+        self.prefill.manager.start_prefill_thread()
         self.decode.manager.start_decode_thread()
 
     def close(self) -> None:

@@ -253,13 +253,17 @@ class Pair:
             assert {end.poll() for _ in range(3)} == {KVPoll.Success}
             end.clear()
 
-    def expire(self, sender: Any) -> None:
-        """Let the deadlines of all transfers on the room's worker pass."""
+    def expire(self) -> None:
+        """Let the deadlines of all transfers pass, and the time in which a failed one may land."""
 
         def expire(worker: Any) -> None:
             worker._deadlines[:] = sorted((0.0, *entry[1:]) for entry in worker._deadlines)
+            for transfer in worker._posted:
+                if transfer.settles_at:
+                    transfer.settles_at = transfer.poll_at = worker._clock()
 
-        self.prefill.manager.transfers._put(sender.bootstrap_room, expire)
+        for thread in self.prefill.manager.transfers._threads:
+            thread.commands.put(expire)
 
     # ---- results ----
 

@@ -305,7 +305,7 @@ def test_a_write_that_does_not_end(pair: Pair, is_aborted: bool) -> None:
         if is_aborted:
             sender.abort()
             assert sender.poll() == KVPoll.Transferring
-        pair.expire(sender)
+        pair.expire()
         until(lambda: sender.poll() == KVPoll.Failed, "deadline")
         if pair.tells_at_once:
             until(lambda: receiver.poll() == KVPoll.Failed, "word")
