@@ -91,6 +91,12 @@ class Rig:
         """Return the number of requests that the router counts at each worker."""
         return {w.url: w.requests for w in self.router.scheduler.workers}
 
+    def advance(self, seconds: float) -> None:
+        """Move the clock of the loop's timers forward."""
+        loop = asyncio.get_running_loop()
+        now = loop.time
+        loop.time = lambda: now() + seconds  # type: ignore[method-assign]
+
     def assert_idle(self) -> None:
         for w in self.router.scheduler.workers:
             assert (w.requests, w.pending_tokens, w.ongoing_tokens, w.added_tokens) == (0,) * 4
@@ -177,7 +183,12 @@ def run(
             await until(lambda: all(w.checked for w in router.scheduler.workers))
             await asyncio.wait_for(test(rig), 30)
 
-    asyncio.run(go())
+    # Not the loop of a policy that SGLang has set in this process: uvloop has a clock of its own.
+    loop = asyncio.SelectorEventLoop()
+    try:
+        loop.run_until_complete(go())
+    finally:
+        loop.close()
 
 
 _ROLES = ("colocated", "prefill", "decode")

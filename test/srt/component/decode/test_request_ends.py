@@ -109,7 +109,7 @@ async def asked(tokenizer: Serving, obj: Any, end: Callable[[Serving, str], None
 async def check_nothing_left(tokenizer: Serving) -> None:
     """Check that a shutdown waits for no request, and that the adapter can be unloaded."""
     await tokenizer.lora_registry.unregister("adapter")
-    await asyncio.wait_for(tokenizer.lora_registry.wait_for_unload("1"), 2)
+    await asyncio.wait_for(tokenizer.lora_registry.wait_for_unload("1"), 60)
     assert tokenizer.rid_to_state == {}
 
 
@@ -171,7 +171,7 @@ def test_the_client_of_samples_leaves() -> None:
         assert not unloaded.done()
         for rid in samples:
             finished(tokenizer, rid)
-        await asyncio.wait_for(unloaded, 2)
+        await asyncio.wait_for(unloaded, 60)
         assert tokenizer.rid_to_state == {}
 
     asyncio.run(life())

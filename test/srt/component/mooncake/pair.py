@@ -34,7 +34,6 @@ class Pair(pair.Pair):
 
     ends = (conn, "Mooncake")
     threads = "start_prefill_thread", "start_decode_thread"
-    quarantine_s = 1.0
     tells_at_once = True
     word_of_a_broken_write = "prefill could not deliver it"
 

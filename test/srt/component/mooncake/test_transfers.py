@@ -104,6 +104,7 @@ def test_batch_that_the_engine_refuses(pair: Pair) -> None:
     assert pair.finish(second, other) == LOST
     for end in (second, other):
         assert "register again" in pair.reason(end)
+    pair.expire()
     until(deferred.is_drained, "held for ever")
     deferred.free(lambda entry: None)
     pair.register()

@@ -245,7 +245,7 @@ def test_the_way_from_decode_to_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -
         port = tokenizer.bind_to_random_port("tcp://127.0.0.1")
         manager.decode_ranks.on_computed = Frontend(f"tcp://127.0.0.1:{port}").yielded
         manager.decode_ranks.take(wire.ComputedByDecode(ROOM))
-        assert tokenizer.poll(5000) and tokenizer.recv_pyobj() == RoomYielded(ROOM)
+        assert tokenizer.poll(60_000) and tokenizer.recv_pyobj() == RoomYielded(ROOM)
 
 
 # ---- on the schedulers ----

@@ -7,8 +7,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -116,7 +116,7 @@ class Pair:
     #: SGLang's methods that start the threads of prefill's and of decode's manager.
     threads: ClassVar[tuple[str, str]]
     #: Time for which an aborted transfer counts as in flight.
-    quarantine_s: ClassVar[float]
+    quarantine_s: ClassVar[float] = environment.QUARANTINE_TIMEOUT.default
     #: True if prefill reports a late write while it is still in flight.
     tells_at_once: ClassVar[bool]
     #: Decode's reason for a room with a failed write.
@@ -145,14 +145,6 @@ class Pair:
             patch.setattr(environment, "QUARANTINE_TIMEOUT", timeout)
             getattr(self.prefill.manager, of_prefill)()
         getattr(self.decode.manager, of_decode)()
-
-    @contextmanager
-    def allowing(self, seconds: float) -> Iterator[None]:
-        """Set the timeout of transfers that begin within the context."""
-        manager = self.prefill.manager
-        kept, manager.transfer_s = manager.transfer_s, seconds
-        yield
-        manager.transfer_s = kept
 
     # ---- implemented by each backend ----
 
@@ -271,6 +263,18 @@ class Pair:
         for end in (sender, receiver):
             assert {end.poll() for _ in range(3)} == {KVPoll.Success}
             end.clear()
+
+    def expire(self) -> None:
+        """Let the deadlines of all transfers pass, and the time in which a failed one may land."""
+
+        def expire(worker: Any) -> None:
+            worker._deadlines[:] = sorted((0.0, *entry[1:]) for entry in worker._deadlines)
+            for transfer in worker._posted:
+                if transfer.settles_at:
+                    transfer.settles_at = transfer.poll_at = worker._clock()
+
+        for thread in self.prefill.manager.transfers._threads:
+            thread.commands.put(expire)
 
     # ---- results ----
 

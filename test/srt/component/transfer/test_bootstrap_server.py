@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import zmq
 
+from benchmark.harness.ports import allocate_ports
 from sglang.srt import server_args
 from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.delta import wire
@@ -74,9 +75,7 @@ def test_a_frame_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def started(kind: Any) -> Iterator[tuple[Any, str, Any]]:
     """Yield a backend's bootstrap server with our route, its address, and its first answer."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    (port,) = allocate_ports(1)
     server, address = kind("127.0.0.1", port), f"127.0.0.1:{port}"
     try:
         for _ in range(400):  # wait for its thread; refused connections return at once

@@ -299,12 +299,13 @@ def test_a_write_that_does_not_end(pair: Pair, is_aborted: bool) -> None:
     is answered at once."""
     sender, receiver = pair.ready_room(4)
     deferred = None
-    with pair.allowing(0.1), pair.held_up() as hold:
+    with pair.held_up() as hold:
         sender.send(pages(30))
         hold.wait()
         if is_aborted:
             sender.abort()
             assert sender.poll() == KVPoll.Transferring
+        pair.expire()
         until(lambda: sender.poll() == KVPoll.Failed, "deadline")
         if pair.tells_at_once:
             until(lambda: receiver.poll() == KVPoll.Failed, "word")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from component.transfer import bare
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.delta import wire
+from sglang.srt.disaggregation.delta import address_pool, wire
 from sglang.srt.disaggregation.delta.address_pool import AddressPool
 from sglang.srt.disaggregation.delta.decode import deferred as deferred_release
 from sglang.srt.disaggregation.delta.decode.deferred import DeferredFree
@@ -35,11 +35,12 @@ def prefills(monkeypatch: pytest.MonkeyPatch) -> Iterator[Prefills]:
 # ---- handshake ----
 
 
-def test_servers_that_hang(prefills: Prefills) -> None:
+def test_servers_that_hang(prefills: Prefills, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a scheduler that waits for a server's answer, that queries again at every
     step, or that treats a server as known which SGLang lists but whose handshake is not over; and
     against hanging servers, more than there are threads, that block one that has answered
     before."""
+    monkeypatch.setattr(address_pool, "_SLOW_S", 60.0)  # no answer is slow on a slow machine
     hung = [f"10.0.1.{number}:8998" for number in range(100)]
     prefills.connect()
     prefills.hung.update(hung)

@@ -23,9 +23,9 @@ from hypothesis.stateful import (
 
 from effort import tries
 from sglang.srt.disaggregation.delta.metrics import Reason
+from sglang.srt.disaggregation.delta.nixl import conn
 from sglang.srt.disaggregation.delta.nixl.conn import (
     OURS,
-    PATIENCE_S,
     NixlPeers,
     Peer,
     PreparedLists,
@@ -34,12 +34,14 @@ from sglang.srt.disaggregation.delta.nixl.descriptors import Heads, Pool
 from sglang.srt.disaggregation.delta.prefill.transfer_backend import TransferError
 from unit.delta.nixl.fakes import FakeAgent, nixlNotFoundError
 
+#: Instead of seconds that a slow machine may need.
+PATIENCE_S = 60.0
 POOL = Pool((4096, 8192), (16, 8), 5, 1)
 
 
 def until(condition: Any) -> None:
     """Wait until another thread has made the condition true."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -72,7 +74,8 @@ class Scene:
 
 
 @pytest.fixture
-def scene() -> Scene:
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    monkeypatch.setattr(conn, "PATIENCE_S", PATIENCE_S)
     return Scene()
 
 

@@ -114,6 +114,12 @@ class Threads(Side):
         return next(n for n in range(start, 10**6) if worker_of(n, count) == worker_of(room, count))
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a stop wait for threads that a busy machine runs late."""
+    monkeypatch.setattr(transfer_pool, "_JOIN_GRACE_S", LONG_S)
+
+
 @pytest.fixture
 def started() -> Iterator[Threads]:
     threads = Threads()
