@@ -8,7 +8,8 @@ is forked after SGLang has been imported:
 
 ``mode``, "decode" (the default) or "prefill", selects the fixture. ``env`` is set before SGLang
 loads its plugins, as it does in each of its processes. ``model`` is a family of ``models.families``
-or the model's fixture ("model" by default). "@NAME" in an argument stands for such a folder.
+or a fixture ("model" by default). "@NAME" in an argument stands for the path of that family or
+fixture.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from pathlib import Path
 RELEASE = "0.5.23"
 #: SGLang's file for ``models.random_qwen3``; without a limit it imports 200 others at its start.
 MODEL = "qwen3"
-#: Arguments for Mooncake as the transfer backend.
 MOONCAKE = ("--disaggregation-transfer-backend", "mooncake")
 #: SGLang's files for the models of scenes, and for heads.
 MODELS = (
@@ -18,7 +17,6 @@ MODELS = (
 #: SGLang refuses the name ``torch_native``; the stand-in replaces Triton by it. The other runner of
 #: experts lays its weights out differently.
 GPT_OSS = ("--attention-backend", "triton", "--moe-runner-backend", "triton")
-#: Scheduling without overlap.
 PLAIN = "--disable-overlap-schedule"
 #: For states of a fixed size. Without the last argument they take gigabytes.
 FALCON_H1 = (
@@ -26,8 +24,9 @@ FALCON_H1 = (
     *(PLAIN, "--max-mamba-cache-size", "60"),
 )
 
-#: A small reserve, so that small pools fill up; and the part ``admission``.
+#: A small reserve, so that small pools fill up.
 SMALL = ("--num-reserved-decode-tokens", "16")
+#: The part ``admission``.
 REMAINING = {"SGLANG_DISAGGREGATION_DECODE_ADMISSION": "remaining"}
 
 #: Settings that are independent of each other, for one server.

@@ -174,8 +174,6 @@ def test_models_of_other_kinds_are_refused() -> None:
         ("--enable-page-major-kv-layout", "without --enable-unified-memory"),
         ("--enable-watermark --device cuda", "not supported with PD disaggregation"),
         ("--moe-dp-size 2 --tp-size 2", "attn_cp_size != moe_dp_size"),
-        ("--disaggregation-mode prefill --moe-dp-size 2 --tp-size 2", "moe_dp_size"),
-        ("--disaggregation-mode prefill --elastic-ep-join-mode recover", "elastic-ep-backend"),
         (
             "--enable-pdmux --chunked-prefill-size -1 --disable-overlap-schedule",
             "not compatible with disaggregation mode",

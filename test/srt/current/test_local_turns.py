@@ -40,7 +40,6 @@ SERVERS = {
     "plain, drafts": server(PLAIN, *DRAFTS, env=LOCAL),
     "page 1, drafts": server(*ONE, *DRAFTS, env=LOCAL),
     "overlap, settings": server(*TOGETHER, env=ADMITTED),
-    "sessions": server("--enable-session-radix-cache", env=ADMITTED),
     "windows": server(*GPT_OSS, model="gpt_oss", env=ADMITTED),
     "windows, mooncake": server(*GPT_OSS, *ONE, *MOONCAKE, model="gpt_oss", env=LOCAL),
     "sparse, mooncake": server("--page-size", "64", *MOONCAKE, model="deepseek_v32", env=ADMITTED),
@@ -56,7 +55,7 @@ def on(*names: str) -> Any:
     )
 
 
-each = on(*(name for name in SERVERS if name not in ("sessions", "states, mooncake")))
+each = on(*(name for name in SERVERS if name != "states, mooncake"))
 loops = on("plain, page 16", "overlap, admission", "overlap, drafts", "windows", "states")
 families = on("windows", "windows, mooncake", "sparse, mooncake", "states", "states, mooncake")
 short = pytest.mark.server(env=SHORT)
@@ -149,7 +148,7 @@ def test_later_turns_are_computed_here_and_answered_as_by_an_aggregated_server(
     assert all(decode.requests[rid].cached_tokens >= 192 for rid in rids)
 
 
-@on("sessions")
+@pytest.mark.server("--enable-session-radix-cache", env=ADMITTED)
 def test_turns_of_sessions_that_sglang_names(decode: Decode, steps: Steps) -> None:
     """Guards against KV that SGLang keeps for a named session, which local turns must not miss or
     release."""

@@ -40,9 +40,6 @@ DELTA_BACKENDS: dict[str, str] = {"nixl": "nixl_async", "mooncake": "mooncake_de
 #: MLA attention backends that on a decode server lack methods that SGLang's chunked prefix cache
 #: calls (``FlashInferMLAAttnBackend.enable_chunk_kv`` and its subclasses).
 NO_PREFIX_CHUNKS = {"flashinfer", "flashmla", "cutlass_mla", "trtllm_mla"}
-#: Maximum draft tokens with spec v2. SGLang's rows hold the context, 4 tokens and one step; a
-#: request ends 4 tokens before the context and holds slots of two steps beyond its text.
-MAX_DRAFTS_V2 = 8
 
 
 def parts_of(setting: str) -> list[str]:

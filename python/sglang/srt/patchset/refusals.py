@@ -19,7 +19,6 @@ from sglang.srt.patchset.flags import (
     FLAG,
     LOCAL,
     LOCAL_WHEN_LOST,
-    MAX_DRAFTS_V2,
     MODE,
     NO_WINDOW_POOL,
     OFFLOAD,
@@ -33,6 +32,9 @@ logger = logging.getLogger(__name__)
 STORES = ("mooncake", "file", "dynamic")
 #: Speculative algorithms whose draft KV has the target's page indices. SGLang reads NEXTN as EAGLE.
 DRAFTING = ("EAGLE", "EAGLE3", "NEXTN")
+#: Maximum draft tokens with spec v2. SGLang's rows hold the context, 4 tokens and one step; a
+#: request ends 4 tokens before the context and holds slots of two steps beyond its text.
+MAX_DRAFTS_V2 = 8
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,6 @@ TURNS = (LOCAL, LOCAL_WHEN_LOST)
 BUFFER = (ON,)
 FP4 = ("--kv-cache-dtype fp4_e2m1",)
 HICACHE = ("--enable-hierarchical-cache",)
-_NO_DECODE = "another --disaggregation-mode than decode"
 # Lists in texts.
 _BACKENDS = ", ".join(DELTA_BACKENDS)
 _DRAFTS = ", ".join(DRAFTING)
@@ -71,7 +72,7 @@ _STORES = ", ".join(STORES)
 ALWAYS: tuple[RefusedSetting, ...] = (
     RefusedSetting(
         RADIX,
-        _NO_DECODE,
+        "another --disaggregation-mode than decode",
         "a prefill server needs no flag to take part",
         "{flag} is for decode servers, but --disaggregation-mode is {disaggregation_mode}. Give it "
         "to the decode server only; a prefill server needs no flag to take part.",
@@ -95,9 +96,7 @@ ALWAYS: tuple[RefusedSetting, ...] = (
         f"cache. Or remove {OFFLOAD}.",
     ),
     RefusedSetting(
-        RADIX,
-        "--enable-hierarchical-cache",
-        "a decode server does not run its copies to the host",
+        RADIX, "--enable-hierarchical-cache", "a decode server does not run its copies to the host"
     ),
     RefusedSetting(RADIX, "--enable-lmcache", "it has its own tree"),
     RefusedSetting(
@@ -133,23 +132,17 @@ ALWAYS: tuple[RefusedSetting, ...] = (
         "{flag} cannot be combined with --speculative-eagle-topk {speculative_eagle_topk} "
         "(SGLang's own choice for some models where none is given): a tree of drafts takes more "
         "slots than admission counts; use --speculative-eagle-topk 1. Remove one of them.",
-        when="--speculative-algorithm with --speculative-eagle-topk above 1",
     ),
     RefusedSetting(
         RADIX,
         "--enable-multi-layer-eagle",
         "each of its layers has a KV pool of its own, and SGLang transfers the first only",
-        when="--speculative-algorithm with --enable-multi-layer-eagle",
     ),
     RefusedSetting(
         RADIX,
-        f"SGLANG_ENABLE_SPEC_V2=1 with more than {MAX_DRAFTS_V2} draft tokens",
+        f"SGLANG_ENABLE_SPEC_V2=1 with --speculative-num-draft-tokens above {MAX_DRAFTS_V2}",
         "SGLang's rows of slots are too short for them",
-        "{flag} cannot be combined with SGLANG_ENABLE_SPEC_V2=1 with "
-        "{speculative_num_draft_tokens} draft tokens: SGLang's rows of slots are too short for "
-        f"them; use --speculative-num-steps {MAX_DRAFTS_V2 - 1} at most. Remove one of them.",
-        when="SGLANG_ENABLE_SPEC_V2=1 with --speculative-algorithm with "
-        f"--speculative-num-draft-tokens above {MAX_DRAFTS_V2}",
+        instead=f"Use --speculative-num-steps {MAX_DRAFTS_V2 - 1} at most.",
     ),
     RefusedSetting(
         RADIX,
@@ -180,11 +173,10 @@ ALWAYS: tuple[RefusedSetting, ...] = (
     ),
     RefusedSetting(
         BUFFER,
-        "--enable-lora on a decode server",
+        "--enable-lora with --disaggregation-mode decode",
         "SGLang names adapters differently on each server, so no prefill server would find what is "
         "written for them",
         instead=f"Remove {ON} and {OFFLOAD}, or --enable-lora.",
-        when="--enable-lora with --disaggregation-mode decode",
     ),
     RefusedSetting(
         BUFFER,
@@ -287,7 +279,7 @@ AS_GIVEN: tuple[RefusedSetting, ...] = (
         "no --enable-hierarchical-cache",
         "it is a mode of it",
         f"{{flag}} is a mode of --enable-hierarchical-cache. Add it, or remove {MODE}.",
-        when=f"no --enable-hierarchical-cache with {_NO_DECODE}",
+        when="no --enable-hierarchical-cache without --disaggregation-mode decode",
     ),
 )
 
@@ -306,7 +298,7 @@ FILLED_IN: tuple[RefusedSetting, ...] = (
         "SGLang turns it off",
         "{flag} was given, but SGLang turned --enable-hierarchical-cache off for these arguments "
         f"(its log says why). Change them, or remove {MODE}.",
-        when=f"no --enable-hierarchical-cache with {_NO_DECODE}",
+        when="no --enable-hierarchical-cache without --disaggregation-mode decode",
     ),
 )
 
@@ -395,7 +387,7 @@ WARNED: tuple[RefusedSetting, ...] = (
         "a request uses only the pages that arrived before it is scheduled",
         "{flag} with --hicache-storage-prefetch-policy best_effort: a request uses only the pages "
         "that arrived before it is scheduled, often none. Use wait_complete or timeout.",
-        when=f"--hicache-storage-prefetch-policy best_effort with {_NO_DECODE}",
+        when="--hicache-storage-prefetch-policy best_effort without --disaggregation-mode decode",
     ),
 )
 

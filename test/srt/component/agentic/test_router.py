@@ -9,8 +9,10 @@ import pytest
 from benchmark.agentic.router.workers import DECODE, PREFILL
 from component.agentic.router_rig import Rig, Worker, run, until
 
-#: Time limit of a request, and a time after it (aiohttp rounds a limit up to whole seconds).
-LIMIT_S, TOO_LONG_S = 10.0, 11.0
+#: Time limit of a request.
+LIMIT_S = 10.0
+#: A time after it: aiohttp rounds the end of limits above 5 s up to a whole second.
+TOO_LONG_S = 11.0
 
 
 def pair() -> tuple[Worker, Worker]:

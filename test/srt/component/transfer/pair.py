@@ -115,7 +115,7 @@ class Pair:
     ends: ClassVar[tuple[Any, str]]
     #: SGLang's methods that start the threads of prefill's and of decode's manager.
     threads: ClassVar[tuple[str, str]]
-    #: Time for which an aborted transfer counts as in flight.
+    #: Time in seconds for which a broken transfer counts as in flight.
     quarantine_s: ClassVar[float] = environment.QUARANTINE_TIMEOUT.default
     #: True if prefill reports a late write while it is still in flight.
     tells_at_once: ClassVar[bool]
@@ -264,11 +264,12 @@ class Pair:
             assert {end.poll() for _ in range(3)} == {KVPoll.Success}
             end.clear()
 
-    def expire(self) -> None:
-        """Let the deadlines of all transfers pass, and the time in which a failed one may land."""
+    def expire(self, deadlines: bool = True) -> None:
+        """Let the time pass in which a failed transfer may land, and the deadlines of all."""
 
         def expire(worker: Any) -> None:
-            worker._deadlines[:] = sorted((0.0, *entry[1:]) for entry in worker._deadlines)
+            if deadlines:
+                worker._deadlines[:] = sorted((0.0, *entry[1:]) for entry in worker._deadlines)
             for transfer in worker._posted:
                 if transfer.settles_at:
                     transfer.settles_at = transfer.poll_at = worker._clock()

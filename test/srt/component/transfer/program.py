@@ -20,7 +20,10 @@ def run(build: Callable[[], Any], tests: Any, cell: str) -> None:
     name, *parameters = cell.split("/")
     pair = build()
     getattr(tests, name)(pair, **dict(each.split("=", 1) for each in parameters))
-    until(lambda: pair.expire() or not pair.leftovers(), f"left behind: {pair.leftovers()}")
+    until(
+        lambda: pair.expire(deadlines=False) or not pair.leftovers(),
+        f"left behind: {pair.leftovers()}",
+    )
     pair.close()
 
 

@@ -197,6 +197,7 @@ def test_weights_change_between_requests(play: Play, servers: Any) -> None:
     chaos_plan = Plan(1, 0, 2.0, sends, faults)
     tally = play(plan=chaos_plan, banks=tuple(banks.values()), live=live).tally
     assert tally.clean and tally.outcomes == {Outcome.RIGHT: tally.requests}
+    assert tally.requests > 3, "no request after the first update"
     assert [str(bank.model) for bank in serving] == ["model", "other"] * 2
 
     servers.update.side_effect = lambda model: ["decode does not take new weights"]

@@ -117,16 +117,14 @@ SETTINGS = [
     ({"page_size": 16, "num_reserved_decode_tokens": 15}, "--num-reserved-decode-tokens (15)"),
     ({"page_size": 16, "num_reserved_decode_tokens": 16}, None),
 ]
-#: Two of SGLang's switches are environment variables and conflict in the same way. With spec v2 a
-#: request holds slots of two steps ahead of its text, and a row has room for 8 tokens and one step
-#: behind the longest text.
+#: Some of SGLang's switches are environment variables and conflict in the same way.
 DRAFTS = {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 9}
 VARIABLES = [
     ("SGLANG_DISAGG_STAGING_BUFFER", "1", {}, "SGLANG_DISAGG_STAGING_BUFFER=1"),
     ("SGLANG_DISAGG_STAGING_BUFFER", "", {}, None),
     ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "true", {}, "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE=1"),
     ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "0", {}, None),
-    ("SGLANG_ENABLE_SPEC_V2", "1", DRAFTS, "SGLANG_ENABLE_SPEC_V2=1 with 9 draft tokens"),
+    ("SGLANG_ENABLE_SPEC_V2", "1", DRAFTS, "--speculative-num-draft-tokens above 8"),
     ("SGLANG_ENABLE_SPEC_V2", "1", DRAFTS | {"speculative_num_draft_tokens": 8}, None),
     ("SGLANG_ENABLE_SPEC_V2", "0", DRAFTS, None),
 ]

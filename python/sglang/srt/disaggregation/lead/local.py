@@ -165,21 +165,22 @@ class QueuedTurns(Chunks):
         that may run now."""
         page, left, delays = self.limits.page, 0 if self.unfinished else None, self.delays
         taken = blocked = 0
-        admitted = list[Any]()
+        admitted, unloadable = list[Any](), set[str | None]()
         room = queue.token_to_kv_pool_allocator.create_prefill_budget(queue.tree_cache)
         for entry in entries:
             req, can_leave = entry.req, lost_reason(entry) is None
-            new = req.lead_turn.tokens
-            if can_leave and req.lead_turn.local and not self.pace.fits(new, delays):
+            new_tokens = req.lead_turn.tokens
+            if can_leave and req.lead_turn.local and not self.pace.fits(new_tokens, delays):
                 leave(entry, "itl")  # requests began to run since the choice, or chunks are slower
             if req.lead_turn.local:
                 entry.waiting_for_input = False  # SGLang sets it again in each step
-                left = self.next_chunk(req.lead_turn.tokens) if left is None else left
+                left = self.next_chunk(new_tokens) if left is None else left
                 rows = queue.req_to_token_pool.available_size() - len(admitted)
                 if left < page or min(self.places, rows) <= 0:
                     left = 0
                     continue
-                if not can_load_adapter(self._scheduler, req):
+                if req.lora_id in unloadable or not can_load_adapter(self._scheduler, req):
+                    unloadable.add(req.lora_id)
                     continue
                 if need := self._take(queue, req, left, taken + blocked, room):
                     admitted.append(entry)
@@ -192,7 +193,7 @@ class QueuedTurns(Chunks):
                 leave(entry, "no_memory")
             entry.waiting_for_input = can_leave  # else it ends
             # Because SGLang admits in order, keep the memory that the first request needs.
-            prefix = len(req.origin_input_ids) - req.lead_turn.tokens
+            prefix = len(req.origin_input_ids) - new_tokens
             blocked = blocked or sum(self._needs(queue, req, prefix))
         if admitted:
             self._launch(queue, admitted)

@@ -121,7 +121,7 @@ def release_room(receiver: Any) -> None:
         try:
             socket, lock = receiver._connect_to_bootstrap_server(info)
             with lock:
-                socket.send_multipart(message, zmq.NOBLOCK)  # full if prefill reads nothing
+                socket.send_multipart(message, zmq.NOBLOCK)  # raises if prefill reads nothing
         except Exception as error:
             logger.warning(
                 "room %s: prefill rank %s was not notified that decode computes it (%s); its half "

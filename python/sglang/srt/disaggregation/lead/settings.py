@@ -137,8 +137,12 @@ def refused(args: Any, config: Any) -> Iterator[str]:
 
 #: Refused because drafts beside a chunk of another rank were not run.
 DRAFTS = "--attn-dp-size above 1 with --speculative-algorithm: not run with drafts"
-#: Refused because one rank would replay a graph while the others run decode steps.
-GRAPHS = "--attn-dp-size above 1 with a CUDA graph for prefill (--cuda-graph-backend-prefill)"
+#: Refused because SGLang turns decode steps beside a chunk into chunks, to replay the graph
+#: (``_local_prefill_cuda_graph_vote``).
+GRAPHS = (
+    "--attn-dp-size above 1 with a CUDA graph for prefill, SGLang's default on CUDA: "
+    "--disable-prefill-cuda-graph turns it off"
+)
 #: Refused because SGLang sets up no prefix chunks on a decode server
 #: (``FlashInferMLAAttnBackend``).
 MLA = (
