@@ -44,7 +44,6 @@ SERVERS = {
     "windows, mooncake": server(*GPT_OSS, *ONE, *MOONCAKE, model="gpt_oss", env=LOCAL),
     "sparse, mooncake": server("--page-size", "64", *MOONCAKE, model="deepseek_v32", env=ADMITTED),
     "states": server(*FALCON_H1, model="falcon_h1", env=ADMITTED),
-    "states, mooncake": server(*FALCON_H1, *MOONCAKE, model="falcon_h1", env=ADMITTED),
 }
 
 
@@ -55,9 +54,9 @@ def on(*names: str) -> Any:
     )
 
 
-each = on(*(name for name in SERVERS if name != "states, mooncake"))
+each = on(*SERVERS)
 loops = on("plain, page 16", "overlap, admission", "overlap, drafts", "windows", "states")
-families = on("windows", "windows, mooncake", "sparse, mooncake", "states", "states, mooncake")
+families = on("windows", "windows, mooncake", "sparse, mooncake", "states")
 short = pytest.mark.server(env=SHORT)
 backends = pytest.mark.parametrize(
     (),
