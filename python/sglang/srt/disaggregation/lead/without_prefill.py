@@ -112,7 +112,7 @@ def install(wrap: Wraps) -> None:
                 entry.req.finished_reason = None
                 renew(entry, entry.req, "no_prefill")
                 saved.add(id(entry))
-        # Nor do they wait for their prefill server's answer any more.
+        # Saved requests stop waiting for their prefill server's answer.
         self.pending_reqs = [each for each in self.pending_reqs if id(each) not in saved]
 
     @wrap(DecodeTransferQueue, "_abort_failed_transfer", "(self, decode_req)")
